@@ -1,0 +1,139 @@
+"""Paged key/value tensors and the one attention function over them. Knows nothing of sampling or policies.
+
+Shape legend: T packed new tokens, N new tokens of one row, S tokens of one row so far, H query heads,
+G key/value heads, D head width, L layers, P pages, Z tokens a page.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fly.cache.allocator import BlockAllocator
+from fly.models.config import LlamaConfig
+
+__all__ = ["PagedBatch", "PagedKVCache"]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One sequence's share of a packed forward."""
+
+    new: slice  # its tokens among the packed T
+    length: int  # tokens it has after this forward
+    stored: slice | Tensor  # its slots in the cache: a slice while consecutive, else an index [S]
+    mask_NS: Tensor | None  # True where attention is allowed; None where every key is
+    causal: bool  # no earlier tokens: plain causal attention, no mask needed
+
+
+class PagedBatch:
+    """The ``kv`` of one forward: which slots the packed tokens are written to and which each row reads."""
+
+    def __init__(self, cache: PagedKVCache, slots_T: Tensor, rows: list[_Row]) -> None:
+        self.cache, self.slots_T, self.rows = cache, slots_T, rows
+
+    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself.
+
+        Consecutive pages are read in place; scattered pages are gathered (a copy).
+        """
+        k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
+        k_SGD.index_copy_(0, self.slots_T, k_TGD.to(k_SGD.dtype))
+        v_SGD.index_copy_(0, self.slots_T, v_TGD.to(v_SGD.dtype))
+        q = q_THD.to(k_SGD.dtype).transpose(0, 1).unsqueeze(0)
+        grouped = q_THD.shape[1] != k_TGD.shape[1]
+        outs = [
+            F.scaled_dot_product_attention(
+                q[:, :, row.new],
+                k_SGD[row.stored].transpose(0, 1).unsqueeze(0),
+                v_SGD[row.stored].transpose(0, 1).unsqueeze(0),
+                attn_mask=row.mask_NS,
+                is_causal=row.causal,
+                enable_gqa=grouped,
+            )
+            for row in self.rows
+        ]
+        out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
+        return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
+
+
+class PagedKVCache:
+    """Keys and values of every layer in pages, and the allocator that says whose they are.
+
+    Args:
+        config: the model whose keys and values are stored.
+        num_blocks: pages; one page holds ``block_size`` tokens of all layers.
+        block_size: tokens a page.
+        dtype, device: of the stored tensors.
+
+    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z.
+    """
+
+    def __init__(
+        self,
+        config: LlamaConfig,
+        num_blocks: int,
+        block_size: int = 16,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        self.allocator = BlockAllocator(num_blocks, block_size)
+        self.device = torch.device(device)
+        shape = (
+            config.num_hidden_layers,
+            num_blocks * block_size,
+            config.num_key_value_heads,
+            config.head_dim,
+        )
+        self.keys = torch.zeros(shape, dtype=dtype, device=device)
+        self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @staticmethod
+    def bytes_per_token(config: LlamaConfig, dtype: torch.dtype) -> int:
+        """Bytes one cached token takes over all layers, keys and values together."""
+        return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
+
+    def resize(self, seq: Hashable, n_tokens: int) -> None:
+        """Grow or roll back ``seq``, making the page copies that sharing asks for. Raises ``OutOfBlocks``."""
+        size = self.allocator.block_size
+        for source, destination in self.allocator.resize(seq, n_tokens):
+            for stored in (self.keys, self.values):
+                stored[:, destination * size : (destination + 1) * size] = stored[
+                    :, source * size : (source + 1) * size
+                ]
+
+    def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:
+        """Slots of the tokens ``start`` to ``stop`` of ``seq``: a slice where consecutive, else one by one."""
+        size, table = self.allocator.block_size, self.allocator.table(seq)
+        pages = table[start // size : -(-stop // size)]
+        if pages and pages[-1] - pages[0] == len(pages) - 1 and all(b - a == 1 for a, b in itertools.pairwise(pages)):
+            first = pages[0] * size + start % size
+            return slice(first, first + stop - start)
+        return [table[at // size] * size + at % size for at in range(start, stop)]
+
+    def batch(self, seqs: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> PagedBatch:
+        """The ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
+
+        The room must have been reserved by ``resize``; every count is at least 1.
+        """
+        rows, written, at = [], [], 0
+        for seq, start, count in zip(seqs, starts, counts, strict=True):
+            length = start + count
+            stored: slice | list[int] | Tensor = self.slots(seq, 0, length)
+            if isinstance(stored, slice):
+                written.append(torch.arange(stored.start + start, stored.stop, device=self.device))
+            else:
+                stored = torch.tensor(stored, device=self.device)
+                written.append(stored[start:])
+            fresh = count > 1 and start == 0
+            mask_NS = None
+            if count > 1 and not fresh:
+                mask_NS = torch.ones(count, length, dtype=torch.bool, device=self.device).tril_(start)
+            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
+            at += count
+        return PagedBatch(self, written[0] if len(written) == 1 else torch.cat(written), rows)

@@ -1,0 +1,189 @@
+"""Drafting with models: one small model, or a cascade of levels that draft for one another.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from fly.bundled import resolve_checkpoint
+from fly.cache import BlockAllocator, PagedKVCache
+from fly.drafts.base import DraftStrategy, pad
+from fly.engine import Model, Runner, judge
+from fly.models import load_model
+from fly.policies import AcceptancePolicy, Exact
+from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
+from fly.types import Draft, Guarantee, Sequence
+
+__all__ = ["CascadeDraft", "SingleDraft"]
+
+
+class SingleDraft(DraftStrategy):
+    """One draft model. Alone it decodes autoregressively; with a ``draft`` strategy of its own, that proposes and
+    this model verifies, round after round, until enough tokens stand: a speculative decoder is a draft strategy.
+
+    Args:
+        model: a loaded model, or the path or bundled name of a checkpoint.
+        draft: who proposes for this model; None for nobody.
+        policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
+            proposes in a way nobody knows, so it is refused above temperature 0.
+        k: tokens it proposes at most (None: as many as asked).
+        cache_tokens: tokens its cache holds over all rows (None: its context, eight times over).
+        dtype, device: how a path is loaded.
+    """
+
+    def __init__(
+        self,
+        model: Model | str | Path,
+        draft: DraftStrategy | None = None,
+        policy: AcceptancePolicy | None = None,
+        k: int | None = None,
+        cache_tokens: int | None = None,
+        block_size: int = 16,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+    ) -> None:
+        if k is not None and k < 1:
+            raise ValueError(f"k {k} must be at least 1")
+        if isinstance(model, (str, Path)):
+            model = load_model(resolve_checkpoint(model), dtype, device)
+        self.draft, self.policy, self.k = draft, policy or Exact(), k
+        self.vocab_size: int = model.config.vocab_size
+        self.context: int = model.config.max_position_embeddings
+        if draft is not None and draft.vocab_size not in (None, self.vocab_size):
+            raise ValueError(
+                f"a level with {draft.vocab_size} tokens in its vocabulary cannot draft for one with {self.vocab_size}"
+            )
+        tokens = self.context * 8 if cache_tokens is None else cache_tokens
+        dtype_of_cache = getattr(model, "dtype", torch.float32)
+        cache = PagedKVCache(model.config, -(-tokens // block_size), block_size, dtype_of_cache, model.device)
+        self.runner = Runner(model, cache)
+
+    def over(self, draft: DraftStrategy) -> SingleDraft:
+        """The same model and cache, with ``draft`` proposing for it."""
+        if self.draft is not None:
+            raise ValueError("this level has a draft strategy already; a cascade gives it one")
+        level = object.__new__(SingleDraft)
+        level.__dict__.update(self.__dict__, draft=draft)
+        return level
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        most = [
+            max(0, min(n, self.context - len(row.tokens), n if self.k is None else self.k))
+            for row, n in zip(rows, max_len)
+        ]
+        active = [b for b, n in enumerate(most) if n]
+        if not active:
+            return Draft.empty(len(rows), self.runner.model.device)
+        if self.policy.guarantee is not Guarantee.LOSSLESS and not all(rows[b].greedy for b in active):
+            raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
+        scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
+        starts = [len(row.tokens) for row in rows]
+        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
+        while active:
+            left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
+            group = [scratch[b] for b in active]
+            for b, row_laws in zip(active, self._advance(group, left)):
+                laws[b] += row_laws
+            active = [b for b in active if len(scratch[b].tokens) < starts[b] + most[b]]
+            active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
+        proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], self.runner.model.device)
+        if all(row.greedy for row in rows):
+            return proposal
+        probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.vocab_size, device=self.runner.model.device)
+        for b, row_laws in enumerate(laws):
+            if row_laws:
+                probs_BKV[b, : len(row_laws)] = torch.stack(row_laws)
+        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        self.runner.commit(rows)
+        if self.draft is not None:
+            self.draft.commit(rows)
+
+    def release(self, row: Sequence) -> None:
+        self.runner.release(row)
+        if self.draft is not None:
+            self.draft.release(row)
+
+    def allocators(self) -> list[BlockAllocator]:
+        below = [] if self.draft is None else self.draft.allocators()
+        return [self.runner.cache.allocator, *below]
+
+    def _advance(self, rows: list[Sequence], left: list[int]) -> list[list[Tensor]]:
+        """Extend every row by at least one token, at most ``left``; the laws they were drawn from (sampling only)."""
+        if self.draft is not None:
+            return self._round(rows, left, self.draft)
+        logits_BJV = ban_early_stops(self.runner.feed(rows, [[]] * len(rows)), rows)
+        if all(row.greedy for row in rows):
+            for row, token in zip(rows, logits_BJV[:, 0].argmax(-1).tolist()):
+                row.tokens.append(token)
+            return [[] for _ in rows]
+        device = logits_BJV.device
+        probs_BV = Law.of([row.params for row in rows], device).probs(logits_BJV)[:, 0]
+        seed_B = torch.tensor([row.seed for row in rows], device=device)
+        round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
+        tokens = draw(probs_BV, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1)).tolist()
+        for row, token in zip(rows, tokens):
+            row.tokens.append(token)
+        return [[law_V] for law_V in probs_BV]
+
+    def _round(self, rows: list[Sequence], left: list[int], draft: DraftStrategy) -> list[list[Tensor]]:
+        """One round of this level's own speculation."""
+        # A round emits one token beyond its draft.
+        below = draft.propose(rows, [n - 1 for n in left])
+        target, _ = self.runner.score(rows, below)
+        proposed = below.tokens_BK.tolist()
+        laws: list[list[Tensor]] = [[] for _ in rows]
+        for numbers, verdict in judge(rows, target, below):
+            accepted, following = verdict.accepted_B.tolist(), verdict.next_token_B.tolist()
+            for i, b in enumerate(numbers):
+                new = [*proposed[b][: accepted[i]], following[i]]
+                ends = (at for at, token in enumerate(new, start=1) if token in rows[b].stop_ids)
+                new = new[: next(ends, len(new))]  # what follows an end would be drafted in vain
+                rows[b].tokens += new
+                if not target.all_greedy:
+                    laws[b] += list(target.probs_BKV[b, : len(new)])
+        self.runner.commit(rows)
+        draft.commit(rows)
+        return laws
+
+
+class CascadeDraft(DraftStrategy):
+    """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
+    FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
+
+    The first level is any strategy; each further one is a ``SingleDraft``, which verifies the level below by its
+    own policy (exact by default, so the cascade proposes just what its last level alone would).
+    """
+
+    def __init__(self, levels: Rows[DraftStrategy]) -> None:
+        if not levels:
+            raise ValueError("a cascade needs at least one level")
+        top = levels[0]
+        for number, level in enumerate(levels[1:], start=1):
+            if not isinstance(level, SingleDraft):
+                raise ValueError(
+                    f"level {number} of a cascade is {type(level).__name__}; "
+                    "only a SingleDraft can verify a level below it"
+                )
+            top = level.over(top)
+        self.top = top
+        self.vocab_size, self.context = top.vocab_size, top.context
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        return self.top.propose(rows, max_len)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        self.top.commit(rows)
+
+    def release(self, row: Sequence) -> None:
+        self.top.release(row)
+
+    def allocators(self) -> list[BlockAllocator]:
+        return self.top.allocators()

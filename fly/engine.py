@@ -1,0 +1,292 @@
+"""The step: propose, verify in one forward, commit. Knows nothing of HTTP, files or tokenizers.
+
+Shape legend: B rows, K longest draft, J positions of a row (K+1), T packed tokens, V vocabulary.
+
+Prefill, plain decoding and verification are the same step: a row feeds whatever it has that is not cached yet,
+then its draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from fly.cache import PagedKVCache
+from fly.models import LlamaConfig
+from fly.models.llama import KV
+from fly.policies import verify
+from fly.sampling import Law, Stream, ban_early_stops, uniforms
+from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why
+
+if TYPE_CHECKING:
+    from fly.drafts.base import DraftStrategy
+
+__all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
+
+
+class Model(Protocol):
+    """What the engine needs of a model; ``fly.models.Llama`` is one, a test's toy another."""
+
+    config: LlamaConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor: ...
+
+    def logits(self, hidden_TC: Tensor) -> Tensor: ...
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix of two token lists."""
+    shorter = min(len(a), len(b))
+    if a[:shorter] == b[:shorter]:  # the usual case, at C speed
+        return shorter
+    return next(i for i in range(shorter) if a[i] != b[i])
+
+
+class Runner:
+    """A model with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
+
+    The one rule of bookkeeping: what is cached is a prefix of the row's tokens. ``commit`` restores it after
+    speculation, whatever was speculated and by whom, by comparing tokens.
+    """
+
+    def __init__(self, model: Model, cache: PagedKVCache) -> None:
+        self.model, self.cache = model, cache
+        self._cached: dict[int, list[int]] = {}
+
+    def pending(self, row: Sequence) -> int:
+        """Tokens of ``row`` that are not cached yet."""
+        return len(row.tokens) - len(self._cached.get(row.id, ()))
+
+    def feed(self, rows: Rows[Sequence], drafts: Rows[list[int]]) -> Tensor:
+        """Run one forward over every row's uncached tokens and then its draft.
+
+        Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j
+        its j-th drafted one. Rows with shorter drafts repeat their last position.
+
+        Raises:
+            OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
+        """
+        new = [row.tokens[len(self._cached.get(row.id, ())) :] + draft for row, draft in zip(rows, drafts)]
+        starts = [len(self._cached.get(row.id, ())) for row in rows]
+        counts = [len(tokens) for tokens in new]
+        kv = self._reserve(rows, starts, counts)
+        device = self.model.device
+        tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
+        positions_T = torch.tensor(
+            [at for start, count in zip(starts, counts) for at in range(start, start + count)], device=device
+        )
+        hidden_TC = self.model(tokens_T, positions_T, kv)
+        for row, tokens in zip(rows, new):
+            self._cached.setdefault(row.id, []).extend(tokens)
+        longest = max(map(len, drafts))
+        kept, end = [], 0
+        for draft, count in zip(drafts, counts):
+            end += count
+            first = end - 1 - len(draft)
+            kept += [min(first + j, end - 1) for j in range(longest + 1)]
+        if kept != list(range(end)):
+            hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
+        return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
+
+    def _reserve(self, rows: Rows[Sequence], starts: list[int], counts: list[int]) -> KV:
+        """Room for every row's new tokens, or for none."""
+        try:
+            for row, start, count in zip(rows, starts, counts):
+                self.cache.resize(row.id, start + count)
+        except BaseException:
+            for row, start in zip(rows, starts):
+                if row.id in self._cached:
+                    self.cache.resize(row.id, start)
+                else:
+                    self.cache.allocator.release(row.id)
+            raise
+        return self.cache.batch([row.id for row in rows], starts, counts)
+
+    def score(self, rows: Rows[Sequence], draft: Draft) -> tuple[Target, Tensor]:
+        """The target's view of a block, and the raw logits [B, J, V] it was made from."""
+        drafts = [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
+        drafts = drafts or [[] for _ in rows]
+        raw_BJV = self.feed(rows, drafts)
+        missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
+        if missing:
+            raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
+        logits_BJV = ban_early_stops(raw_BJV, rows)
+        if all(row.greedy for row in rows):
+            return Target(logits_BJV), raw_BJV
+        law = Law.of([row.params for row in rows], logits_BJV.device)
+        return Target(logits_BJV, lambda: law.probs(logits_BJV), greedy_B=law.greedy_B), raw_BJV
+
+    def commit(self, rows: Iterable[Sequence]) -> None:
+        """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
+        for row in rows:
+            if (cached := self._cached.get(row.id)) is not None:
+                keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
+                del cached[keep:]
+                self.cache.resize(row.id, keep)
+
+    def release(self, row: Sequence) -> None:
+        """Forget ``row`` and free its pages."""
+        self._cached.pop(row.id, None)
+        self.cache.allocator.release(row.id)
+
+
+def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
+    """Apply each row's own policy, rows of one policy together: ``(row numbers, verdict)`` of each group."""
+    device = target.logits_BKV.device
+    longest = draft.tokens_BK.shape[1]
+    if target.all_greedy:
+        noise = Noise(torch.zeros(len(rows), longest, device=device), torch.zeros(len(rows), device=device))
+    else:
+        seed_B = torch.tensor([row.seed for row in rows], device=device)
+        round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
+        accept_BK = uniforms(seed_B, round_B, Stream.ACCEPT, longest)
+        noise = Noise(accept_BK, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1))
+    groups: dict[object, list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.policy, []).append(b)
+    if len(groups) == 1:
+        return [(list(range(len(rows))), verify(rows[0].policy, target, draft, noise))]
+    verdicts = []
+    for numbers in groups.values():
+        index_B = torch.tensor(numbers, device=device)
+        part = verify(rows[numbers[0]].policy, target.rows(index_B), draft.rows(index_B), noise.rows(index_B))
+        verdicts.append((numbers, part))
+    return verdicts
+
+
+class Engine:
+    """Speculative decoding of many rows: a target, a draft strategy, and each row's own policy.
+
+    Args:
+        runner: the target with its cache.
+        strategy: who proposes; None decodes autoregressively.
+        control_ids: control tokens of the vocabulary (end-of-sequence, end-of-turn, other specials).
+    """
+
+    def __init__(self, runner: Runner, strategy: DraftStrategy | None = None, control_ids: Iterable[int] = ()) -> None:
+        self.runner, self.strategy = runner, strategy
+        control = sorted(set(control_ids))
+        self.control_V = torch.zeros(runner.model.config.vocab_size, dtype=torch.bool, device=runner.model.device)
+        self.control_V[control] = True
+        self.context = runner.model.config.max_position_embeddings
+
+    @torch.inference_mode()
+    def step(self, rows: Rows[Sequence], stopped: Callable[[Sequence, int], bool] | None = None) -> list[list[Token]]:
+        """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
+
+        ``stopped(row, token)`` is told of every emitted token in order and may end the row there (stop strings).
+        Rows that end get their ``finish_reason`` and keep their cache until ``release``.
+
+        Raises:
+            OutOfBlocks: the cache cannot hold this round; the rows are as they were.
+        """
+        prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
+        draft = self._propose(rows, prompts)
+        target, raw_BJV = self.runner.score(rows, draft)
+        target.control_V = self.control_V
+        target.generated_B = torch.tensor([row.generated for row in rows], device=raw_BJV.device)
+        target.relaxed_B = torch.tensor([row.stats.relaxed for row in rows], device=raw_BJV.device)
+        emitted: list[list[Token]] = [[] for _ in rows]
+        for numbers, verdict in judge(rows, target, draft):
+            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
+        for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
+            if row.params.logprobs is not None:
+                row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
+        self.runner.commit(rows)
+        if self.strategy is not None:
+            self.strategy.commit(rows)
+        return emitted
+
+    def release(self, row: Sequence) -> None:
+        """Free everything ``row`` holds, in the target's cache and the strategy's."""
+        self.runner.release(row)
+        if self.strategy is not None:
+            self.strategy.release(row)
+
+    def left(self, row: Sequence) -> int:
+        """Tokens ``row`` may still emit: of its ``max_tokens`` and of the target's context."""
+        return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
+
+    def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
+        # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one
+        # token beyond its draft, hence one less than what is left.
+        max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
+        if self.strategy is None or not any(max_len):
+            return Draft.empty(len(rows), self.runner.model.device)
+        return self.strategy.propose(rows, max_len)
+
+    def _account(
+        self,
+        rows: Rows[Sequence],
+        numbers: list[int],
+        verdict: Verdict,
+        target: Target,
+        draft: Draft,
+        prompts: list[bool],
+        stopped: Callable[[Sequence, int], bool] | None,
+        emitted: list[list[Token]],
+    ) -> None:
+        """Extend the rows by what stands, ending exactly where each ends, and count it."""
+        accepted, following = verdict.accepted_B.tolist(), verdict.next_token_B.tolist()
+        whys, choices = verdict.why_BK.tolist(), target.argmax_BK.tolist()
+        tokens, lengths = draft.tokens_BK.tolist(), draft.lengths_B.tolist()
+        names = list(verdict.clauses)
+        held_CBK = torch.stack([verdict.clauses[name] for name in names]).tolist() if names else []
+        asked = verdict.asked_BK.tolist()
+        for i, b in enumerate(numbers):
+            row, n = rows[b], accepted[i]
+            last = Why.BONUS if n == lengths[b] else Why.CORRECTION
+            block = [
+                Token(
+                    tokens[b][j],
+                    Why(whys[i][j]),
+                    " & ".join(name for name, held in zip(names, held_CBK) if held[i][j])
+                    if whys[i][j] == Why.RELAXED
+                    else None,
+                    choices[b][j],
+                )
+                for j in range(n)
+            ]
+            block.append(Token(following[i], last, None, choices[b][n]))
+            left = self.left(row)
+            for token in block:
+                row.tokens.append(token.id)
+                row.provenance.append(token)
+                emitted[b].append(token)
+                if token.id in row.stop_ids or (stopped is not None and stopped(row, token.id)):
+                    row.finish_reason = "stop"
+                elif len(emitted[b]) == left:
+                    row.finish_reason = "length"
+                if row.finish_reason:
+                    break
+            stats, count = row.stats, len(emitted[b])
+            stats.generated += count
+            if not prompts[b]:
+                stats.rounds += 1
+                stats.emitted += count
+            stats.drafted += lengths[b]
+            stats.accepted += min(count, n)
+            stats.relaxed += sum(token.why == Why.RELAXED for token in emitted[b])
+            for name, held in zip(names, held_CBK):
+                before = stats.gates.get(name, (0, 0))
+                hits = [held[i][j] for j in range(min(lengths[b], count)) if asked[i][j]]
+                stats.gates[name] = (before[0] + len(hits), before[1] + sum(hits))
+
+
+def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
+    """For each emitted token its own log-probability and those of the ``most`` likeliest, likeliest first."""
+    log_JV = raw_JV.log_softmax(-1)
+    top = log_JV.topk(min(most, log_JV.shape[-1]), dim=-1)
+    entries = []
+    for j, token in enumerate(tokens):
+        entry = dict(zip(top.indices[j].tolist(), top.values[j].tolist()))
+        entry.setdefault(token.id, float(log_JV[j, token.id]))
+        entries.append(entry)
+    return entries

@@ -1,0 +1,350 @@
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP or ranks."""
+
+from __future__ import annotations
+
+import secrets
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fly.bundled import resolve_checkpoint
+from fly.cache import PagedKVCache
+from fly.drafts import DraftStrategy, SingleDraft
+from fly.engine import Engine, Model, Runner
+from fly.models import load_model
+from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.policies import AcceptancePolicy, Exact
+from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
+
+__all__ = ["LLM", "Output", "Piece"]
+
+Prompt = str | Rows[int]
+_CACHE_BYTES = 4 << 30  # most memory a cache takes unless ``cache_tokens`` says otherwise
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of one request.
+
+    ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
+    ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
+    model's context). ``provenance`` says of every token why it stands. ``guarantee`` is the policy's.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[dict[int, float]] | None
+    provenance: list[Token]
+    stats: Stats
+    guarantee: Guarantee
+
+
+class Piece(str):
+    """A piece of streamed text that knows the tokens it came with."""
+
+    tokens: tuple[Token, ...]
+
+    def __new__(cls, text: str, tokens: tuple[Token, ...]) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.tokens = tokens
+        return piece
+
+
+class LLM:
+    """A target model with its tokenizer, a draft strategy and an acceptance policy.
+
+    Args:
+        model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), or a loaded model (which
+            then takes token ids only).
+        draft: path or bundled name of a draft model, any ``DraftStrategy``, or None for autoregressive decoding.
+        policy: which drafted tokens stand; None is ``Exact()``.
+        k: most tokens drafted a round.
+        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
+        device: ``"auto"`` or any torch device.
+        deterministic: results bit for bit independent of batch and draft length. Not available yet.
+        cache_tokens: tokens the target's KV cache holds over all requests; None is eight full contexts within
+            4 GiB.
+        block_size: tokens a page of the cache.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be used (see ``load_model``).
+        ValueError: a bad argument, or a draft whose vocabulary is not the target's.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        draft: str | Path | DraftStrategy | None = None,
+        policy: AcceptancePolicy | None = None,
+        k: int = 15,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        deterministic: bool = False,
+        *,
+        cache_tokens: int | None = None,
+        block_size: int = 16,
+    ) -> None:
+        if deterministic:
+            raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
+        self.k, self.policy = _check_k(k), policy or Exact()
+        self.tokenizer: Tokenizer | None = None
+        self.eos_ids: frozenset[int] = frozenset()
+        self.default_params = SamplingParams(temperature=0.0)
+        if isinstance(model, (str, Path)):
+            directory = resolve_checkpoint(model)
+            loaded: Model = load_model(directory, dtype, device)
+            self.tokenizer = Tokenizer.load(directory)
+            self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
+            self.default_params = read_sampling_defaults(directory)
+        else:
+            loaded = model
+        config = loaded.config
+        if self.tokenizer is not None:
+            self.tokenizer.check_fits(config.vocab_size)
+        if isinstance(draft, (str, Path)):
+            directory = resolve_checkpoint(draft)
+            self._check_same_tokenizer(Tokenizer.load(directory), str(draft))
+            draft = SingleDraft(directory, dtype=dtype, device=device)
+        if draft is not None and draft.vocab_size not in (None, config.vocab_size):
+            raise ValueError(
+                f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {config.vocab_size}; "
+                "they must be the same"
+            )
+        kv_dtype = getattr(loaded, "dtype", torch.float32)
+        if cache_tokens is None:
+            affordable = _CACHE_BYTES // PagedKVCache.bytes_per_token(config, kv_dtype)
+            cache_tokens = min(8 * config.max_position_embeddings, max(affordable, block_size))
+        cache = PagedKVCache(config, -(-cache_tokens // block_size), block_size, kv_dtype, loaded.device)
+        control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
+        self.engine = Engine(Runner(loaded, cache), draft, control)
+
+    @property
+    def draft(self) -> DraftStrategy | None:
+        """Who proposes."""
+        return self.engine.strategy
+
+    def generate(
+        self,
+        prompts: Prompt | Rows[Prompt],
+        params: SamplingParams | Rows[SamplingParams] | None = None,
+        *,
+        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
+        k: int | Rows[int] | None = None,
+    ) -> list[Output]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: texts or lists of token ids (one text is a list of one).
+            params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
+                this object's policy and k. k = 0 decodes autoregressively.
+
+        Raises:
+            ValueError: an empty or too long prompt, an id outside the vocabulary, a request no cache can hold.
+                Nothing has run then.
+        """
+        rows = self._rows(prompts, params, policy, k)
+        streams = {row.id: self._text_stream(row) for row in rows if row.params.stop}
+        for _ in self._run(rows, streams):
+            pass
+        return [self._output(row, streams.get(row.id)) for row in rows]
+
+    def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: AcceptancePolicy | None = None,
+        k: int | None = None,
+    ) -> Iterator[Piece]:
+        """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
+
+        Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
+        Closing the iterator frees everything the request holds. Arguments and errors as in ``generate``; a model
+        without a tokenizer cannot stream text (``ValueError``).
+        """
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
+        (row,) = self._rows([prompt], params, policy, k)
+        return self._stream(row)
+
+    def chat(self, messages: Rows[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> Output:
+        """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
+        return self.generate([self.chat_prompt(messages)], params, **options)[0]
+
+    def chat_prompt(self, messages: Rows[dict[str, Any]] | str) -> list[int]:
+        """Token ids of a conversation (or of one user message) by the checkpoint's chat template."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
+        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.tokenizer.apply_chat_template(conversation)
+
+    def _stream(self, row: Sequence) -> Iterator[Piece]:
+        stream = self._text_stream(row)
+        held: tuple[Token, ...] = ()
+        for settled in self._run([row], {row.id: stream}):
+            for token, text in settled[row.id]:
+                held += (token,)
+                if text:
+                    yield Piece(text, held)
+                    held = ()
+        if (rest := stream.finish()) or held:
+            yield Piece(rest, held)
+
+    def _run(
+        self, rows: list[Sequence], streams: dict[int, TextStream]
+    ) -> Iterator[dict[int, list[tuple[Token, str]]]]:
+        """Step until every row has ended. Yields, each step, the tokens of rows that stream with their text."""
+        waiting = deque(row for row in rows if not row.finish_reason)
+        running: list[Sequence] = []
+        texts: dict[int, list[str]] = {}
+
+        def stopped(row: Sequence, token: int) -> bool:
+            if (stream := streams.get(row.id)) is None:
+                return False
+            texts[row.id].append(stream.push(token, stoppable=row.generated >= row.params.min_tokens))
+            return stream.stopped
+
+        try:
+            while waiting or running:
+                while waiting and self._fits([*running, waiting[0]]):
+                    running.append(waiting.popleft())
+                texts = {row.id: [] for row in running if row.id in streams}
+                emitted = self.engine.step(running, stopped)
+                settled = {
+                    row.id: list(zip(tokens, texts[row.id]))
+                    for row, tokens in zip(running, emitted)
+                    if row.id in streams
+                }
+                for row in running:
+                    if row.finish_reason:
+                        self.engine.release(row)
+                running = [row for row in running if not row.finish_reason]
+                yield settled
+        finally:
+            for row in running:
+                self.engine.release(row)
+
+    def _allocators(self) -> list[tuple[Any, int]]:
+        """Every allocator, with the most tokens one row takes of it."""
+        own = (self.engine.runner.cache.allocator, self.engine.context)
+        if self.draft is None:
+            return [own]
+        most = self.draft.context or self.engine.context
+        return [own, *((allocator, most) for allocator in self.draft.allocators())]
+
+    def _fits(self, rows: list[Sequence]) -> bool:
+        """Whether all caches hold ``rows`` to their very end, so that no step can run out of blocks."""
+        return all(
+            sum(allocator.blocks_for(min(_most_tokens(row), most)) for row in rows) <= allocator.num_blocks
+            for allocator, most in self._allocators()
+        )
+
+    def _rows(
+        self,
+        prompts: Prompt | Rows[Prompt],
+        params: SamplingParams | Rows[SamplingParams] | None,
+        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None,
+        k: int | Rows[int] | None,
+    ) -> list[Sequence]:
+        listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
+        if listed and isinstance(listed[0], int):
+            raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
+        every_params = _one_each(params or self.default_params, len(listed), "params")
+        every_policy = _one_each(policy or self.policy, len(listed), "policy")
+        every_k = _one_each(self.k if k is None else k, len(listed), "k")
+        rows = [self._row(*request) for request in zip(listed, every_params, every_policy, every_k)]
+        for number, row in enumerate(rows):
+            if not self._fits([row]):
+                raise ValueError(
+                    f"prompt {number}: {row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit "
+                    "the KV cache; give fewer, or a larger cache_tokens"
+                )
+        return rows
+
+    def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
+        config = self.engine.runner.model.config
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("this model has no tokenizer; give prompts as lists of token ids")
+            tokens = self.tokenizer.encode(prompt)
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise ValueError("an empty prompt has no token to go on from; give at least one")
+        if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
+            raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
+        if len(tokens) >= config.max_position_embeddings and params.max_tokens:
+            raise ValueError(
+                f"prompt has {len(tokens)} tokens; the model's context of {config.max_position_embeddings} leaves no "
+                "room to answer"
+            )
+        if bad := [token for token in params.stop_token_ids if not 0 <= token < config.vocab_size]:
+            raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {config.vocab_size}")
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+        eos = frozenset() if params.ignore_eos else self.eos_ids
+        row = Sequence(
+            tokens=tokens,
+            prompt_length=len(tokens),
+            params=params,
+            policy=policy,
+            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            k=_check_k(k),
+            stop_ids=eos | set(params.stop_token_ids),
+        )
+        row.stats.prompt_tokens = len(tokens)
+        if not params.max_tokens:
+            row.finish_reason = "length"
+        return row
+
+    def _text_stream(self, row: Sequence) -> TextStream:
+        assert self.tokenizer is not None
+        return TextStream(self.tokenizer, row.params.stop)
+
+    def _output(self, row: Sequence, stream: TextStream | None) -> Output:
+        ids = row.tokens[row.prompt_length :]
+        text = self.tokenizer.decode(ids) if self.tokenizer else ""
+        if stream is not None and stream.stopped:
+            text = stream.text
+        return Output(
+            prompt_token_ids=row.tokens[: row.prompt_length],
+            text=text,
+            token_ids=ids,
+            finish_reason=row.finish_reason or "length",
+            logprobs=row.logprobs if row.params.logprobs is not None else None,
+            provenance=row.provenance,
+            stats=row.stats,
+            guarantee=row.policy.guarantee,
+        )
+
+    def _check_same_tokenizer(self, other: Tokenizer | None, name: str) -> None:
+        if self.tokenizer is not None and other is not None and not self.tokenizer.same_as(other):
+            raise ValueError(
+                f"draft {name!r} has another vocabulary than the target: the same id would mean different text"
+            )
+
+
+def _most_tokens(row: Sequence) -> int:
+    """Tokens ``row`` ever has cached at once, its drafts included."""
+    return row.prompt_length + row.params.max_tokens
+
+
+def _check_k(k: int) -> int:
+    if not isinstance(k, int) or isinstance(k, bool) or k < 0:
+        raise ValueError(f"k {k!r} must be an integer of at least 0")
+    return k
+
+
+def _one_each(value: Any, count: int, name: str) -> list[Any]:
+    if isinstance(value, (list, tuple)):
+        if len(value) != count:
+            raise ValueError(f"{name} has {len(value)} entries for {count} prompts")
+        return list(value)
+    return [value] * count

@@ -1,0 +1,7 @@
+"""The model: configuration, Llama itself, checkpoint directories and their tokenizers."""
+
+from fly.models.config import CheckpointError, LlamaConfig, RopeScaling
+from fly.models.llama import DenseCausal, Llama
+from fly.models.loading import load_model, save_model
+
+__all__ = ["CheckpointError", "DenseCausal", "Llama", "LlamaConfig", "RopeScaling", "load_model", "save_model"]

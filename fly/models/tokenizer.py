@@ -1,0 +1,196 @@
+"""Text in and out: the tokenizer of a checkpoint directory, its chat template and its ends. No tensors here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from pydantic import ValidationError
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers.decoders import DecodeStream
+
+from fly.models.config import CheckpointError
+from fly.types import SamplingParams
+
+__all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
+    """End-of-sequence ids: ``generation_config.json`` before ``config.json``; one id or a list of them.
+
+    Raises ``CheckpointError`` for an id outside the vocabulary.
+    """
+    for name in ("generation_config.json", "config.json"):
+        path = Path(directory) / name
+        value = _read_json(path).get("eos_token_id")
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
+                raise CheckpointError(f"{path}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
+            return frozenset(ids)
+    return frozenset()
+
+
+def read_sampling_defaults(directory: str | Path) -> SamplingParams:
+    """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
+
+    Raises ``CheckpointError`` for values out of range.
+    """
+    path = Path(directory) / "generation_config.json"
+    settings = _read_json(path)
+    if not settings.get("do_sample"):
+        return SamplingParams(temperature=0.0)
+    names = ("temperature", "top_k", "top_p", "min_p")
+    try:
+        return SamplingParams(**{name: settings[name] for name in names if settings.get(name) is not None})
+    except ValidationError as error:
+        raise CheckpointError(f"{path}: {error}") from error
+
+
+class Tokenizer:
+    """``tokenizer.json`` with the chat template of ``tokenizer_config.json`` (or ``chat_template.jinja``).
+
+    Raises ``CheckpointError`` if a file is broken.
+    """
+
+    def __init__(self, directory: str | Path) -> None:
+        directory = Path(directory)
+        path = directory / "tokenizer.json"
+        try:
+            self.raw = RawTokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
+        settings = _read_json(directory / "tokenizer_config.json")
+        template_file = directory / "chat_template.jinja"
+        template = settings.get("chat_template")
+        if isinstance(template, list):  # several named templates; "default" is the conversation
+            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        self.template: str | None = template_file.read_text("utf-8") if template_file.exists() else template
+        self._path = path
+        self._special_names = {
+            name: token["content"] if isinstance(token, dict) else token
+            for name, token in settings.items()
+            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+        }
+
+    @staticmethod
+    def load(directory: str | Path) -> Tokenizer | None:
+        """The directory's tokenizer, or None if it has no ``tokenizer.json``."""
+        return Tokenizer(directory) if (Path(directory) / "tokenizer.json").exists() else None
+
+    @property
+    def control_ids(self) -> frozenset[int]:
+        """Ids of the special tokens: ends, turn markers and the like, never plain text."""
+        return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+
+    def check_fits(self, vocab_size: int) -> None:
+        """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
+        if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
+            raise CheckpointError(f"{self._path}: has token id {largest}, the model only {vocab_size} tokens")
+
+    def same_as(self, other: Tokenizer) -> bool:
+        """Whether both give every token the same id."""
+        return self.raw.get_vocab() == other.raw.get_vocab()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
+        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Text of ``ids``; special tokens are left out unless asked for."""
+        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def apply_chat_template(
+        self, messages: Iterable[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+    ) -> list[int]:
+        """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
+
+        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages.
+        """
+        if self.template is None:
+            raise ValueError("this checkpoint has no chat template; give the prompt as plain text")
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        )
+
+        def refuse(message: str) -> None:
+            raise jinja2.TemplateError(message)
+
+        environment.globals["raise_exception"] = refuse
+        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        try:
+            text = environment.from_string(self.template).render(
+                messages=list(messages),
+                add_generation_prompt=add_generation_prompt,
+                **{**self._special_names, **variables},
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refused the messages: {error}") from error
+        return self.encode(text, add_special_tokens=False)
+
+
+class TextStream:
+    """Text of a growing list of tokens: never half a character, and cut exactly before the first stop string.
+
+    ``push`` gives the text that is settled by one more token: characters that are whole and cannot be the
+    beginning of a stop string. ``finish`` gives the rest.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+        self._tokenizer, self._stop = tokenizer, tuple(stop)
+        self._decoder = DecodeStream(skip_special_tokens=True)
+        self._ids: list[int] = []
+        self._held = ""  # decoded, but perhaps the beginning of a stop string
+        self.text = ""  # all that was given out
+        self.stopped = False
+
+    def push(self, token: int, stoppable: bool = True) -> str:
+        """Settled text after ``token``. Sets ``stopped`` when a stop string is complete (if ``stoppable``)."""
+        self._ids.append(token)
+        self._held += self._decoder.step(self._tokenizer.raw, token) or ""
+        return self._settle(stoppable)
+
+    def finish(self) -> str:
+        """What was held back when no more tokens come: the rest of the text, unfinished characters included."""
+        if self.stopped:
+            return ""
+        # The decoder keeps unfinished characters to itself; the whole text has them, as replacement marks.
+        text = self._tokenizer.decode(self._ids)
+        rest = text[len(self.text) :]
+        self.text, self._held = text, ""
+        return rest
+
+    def _settle(self, stoppable: bool) -> str:
+        if stoppable and self._stop:
+            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+            if found:
+                self.stopped = True
+                settled, self._held = self._held[: min(found)], ""
+                self.text += settled
+                return settled
+        keep = max((self._overlap(stop) for stop in self._stop), default=0) if stoppable else 0
+        settled = self._held[: len(self._held) - keep]
+        self._held = self._held[len(settled) :]
+        self.text += settled
+        return settled
+
+    def _overlap(self, stop: str) -> int:
+        """Length of the longest end of the held text that a stop string begins with."""
+        most = min(len(stop) - 1, len(self._held))
+        return next((n for n in range(most, 0, -1) if self._held.endswith(stop[:n])), 0)

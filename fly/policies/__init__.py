@@ -1,0 +1,20 @@
+"""Acceptance policies: which drafted tokens may stand, and the conditions they are composed of."""
+
+from fly.policies.base import AcceptancePolicy, verify
+from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
+from fly.policies.rules import Exact, FLy, LossySampling, Relaxed
+
+__all__ = [
+    "AcceptancePolicy",
+    "AgreeingWindow",
+    "Block",
+    "Condition",
+    "ControlToken",
+    "EntropyGate",
+    "Exact",
+    "FLy",
+    "LossySampling",
+    "Relaxed",
+    "Room",
+    "verify",
+]

@@ -1,0 +1,213 @@
+"""Conditions under which a mismatch may be excused, and how they combine: ``&``, ``|``, ``~``.
+
+Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fly.types import Draft, Target
+
+__all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room", "entropy"]
+
+Entropy = Literal["top3", "normalized"]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a condition may look at. ``clauses`` collects where each leaf condition held."""
+
+    target: Target
+    draft: Draft
+    agree_BK: Tensor  # bool, where the lossless core accepts; False on padding
+    clauses: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Condition(ABC):
+    """A statement about drafted positions, true or false for each. Frozen dataclasses; printing one gives its
+    expression."""
+
+    @abstractmethod
+    def evaluate(self, block: Block) -> Tensor:
+        """[B, K] bool. What it says on padding and on agreeing positions does not matter."""
+
+    def holds(self, block: Block) -> Tensor:
+        """``evaluate``, noted in ``block.clauses`` under the condition's expression, once a block."""
+        name = str(self)
+        if name not in block.clauses:
+            block.clauses[name] = self.evaluate(block)
+        return block.clauses[name]
+
+    def __and__(self, other: Condition) -> Condition:
+        return All((self, other))
+
+    def __or__(self, other: Condition) -> Condition:
+        return Any((self, other))
+
+    def __invert__(self) -> Condition:
+        return Not(self)
+
+
+class _Composite(Condition):
+    """Composites are not clauses of their own: only their leaves are noted."""
+
+    def holds(self, block: Block) -> Tensor:
+        return self.evaluate(block)
+
+
+@dataclass(frozen=True)
+class All(_Composite):
+    """Every part holds."""
+
+    parts: tuple[Condition, ...]
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.stack([part.holds(block) for part in self.parts]).all(0)
+
+    def __str__(self) -> str:
+        return " & ".join(f"({p})" if isinstance(p, Any) else str(p) for p in self.parts)
+
+
+@dataclass(frozen=True)
+class Any(_Composite):
+    """At least one part holds."""
+
+    parts: tuple[Condition, ...]
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.stack([part.holds(block) for part in self.parts]).any(0)
+
+    def __str__(self) -> str:
+        return " | ".join(str(part) for part in self.parts)
+
+
+@dataclass(frozen=True)
+class Not(Condition):
+    """The part does not hold. Noted as a clause of its own when the part is a leaf, so pass rates read naturally."""
+
+    part: Condition
+
+    def evaluate(self, block: Block) -> Tensor:
+        return ~self.part.evaluate(block)
+
+    def holds(self, block: Block) -> Tensor:
+        return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
+
+    def __str__(self) -> str:
+        return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
+
+
+def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
+    """Entropy [N] of softmax(logits) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
+
+    ``top3``: -sum p ln p over the three most likely tokens, not renormalised, in nats (at most 3/e = 1.104): the
+    authors' code. ``normalized``: the full entropy over ln V, in [0, 1]: the formula in their text.
+    """
+    if kind == "top3":
+        # logsumexp and three logits, not a full softmax; rounding must not take a sure token below zero
+        top_N3 = logits_NV.topk(min(3, logits_NV.shape[-1]), dim=-1).values
+        log_probs = top_N3 - logits_NV.logsumexp(-1, keepdim=True)
+        return (-torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)).clamp_min(0)
+    if kind == "normalized":
+        probs = logits_NV.softmax(-1)
+        return (-torch.special.xlogy(probs, probs).sum(-1)).clamp_min(0) / math.log(max(logits_NV.shape[-1], 2))
+    raise ValueError(f"entropy {kind!r} is unknown; choices: ['top3', 'normalized']")
+
+
+@dataclass(frozen=True)
+class EntropyGate(Condition):
+    """The target was undecided: its entropy is at least ``theta``.
+
+    ``entropy`` is ``"top3"`` (nats) or ``"normalized"`` (share of ln V), see ``entropy``. It is taken on the
+    processed law if ``processed``, else on the raw logits; rows at temperature 0 always use the raw logits,
+    since their processed law is one-hot.
+    """
+
+    theta: float = 0.3
+    entropy: Entropy = "top3"
+    processed: bool = True
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.theta, (int, float)) and math.isfinite(self.theta) and self.theta >= 0):
+            raise ValueError(f"theta {self.theta!r} must be a finite number of at least 0")
+        if self.entropy not in ("top3", "normalized"):
+            raise ValueError(f"entropy {self.entropy!r} is unknown; choices: ['top3', 'normalized']")
+
+    def evaluate(self, block: Block) -> Tensor:
+        target = block.target
+        logits_BKV = target.logits_BKV[:, :-1]
+        if not self.processed or target.all_greedy:
+            return entropy(logits_BKV, self.entropy) >= self.theta
+        processed_BKV = target.probs_BKV[:, :-1].log()
+        chosen = torch.where(target.greedy_B.view(-1, 1, 1), logits_BKV, processed_BKV)
+        return entropy(chosen, self.entropy) >= self.theta
+
+    def __str__(self) -> str:
+        kind = "" if self.entropy == "top3" else ", normalized"
+        raw = "" if self.processed else ", raw"
+        return f"entropy({self.theta:g}{kind}{raw})"
+
+
+@dataclass(frozen=True)
+class AgreeingWindow(Condition):
+    """The target agrees with the ``window`` tokens that follow the mismatch, all of them drafted."""
+
+    window: int = 6
+
+    def __post_init__(self) -> None:
+        _check_count("window", self.window)
+
+    def evaluate(self, block: Block) -> Tensor:
+        agree_BK = block.agree_BK
+        if self.window == 0:
+            return torch.ones_like(agree_BK)
+        longest = agree_BK.shape[1]
+        padded = torch.nn.functional.pad(agree_BK, (0, self.window))
+        follows = padded.unfold(1, self.window, 1)[:, 1:].all(-1)
+        return follows[:, :longest]
+
+    def __str__(self) -> str:
+        return f"window({self.window})"
+
+
+@dataclass(frozen=True)
+class Room(Condition):
+    """At least ``hold`` drafted tokens follow: a mismatch nearer the block's end cannot be judged."""
+
+    hold: int = 6
+
+    def __post_init__(self) -> None:
+        _check_count("hold", self.hold)
+
+    def evaluate(self, block: Block) -> Tensor:
+        position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
+        return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
+
+    def __str__(self) -> str:
+        return f"room({self.hold})"
+
+
+@dataclass(frozen=True)
+class ControlToken(Condition):
+    """The drafted token is a control token: end-of-sequence, end-of-turn or another special of the tokenizer."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        control_V, tokens_BK = block.target.control_V, block.draft.tokens_BK
+        if control_V is None:
+            return torch.zeros_like(block.agree_BK)
+        return control_V[tokens_BK]
+
+    def __str__(self) -> str:
+        return "control"
+
+
+def _check_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{name} {value!r} must be an integer of at least 0")

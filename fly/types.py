@@ -1,0 +1,306 @@
+"""The small values that pass between roles. Knows nothing of models, files, HTTP or ranks.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from fly.policies.base import AcceptancePolicy
+
+__all__ = [
+    "Draft",
+    "Guarantee",
+    "Noise",
+    "SamplingParams",
+    "Sequence",
+    "Stats",
+    "Target",
+    "Token",
+    "Verdict",
+    "Why",
+]
+
+
+class Guarantee(Enum):
+    """What an acceptance policy promises about the law of the emitted text."""
+
+    LOSSLESS = "lossless"  # exactly the target's processed law
+    BOUNDED = "bounded"  # within a stated divergence of it
+    HEURISTIC = "heuristic"  # no stated bound
+
+
+class Why(IntEnum):
+    """Why a token stands (or, for a drafted token, does not)."""
+
+    REJECTED = 0  # drafted, and not emitted
+    MATCH = 1  # drafted, kept by the lossless core
+    RELAXED = 2  # drafted, a mismatch the policy excused
+    CORRECTION = 3  # the target's own, in place of the first rejected draft
+    BONUS = 4  # the target's own, after a draft that stood whole (an empty one included)
+
+
+class SamplingParams(BaseModel):
+    """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
+    one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
+    ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
+    log-probability of each token and of the n most likely ones (of the unprocessed distribution).
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    min_p: float = Field(default=0.0, ge=0, le=1)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_tokens: int = Field(default=256, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = Field(default=None, ge=0)
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every output before it began")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a strategy proposes for a batch: ragged chains of tokens, right-padded."""
+
+    tokens_BK: Tensor  # int64
+    lengths_B: Tensor  # int64, 0..K
+    probs_BKV: Tensor | None = None  # the *processed* law each token was drawn from; None = deterministic
+
+    @staticmethod
+    def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
+        """No proposal for any of ``rows`` rows."""
+        return Draft(
+            torch.zeros(rows, 0, dtype=torch.int64, device=device),
+            torch.zeros(rows, dtype=torch.int64, device=device),
+        )
+
+    def rows(self, index_B: Tensor) -> Draft:
+        """The proposal of some rows only, ``index_B`` int64."""
+        return Draft(
+            self.tokens_BK[index_B],
+            self.lengths_B[index_B],
+            None if self.probs_BKV is None else self.probs_BKV[index_B],
+        )
+
+    def mask_BK(self) -> Tensor:
+        """True where a token was drafted, False on padding."""
+        columns_K = torch.arange(self.tokens_BK.shape[1], device=self.tokens_BK.device)
+        return columns_K < self.lengths_B.unsqueeze(1)
+
+
+class Target:
+    """What the target says about a block: position j's law of the next token given the draft before it.
+
+    Args:
+        logits_BKV: [B, K+1, V] float32, raw but for bans (a banned token has logit -inf).
+        probs_BKV: [B, K+1, V] the law after temperature, top-k, top-p and min-p (one-hot at temperature 0), or a
+            function that builds it when a rule first asks; None builds the one-hot law.
+        greedy_B: [B] bool, rows at temperature 0; None means all where ``probs_BKV`` is None, and none otherwise.
+        control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
+        generated_B, relaxed_B: [B] int64, tokens emitted so far and how many of them were relaxed (default 0).
+    """
+
+    def __init__(
+        self,
+        logits_BKV: Tensor,
+        probs_BKV: Tensor | Callable[[], Tensor] | None = None,
+        *,
+        greedy_B: Tensor | None = None,
+        control_V: Tensor | None = None,
+        generated_B: Tensor | None = None,
+        relaxed_B: Tensor | None = None,
+    ) -> None:
+        rows, device = logits_BKV.shape[0], logits_BKV.device
+        self.logits_BKV = logits_BKV
+        self._probs = probs_BKV
+        if greedy_B is None:
+            greedy_B = torch.full((rows,), probs_BKV is None, dtype=torch.bool, device=device)
+        self.greedy_B = greedy_B
+        self.all_greedy = probs_BKV is None
+        self.control_V = control_V
+        zeros_B = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.generated_B = zeros_B if generated_B is None else generated_B
+        self.relaxed_B = zeros_B if relaxed_B is None else relaxed_B
+        self._argmax: Tensor | None = None
+
+    @property
+    def argmax_BK(self) -> Tensor:
+        """[B, K+1] int64, the target's most likely token at each position (the lowest id among equals)."""
+        if self._argmax is None:
+            self._argmax = self.logits_BKV.argmax(-1)
+        return self._argmax
+
+    @property
+    def probs_BKV(self) -> Tensor:
+        """[B, K+1, V] the processed law; built on first use, so a greedy batch never pays for it."""
+        if self._probs is None:
+            self._probs = torch.zeros_like(self.logits_BKV).scatter_(-1, self.argmax_BK.unsqueeze(-1), 1.0)
+        elif callable(self._probs):
+            self._probs = self._probs()
+        return self._probs
+
+    def rows(self, index_B: Tensor) -> Target:
+        """Some rows only, ``index_B`` int64."""
+        probs = None if self._probs is None else (lambda: self.probs_BKV[index_B])
+        return Target(
+            self.logits_BKV[index_B],
+            probs,
+            greedy_B=self.greedy_B[index_B],
+            control_V=self.control_V,
+            generated_B=self.generated_B[index_B],
+            relaxed_B=self.relaxed_B[index_B],
+        )
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Randomness as data: uniforms in [0, 1), drawn once per row from the row's own seed."""
+
+    accept_BK: Tensor  # the coin of each drafted token
+    sample_B: Tensor  # draws the correction or the bonus
+
+    def rows(self, index_B: Tensor) -> Noise:
+        """Some rows only, ``index_B`` int64."""
+        return Noise(self.accept_BK[index_B], self.sample_B[index_B])
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What stands of a block.
+
+    ``clauses`` names each condition of a relaxation and where it held ([B, K] bool); ``asked_BK`` marks the
+    mismatches on which the outcome of the block hung, at most the accepted prefix and the first rejection.
+    """
+
+    accepted_B: Tensor  # int64, length of the accepted prefix
+    next_token_B: Tensor  # int64, correction (accepted < length) or bonus
+    why_BK: Tensor  # int8, a ``Why`` for each drafted token
+    asked_BK: Tensor
+    clauses: dict[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Token:
+    """Provenance of one emitted token."""
+
+    id: int
+    why: Why
+    clause: str | None = None  # for a relaxed token: the conditions that excused it
+    target_choice: int | None = None  # the target's most likely token there
+
+
+@dataclass
+class Stats:
+    """What speculation did for one request (or, added up, for many). Only emitted tokens count as accepted.
+
+    ``rounds`` counts target forwards after the prompt's; ``tau`` is the mean number of tokens a round emits.
+    """
+
+    prompt_tokens: int = 0
+    generated: int = 0
+    rounds: int = 0
+    emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
+    drafted: int = 0
+    accepted: int = 0
+    relaxed: int = 0
+    gates: dict[str, tuple[int, int]] = field(default_factory=dict)  # clause -> (asked, passed)
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length: tokens emitted per target forward, at most K+1; 0 before the first round."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that were emitted; 0 if none was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    def __add__(self, other: Stats) -> Stats:
+        gates = dict(self.gates)
+        for name, (asked, passed) in other.gates.items():
+            before = gates.get(name, (0, 0))
+            gates[name] = (before[0] + asked, before[1] + passed)
+        return Stats(
+            self.prompt_tokens + other.prompt_tokens,
+            self.generated + other.generated,
+            self.rounds + other.rounds,
+            self.emitted + other.emitted,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.relaxed + other.relaxed,
+            gates,
+        )
+
+
+_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request in flight: its tokens so far, and everything that decides how it goes on.
+
+    ``tokens`` is the truth that every cache is rolled back to. A strategy that speculates further works on a
+    ``fork``, which shares the ``id`` (and so the caches) but not the list.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    policy: AcceptancePolicy
+    seed: int
+    k: int
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it: end-of-sequence and the request's own
+    id: int = field(default_factory=lambda: next(_ids))
+    provenance: list[Token] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    finish_reason: str | None = None
+
+    @property
+    def generated(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature == 0
+
+    def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
+        """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
+        return Sequence(
+            list(self.tokens), self.prompt_length, self.params, policy, seed, self.k, self.stop_ids, self.id
+        )
