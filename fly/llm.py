@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampl
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 
-__all__ = ["LLM", "Output", "Piece"]
+__all__ = ["LLM", "Output", "Piece", "Stream"]
 
 Prompt = str | Rows[int]
 _CACHE_BYTES = 4 << 30  # most memory a cache takes unless ``cache_tokens`` says otherwise
@@ -55,6 +55,30 @@ class Piece(str):
         piece = super().__new__(cls, text)
         piece.tokens = tokens
         return piece
+
+
+class Stream(Iterator[Piece]):
+    """A completion being streamed. ``stats`` grows with it; ``close`` ends it and frees what it holds."""
+
+    def __init__(self, row: Sequence, pieces: Generator[Piece, None, None]) -> None:
+        self._row, self._pieces = row, pieces
+
+    def __next__(self) -> Piece:
+        return next(self._pieces)
+
+    @property
+    def stats(self) -> Stats:
+        """Counts so far."""
+        return self._row.stats
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, None while it has not."""
+        return self._row.finish_reason
+
+    def close(self) -> None:
+        """End the request early; its cache is free at once."""
+        self._pieces.close()
 
 
 class LLM:
@@ -162,17 +186,17 @@ class LLM:
         *,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
-    ) -> Iterator[Piece]:
+    ) -> Stream:
         """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
 
         Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
-        Closing the iterator frees everything the request holds. Arguments and errors as in ``generate``; a model
+        ``close`` frees everything the request holds. Arguments and errors as in ``generate``; a model
         without a tokenizer cannot stream text (``ValueError``).
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
         (row,) = self._rows([prompt], params, policy, k)
-        return self._stream(row)
+        return Stream(row, self._stream(row))
 
     def chat(self, messages: Rows[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> Output:
         """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
@@ -185,7 +209,7 @@ class LLM:
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self.tokenizer.apply_chat_template(conversation)
 
-    def _stream(self, row: Sequence) -> Iterator[Piece]:
+    def _stream(self, row: Sequence) -> Generator[Piece, None, None]:
         stream = self._text_stream(row)
         held: tuple[Token, ...] = ()
         for settled in self._run([row], {row.id: stream}):

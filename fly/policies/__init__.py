@@ -3,6 +3,7 @@
 from fly.policies.base import AcceptancePolicy, verify
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
 from fly.policies.rules import Exact, FLy, LossySampling, Relaxed
+from fly.policies.text import parse_policy
 
 __all__ = [
     "AcceptancePolicy",
@@ -16,5 +17,6 @@ __all__ = [
     "LossySampling",
     "Relaxed",
     "Room",
+    "parse_policy",
     "verify",
 ]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 __all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room", "entropy"]
 
@@ -104,6 +107,14 @@ class Not(Condition):
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
 
 
+def expression(name: str, instance: DataclassInstance) -> str:
+    """``name(first, other=value)``: the first parameter always, of the others those that are not at their default."""
+    first, *others = fields(instance)
+    shown = [f"{getattr(instance, first.name)}"]
+    shown += [f"{f.name}={value}" for f in others if (value := getattr(instance, f.name)) != f.default]
+    return f"{name}({', '.join(shown)})"
+
+
 def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
     """Entropy [N] of softmax(logits) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
 
@@ -150,9 +161,7 @@ class EntropyGate(Condition):
         return entropy(chosen, self.entropy) >= self.theta
 
     def __str__(self) -> str:
-        kind = "" if self.entropy == "top3" else ", normalized"
-        raw = "" if self.processed else ", raw"
-        return f"entropy({self.theta:g}{kind}{raw})"
+        return expression("entropy", self)
 
 
 @dataclass(frozen=True)
@@ -174,7 +183,7 @@ class AgreeingWindow(Condition):
         return follows[:, :longest]
 
     def __str__(self) -> str:
-        return f"window({self.window})"
+        return expression("window", self)
 
 
 @dataclass(frozen=True)
@@ -191,7 +200,7 @@ class Room(Condition):
         return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
 
     def __str__(self) -> str:
-        return f"room({self.hold})"
+        return expression("room", self)
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,15 @@ import torch
 from torch import Tensor
 
 from fly.policies.base import AcceptancePolicy
-from fly.policies.conditions import AgreeingWindow, Condition, ControlToken, Entropy, EntropyGate, Room
+from fly.policies.conditions import (
+    AgreeingWindow,
+    Condition,
+    ControlToken,
+    Entropy,
+    EntropyGate,
+    Room,
+    expression,
+)
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["Exact", "FLy", "LossySampling", "Relaxed"]
@@ -106,7 +114,7 @@ class LossySampling(AcceptancePolicy):
         return torch.where(target.greedy_B.unsqueeze(1), near_BK, sampled_BK)
 
     def __str__(self) -> str:
-        return f"lossy(lenience={self.lenience:g})"
+        return expression("lossy", self)
 
 
 @dataclass(frozen=True)
@@ -161,4 +169,4 @@ class FLy(AcceptancePolicy):
         return _exact_accept_probs(target, draft)
 
     def __str__(self) -> str:
-        return f"fly(entropy={self.entropy}, theta={self.theta:g}, window={self.window}, hold={self.hold})"
+        return expression("fly", self)

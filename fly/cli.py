@@ -1,0 +1,309 @@
+"""The ``fly`` command. Everything it does, the Python interface does too; this file only asks and shows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+app = typer.Typer(
+    help="Pluggable speculative decoding: any draft proposes, any acceptance policy decides what stands.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+console = Console()
+errors = Console(stderr=True)
+
+# Why a token stands -> how it looks. Underline marks what differs from the target's own text, for eyes without colour.
+STYLES = {"match": "green", "relaxed": "bold yellow underline", "correction": "red", "bonus": "cyan"}
+LEGEND = {
+    "match": "drafted, and the target's own choice",
+    "relaxed": "drafted, excused by the policy",
+    "correction": "the target's, for a draft it rejected",
+    "bonus": "the target's, after a draft that stood",
+}
+
+
+@contextmanager
+def _plain_errors() -> Iterator[None]:
+    """Bad input is one clear line and exit status 2, not a traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+    except KeyboardInterrupt:
+        errors.print("interrupted")
+        raise typer.Exit(130) from None
+
+
+def _draft(name: str | None, dtype: str, device: str) -> Any:
+    """``none``, ``ngram``, a checkpoint, or several joined by ``+``: a cascade, cheapest first."""
+    from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft
+
+    if name is None or name == "none":
+        return None
+    parts = [part.strip() for part in name.split("+")]
+    if parts == ["ngram"]:
+        return NGramDraft()
+    if len(parts) == 1:
+        return name  # a checkpoint: the LLM loads it, and compares tokenizers
+    from fly.drafts import SingleDraft
+
+    levels: list[DraftStrategy] = [
+        NGramDraft() if part == "ngram" else SingleDraft(part, dtype=dtype, device=device) for part in parts
+    ]
+    return CascadeDraft(levels)
+
+
+Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
+DraftOption = Annotated[
+    str,
+    typer.Option(help="Draft: 'none', 'ngram', a checkpoint, or a cascade, cheapest first: 'ngram+fly-draft'."),
+]
+Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Policy = "fly",
+    k: K = 15,
+    max_tokens: Annotated[int, typer.Option(min=0)] = 256,
+    min_tokens: Annotated[int, typer.Option(min=0)] = 0,
+    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Complete a prompt; on a terminal, colours show why each token stands."""
+    with _plain_errors():
+        from fly.llm import LLM
+        from fly.policies import parse_policy
+        from fly.types import SamplingParams
+
+        rule = parse_policy(policy)
+        params = SamplingParams(
+            temperature=temperature,
+            top_k=top_k,
+            top_p=top_p,
+            min_p=min_p,
+            seed=seed,
+            max_tokens=max_tokens,
+            min_tokens=min_tokens,
+            stop=tuple(stop or ()),
+            ignore_eos=ignore_eos,
+        )
+        text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
+        llm = LLM(model, _draft(draft, dtype, device), rule, k, dtype, device)
+        templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
+        ids: Any = llm.chat_prompt(text) if templated else text
+        if as_json:
+            output = llm.generate([ids], params)[0]
+            console.print_json(json.dumps(_as_json(output, str(rule))))
+            return
+        stats, elapsed = _show_stream(llm, ids, params)
+        if console.is_terminal:
+            _legend()
+            console.print(f"[dim]{_summary(stats, elapsed)}[/]", highlight=False)
+
+
+def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tuple[Any, float]:
+    """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
+    import time
+
+    from fly.types import Why
+
+    request = llm.stream(prompt, params, policy=policy)
+    start = time.perf_counter()
+    for piece in request:
+        why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
+        console.print(Text(str(piece), STYLES[why.name.lower()]), end="", soft_wrap=True)
+    elapsed = time.perf_counter() - start
+    console.print()
+    return request.stats, elapsed
+
+
+def _legend() -> None:
+    for why, style in STYLES.items():
+        console.print(Text.assemble(("  " + why.ljust(11), style), (LEGEND[why], "dim")))
+
+
+def _summary(stats: Any, elapsed: float) -> str:
+    parts = [f"{stats.generated} tokens in {elapsed:.2f} s ({stats.generated / max(elapsed, 1e-9):,.0f} a second)"]
+    if stats.drafted:
+        parts.append(f"τ {stats.tau:.2f}")
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
+        parts.append(f"{stats.relaxed} relaxed")
+    parts += [f"{name} {passed}/{asked}" for name, (asked, passed) in stats.gates.items()]
+    return " · ".join(parts)
+
+
+def _as_json(output: Any, policy: str) -> dict[str, Any]:
+    stats = output.stats
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "policy": policy,
+        "guarantee": output.guarantee.value,
+        "provenance": [
+            {
+                "id": token.id,
+                "why": token.why.name.lower(),
+                "clause": token.clause,
+                "target_choice": token.target_choice,
+            }
+            for token in output.provenance
+        ],
+        "stats": {
+            "prompt_tokens": stats.prompt_tokens,
+            "generated": stats.generated,
+            "rounds": stats.rounds,
+            "drafted": stats.drafted,
+            "accepted": stats.accepted,
+            "relaxed": stats.relaxed,
+            "tau": stats.tau,
+            "gates": {name: {"asked": asked, "passed": passed} for name, (asked, passed) in stats.gates.items()},
+        },
+    }
+
+
+@app.command()
+def models() -> None:
+    """List the bundled checkpoints."""
+    with _plain_errors():
+        from fly.bundled import BUNDLED, resolve_checkpoint
+        from fly.models import LlamaConfig
+
+        table = Table("name", "layers × width", "context", "vocabulary", "size", "stored as", "directory")
+        for name in BUNDLED:
+            directory = resolve_checkpoint(name)
+            config, raw = LlamaConfig.read(directory)
+            size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+            table.add_row(
+                name,
+                f"{config.num_hidden_layers} × {config.hidden_size}",
+                str(config.max_position_embeddings),
+                str(config.vocab_size),
+                f"{size / 1e6:.1f} MB",
+                str(raw.get("torch_dtype")),
+                str(_short(directory)),
+            )
+        console.print(table)
+
+
+def _short(path: Path) -> Path:
+    """The path relative to the working directory where it lies below it."""
+    try:
+        return path.relative_to(Path.cwd())
+    except ValueError:
+        return path
+
+
+@app.command()
+def demo(
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems, of all kinds in turn.")] = 48,
+    k: Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")] = 15,
+    policy: Policy = "fly",
+    split: Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")] = "heldout",
+    seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 0,
+    dtype: Dtype = "auto",
+) -> None:
+    """Show what speculation gains: one completion in colours, then a table over held-out problems."""
+    with _plain_errors():
+        from fly.bundled.tasks import problems as draw_problems
+        from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
+        from fly.eval import Setting, compare
+        from fly.llm import LLM
+        from fly.policies import Exact, parse_policy
+        from fly.types import SamplingParams
+
+        rule = parse_policy(policy)
+        questions = list(draw_problems(None, split, seed, problems))
+        single = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+        cascade = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype=dtype)])
+        levels = LLM("fly-target", cascade, k=k, dtype=dtype)
+        params = SamplingParams(temperature=0.0, max_tokens=400)
+
+        console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
+        console.print(Text(questions[0].prompt, "italic"))
+        console.print()
+        stats, elapsed = _show_stream(single, single.chat_prompt(questions[0].prompt), params, rule)
+        console.print()
+        _legend()
+        console.print(f"[dim]{_summary(stats, elapsed)}[/]\n", highlight=False)
+
+        settings = [
+            Setting("autoregressive", single, 0),
+            Setting("exact", single, k, Exact()),
+            Setting(rule_name(rule), single, k, rule),
+            Setting(f"{rule_name(rule)}, multi-level", levels, k, rule),
+        ]
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            tasks = {s.name: progress.add_task(s.name, total=problems) for s in settings}
+            results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
+        console.print(comparison_table(results, f"{problems} {split} problems, temperature 0, k {k}, batch 1"))
+        console.print(
+            "[dim]τ: tokens a target forward emits · drafts kept: share of drafted tokens emitted · gate open: "
+            "share of mismatches at which the target was undecided · recovery: accuracy over autoregressive's[/]",
+            highlight=False,
+        )
+
+
+def rule_name(rule: Any) -> str:
+    """A short name for a table: the expression without its parameters."""
+    return str(rule).split("(")[0]
+
+
+def comparison_table(results: list[Any], title: str) -> Table:
+    """Speed, acceptance and accuracy of each setting; the first is autoregressive, the second exact speculation."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    headings = ("tokens/s", "over AR", "over exact", "τ", "drafts kept", "gate open", "relaxed", "accuracy", "recovery")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    plain, exact = results[0], results[1]
+    for result in results:
+        stats = result.stats
+        gates = [counts for name, counts in stats.gates.items() if name.startswith("entropy")]
+        asked, passed = (sum(c[0] for c in gates), sum(c[1] for c in gates))
+        table.add_row(
+            result.setting.name,
+            f"{result.tokens_per_second:,.0f}",
+            f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
+            f"{result.tokens_per_second / exact.tokens_per_second:.2f}×",
+            f"{stats.tau:.2f}",
+            f"{stats.acceptance_rate:.0%}" if stats.drafted else "–",
+            f"{passed / asked:.0%}" if asked else "–",
+            f"{stats.relaxed / stats.generated:.1%}" if stats.drafted else "–",
+            f"{result.accuracy:.1%}",
+            f"{result.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
+        )
+    return table
