@@ -72,8 +72,9 @@ class Law:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
+        limits = torch.finfo(torch.float32)  # beyond them a temperature would round to 0 or infinity: no law at all
         return Law(
-            temperature_B=column([p.temperature for p in params]),
+            temperature_B=column([min(max(p.temperature, limits.tiny), limits.max) for p in params]),
             top_k_B=column([p.top_k for p in params], torch.int64),
             top_p_B=column([p.top_p for p in params]),
             min_p_B=column([p.min_p for p in params]),

@@ -163,7 +163,7 @@ class TextStream:
     def push(self, token: int, stoppable: bool = True) -> str:
         """Settled text after ``token``. Sets ``stopped`` when a stop string is complete (if ``stoppable``)."""
         self._ids.append(token)
-        self._held += self._decoder.step(self._tokenizer.raw, token) or ""
+        self._held += self._decode(token)
         return self._settle(stoppable)
 
     def finish(self) -> str:
@@ -171,10 +171,20 @@ class TextStream:
         if self.stopped:
             return ""
         # The decoder keeps unfinished characters to itself; the whole text has them, as replacement marks.
-        text = self._tokenizer.decode(self._ids)
-        rest = text[len(self.text) :]
-        self.text, self._held = text, ""
+        self._held += self._tokenizer.decode(self._ids)[len(self.text) + len(self._held) :]
+        rest, self._held = self._held, ""
+        self.text += rest
         return rest
+
+    def _decode(self, token: int) -> str:
+        """What ``token`` settles of the decoded text."""
+        try:
+            return self._decoder.step(self._tokenizer.raw, token) or ""
+        except Exception:  # bare, from the library
+            # Where single bytes are tokens (``<0xF0>``), a run of bytes with one bad byte decodes to replacement
+            # marks only, which takes back characters that were already settled. Go on behind them.
+            self._decoder = DecodeStream(skip_special_tokens=True)
+            return self._decoder.step(self._tokenizer.raw, token) or ""
 
     def _settle(self, stoppable: bool) -> str:
         if stoppable and self._stop:

@@ -6,27 +6,56 @@ Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from fly.policies.conditions import Block, Condition
+from fly.policies.conditions import Block, Condition, expression
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 
-__all__ = ["AcceptancePolicy", "decide", "verify"]
+__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "verify"]
+
+
+@dataclass(frozen=True)
+class Bound:
+    """How far the law of one emitted token may be from the target's: at most ``value`` in ``measure``.
+
+    ``kl`` is KL(emitted || target) in nats, ``tv`` the total variation distance in [0, 1].
+    """
+
+    measure: Literal["kl", "tv"]
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.measure.upper()} <= {self.value:g}"
 
 
 class AcceptancePolicy(ABC):
     """Which drafted tokens may stand. Subclasses are frozen dataclasses of hyper-parameters: pure, no state,
-    every row decided by itself, vectorised over the batch.
+    every row decided by itself, vectorised over the batch, no host synchronisation.
 
     A subclass gives ``accept_probs``; it may excuse mismatches (``relax``, or a ``relaxation`` made of
     conditions) and change the law of the correction (``residual``). ``verify`` does the rest.
+
+    ``name`` is what the policy is called in texts and configurations (default: the class name). ``guarantee`` is
+    LOSSLESS, BOUNDED (then ``bound`` says by what) or HEURISTIC; ``fly check`` holds a policy to it.
     """
 
-    guarantee: ClassVar[Guarantee] = Guarantee.HEURISTIC
+    name: ClassVar[str]
+    guarantee: Guarantee = Guarantee.HEURISTIC
+
+    @property
+    def bound(self) -> Bound | None:
+        """How far a BOUNDED policy strays at most; None otherwise."""
+        return None
+
+    @property
+    def core(self) -> AcceptancePolicy:
+        """The policy without its relaxation: itself where it has none."""
+        return self
 
     @property
     def relaxation(self) -> Condition | None:
@@ -51,6 +80,19 @@ class AcceptancePolicy(ABC):
         """
         return (target_BV - draft_BV).clamp_min(0)
 
+    def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
+        """[B, V] law, up to a factor, of the correction where the draft's token number ``at_B`` was rejected.
+
+        Override it, instead of ``residual``, if the law depends on which token was rejected.
+        """
+        rows_B = torch.arange(at_B.shape[0], device=at_B.device)
+        target_BV = target.probs_BKV[rows_B, at_B]
+        if draft.probs_BKV is None:
+            draft_BV = torch.zeros_like(target_BV).scatter_(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 1.0)
+        else:
+            draft_BV = draft.probs_BKV[rows_B, at_B]
+        return self.residual(target_BV, draft_BV)
+
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
         mask_BK = draft.mask_BK()
@@ -62,6 +104,60 @@ class AcceptancePolicy(ABC):
             excused_BK = self.relaxation.holds(block)
             clauses = block.clauses
         return decide(self, target, draft, noise, agree_BK, excused_BK & mask_BK & ~agree_BK, clauses)
+
+    def __or__(self, condition: Condition) -> AcceptancePolicy:
+        """Excuse mismatches under ``condition``, besides those this policy excuses already."""
+        if not isinstance(condition, Condition):
+            return NotImplemented
+        return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
+
+    def __and__(self, condition: Condition) -> AcceptancePolicy:
+        """Excuse mismatches only where ``condition`` holds as well.
+
+        Raises ``TypeError`` for a policy that excuses none: there is nothing to restrict.
+        """
+        if not isinstance(condition, Condition):
+            return NotImplemented
+        if self.relaxation is None:
+            raise TypeError(f"{self} excuses no mismatch, so '& {condition}' has nothing to restrict")
+        return Relaxed(self.core, self.relaxation & condition)
+
+    def __str__(self) -> str:
+        return expression(self)  # type: ignore[arg-type]  # subclasses are dataclasses
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
+
+@dataclass(frozen=True)
+class Relaxed(AcceptancePolicy):
+    """A core whose mismatches are excused under a condition: ``Exact() | condition``."""
+
+    name: ClassVar[str] = "relaxed"
+    base: AcceptancePolicy
+    condition: Condition
+
+    @property
+    def core(self) -> AcceptancePolicy:
+        return self.base
+
+    @property
+    def relaxation(self) -> Condition:
+        return self.condition
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return self.base.accept_probs(target, draft)
+
+    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return self.base.residual(target_BV, draft_BV)
+
+    def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
+        return self.base.correction(target, draft, at_B)
+
+    def __str__(self) -> str:
+        return f"{self.base} | {self.condition}"
 
 
 def decide(
@@ -90,18 +186,14 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
     if target.all_greedy:
         return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
-    target_BV = target.probs_BKV[rows_B, accepted_B]
+    law_BV = target.probs_BKV[rows_B, accepted_B]
     if draft.tokens_BK.shape[1]:
         at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
-        if draft.probs_BKV is None:
-            draft_BV = torch.zeros_like(target_BV).scatter_(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 1.0)
-        else:
-            draft_BV = draft.probs_BKV[rows_B, at_B]
-        residual_BV = policy.residual(target_BV, draft_BV)
+        residual_BV = policy.correction(target, draft, at_B)
         # Equal laws leave no residual mass; a rejection is then a rounding matter, and the target's law is right.
         rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
-        target_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, target_BV)
-    return draw(target_BV, noise.sample_B)
+        law_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, law_BV)
+    return draw(law_BV, noise.sample_B)
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -17,6 +17,10 @@ from fly.types import Draft, Target
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+
+    class NamedDataclass(DataclassInstance, Protocol):
+        name: ClassVar[str]
+
 
 __all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room", "entropy"]
 
@@ -37,6 +41,13 @@ class Condition(ABC):
     """A statement about drafted positions, true or false for each. Frozen dataclasses; printing one gives its
     expression."""
 
+    name: ClassVar[str]
+
+    def __init_subclass__(cls, **kwargs: object) -> None:
+        super().__init_subclass__(**kwargs)
+        if "name" not in cls.__dict__:
+            cls.name = cls.__name__
+
     @abstractmethod
     def evaluate(self, block: Block) -> Tensor:
         """[B, K] bool. What it says on padding and on agreeing positions does not matter."""
@@ -56,6 +67,9 @@ class Condition(ABC):
 
     def __invert__(self) -> Condition:
         return Not(self)
+
+    def __str__(self) -> str:
+        return expression(self, first=True)  # type: ignore[arg-type]  # subclasses are dataclasses
 
 
 class _Composite(Condition):
@@ -107,12 +121,16 @@ class Not(Condition):
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
 
 
-def expression(name: str, instance: DataclassInstance) -> str:
-    """``name(first, other=value)``: the first parameter always, of the others those that are not at their default."""
-    first, *others = fields(instance)
-    shown = [f"{getattr(instance, first.name)}"]
-    shown += [f"{f.name}={value}" for f in others if (value := getattr(instance, f.name)) != f.default]
-    return f"{name}({', '.join(shown)})"
+def expression(instance: NamedDataclass, first: bool = False) -> str:
+    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``."""
+    shown = []
+    for number, parameter in enumerate(f for f in fields(instance) if f.init):
+        value = getattr(instance, parameter.name)
+        if first and number == 0:
+            shown.append(f"{value}")
+        elif value != parameter.default:
+            shown.append(f"{parameter.name}={value}")
+    return f"{instance.name}({', '.join(shown)})" if shown else instance.name
 
 
 def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
@@ -141,6 +159,7 @@ class EntropyGate(Condition):
     since their processed law is one-hot.
     """
 
+    name: ClassVar[str] = "entropy"
     theta: float = 0.3
     entropy: Entropy = "top3"
     processed: bool = True
@@ -160,14 +179,12 @@ class EntropyGate(Condition):
         chosen = torch.where(target.greedy_B.view(-1, 1, 1), logits_BKV, processed_BKV)
         return entropy(chosen, self.entropy) >= self.theta
 
-    def __str__(self) -> str:
-        return expression("entropy", self)
-
 
 @dataclass(frozen=True)
 class AgreeingWindow(Condition):
     """The target agrees with the ``window`` tokens that follow the mismatch, all of them drafted."""
 
+    name: ClassVar[str] = "window"
     window: int = 6
 
     def __post_init__(self) -> None:
@@ -182,14 +199,12 @@ class AgreeingWindow(Condition):
         follows = padded.unfold(1, self.window, 1)[:, 1:].all(-1)
         return follows[:, :longest]
 
-    def __str__(self) -> str:
-        return expression("window", self)
-
 
 @dataclass(frozen=True)
 class Room(Condition):
     """At least ``hold`` drafted tokens follow: a mismatch nearer the block's end cannot be judged."""
 
+    name: ClassVar[str] = "room"
     hold: int = 6
 
     def __post_init__(self) -> None:
@@ -199,22 +214,18 @@ class Room(Condition):
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
         return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
 
-    def __str__(self) -> str:
-        return expression("room", self)
-
 
 @dataclass(frozen=True)
 class ControlToken(Condition):
     """The drafted token is a control token: end-of-sequence, end-of-turn or another special of the tokenizer."""
+
+    name: ClassVar[str] = "control"
 
     def evaluate(self, block: Block) -> Tensor:
         control_V, tokens_BK = block.target.control_V, block.draft.tokens_BK
         if control_V is None:
             return torch.zeros_like(block.agree_BK)
         return control_V[tokens_BK]
-
-    def __str__(self) -> str:
-        return "control"
 
 
 def _check_count(name: str, value: object) -> None:

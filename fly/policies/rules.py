@@ -20,11 +20,10 @@ from fly.policies.conditions import (
     Entropy,
     EntropyGate,
     Room,
-    expression,
 )
 from fly.types import Draft, Guarantee, Target
 
-__all__ = ["Exact", "FLy", "LossySampling", "Relaxed"]
+__all__ = ["Exact", "FLy", "LossySampling"]
 
 
 def _exact_accept_probs(target: Target, draft: Draft) -> Tensor:
@@ -51,40 +50,11 @@ class Exact(AcceptancePolicy):
     ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
     """
 
-    guarantee: ClassVar[Guarantee] = Guarantee.LOSSLESS
+    name: ClassVar[str] = "exact"
+    guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return _exact_accept_probs(target, draft)
-
-    def __or__(self, condition: Condition) -> Relaxed:
-        return Relaxed(self, condition)
-
-    def __str__(self) -> str:
-        return "exact"
-
-
-@dataclass(frozen=True)
-class Relaxed(AcceptancePolicy):
-    """A lossless core whose mismatches are excused under a condition: ``Exact() | condition``."""
-
-    core: AcceptancePolicy
-    condition: Condition
-
-    @property
-    def relaxation(self) -> Condition:
-        return self.condition
-
-    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        return self.core.accept_probs(target, draft)
-
-    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        return self.core.residual(target_BV, draft_BV)
-
-    def __or__(self, condition: Condition) -> Relaxed:
-        return Relaxed(self.core, self.condition | condition)
-
-    def __str__(self) -> str:
-        return f"{self.core} | {self.condition}"
 
 
 @dataclass(frozen=True)
@@ -95,6 +65,7 @@ class LossySampling(AcceptancePolicy):
     ``lenience`` l >= 1; 1 is ``Exact``. Usual values 2 to 5. A rejection draws from the exact residual.
     """
 
+    name: ClassVar[str] = "lossy"
     lenience: float = 2.0
 
     def __post_init__(self) -> None:
@@ -112,9 +83,6 @@ class LossySampling(AcceptancePolicy):
         draft_BK = 1.0 if draft.probs_BKV is None else draft.probs_BKV.gather(-1, tokens_BK1).squeeze(-1)
         sampled_BK = (self.lenience * target_BK / torch.as_tensor(draft_BK).clamp_min(1e-38)).clamp_max(1.0)
         return torch.where(target.greedy_B.unsqueeze(1), near_BK, sampled_BK)
-
-    def __str__(self) -> str:
-        return expression("lossy", self)
 
 
 @dataclass(frozen=True)
@@ -136,6 +104,7 @@ class FLy(AcceptancePolicy):
     It *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
     """
 
+    name: ClassVar[str] = "fly"
     entropy: Entropy = "top3"
     theta: float = 0.3
     window: int = 6
@@ -161,12 +130,13 @@ class FLy(AcceptancePolicy):
         return cls()
 
     @property
+    def core(self) -> AcceptancePolicy:
+        return Exact()
+
+    @property
     def relaxation(self) -> Condition:
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return _exact_accept_probs(target, draft)
-
-    def __str__(self) -> str:
-        return expression("fly", self)
