@@ -107,7 +107,7 @@ def generate(
         from fly.policies import parse_policy
         from fly.types import SamplingParams
 
-        rule = parse_policy(policy)
+        rule = parse_policy(policy, trusted=True)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -244,7 +244,7 @@ def demo(
         from fly.policies import Exact, parse_policy
         from fly.types import SamplingParams
 
-        rule = parse_policy(policy)
+        rule = parse_policy(policy, trusted=True)
         questions = list(draw_problems(None, split, seed, problems))
         single = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
         cascade = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype=dtype)])

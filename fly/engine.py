@@ -52,12 +52,16 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 class Runner:
     """A model with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
 
+    ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials).
+
     The one rule of bookkeeping: what is cached is a prefix of the row's tokens. ``commit`` restores it after
     speculation, whatever was speculated and by whom, by comparing tokens.
     """
 
-    def __init__(self, model: Model, cache: PagedKVCache) -> None:
+    def __init__(self, model: Model, cache: PagedKVCache, control_ids: Iterable[int] = ()) -> None:
         self.model, self.cache = model, cache
+        self.control_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
+        self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
 
     def pending(self, row: Sequence) -> int:
@@ -118,10 +122,22 @@ class Runner:
         if missing:
             raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
         logits_BJV = ban_early_stops(raw_BJV, rows)
-        if all(row.greedy for row in rows):
-            return Target(logits_BJV), raw_BJV
-        law = Law.of([row.params for row in rows], logits_BJV.device)
-        return Target(logits_BJV, lambda: law.probs(logits_BJV), greedy_B=law.greedy_B), raw_BJV
+        device = logits_BJV.device
+        probs, greedy_B = None, None
+        if not all(row.greedy for row in rows):
+            law = Law.of([row.params for row in rows], device)
+            probs, greedy_B = (lambda: law.probs(logits_BJV)), law.greedy_B
+        target = Target(
+            logits_BJV,
+            probs,
+            greedy_B=greedy_B,
+            control_V=self.control_V,
+            generated_B=lambda: torch.tensor([row.generated for row in rows], device=device),
+            relaxed_B=lambda: torch.tensor([row.stats.relaxed for row in rows], device=device),
+            nats_B=lambda: torch.tensor([row.stats.nats for row in rows], device=device),
+            history=[row.tokens for row in rows],
+        )
+        return target, raw_BJV
 
     def commit(self, rows: Iterable[Sequence]) -> None:
         """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
@@ -156,7 +172,7 @@ def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list
     verdicts = []
     for numbers in groups.values():
         index_B = torch.tensor(numbers, device=device)
-        part = verify(rows[numbers[0]].policy, target.rows(index_B), draft.rows(index_B), noise.rows(index_B))
+        part = verify(rows[numbers[0]].policy, target.rows(index_B, numbers), draft.rows(index_B), noise.rows(index_B))
         verdicts.append((numbers, part))
     return verdicts
 
@@ -167,14 +183,10 @@ class Engine:
     Args:
         runner: the target with its cache.
         strategy: who proposes; None decodes autoregressively.
-        control_ids: control tokens of the vocabulary (end-of-sequence, end-of-turn, other specials).
     """
 
-    def __init__(self, runner: Runner, strategy: DraftStrategy | None = None, control_ids: Iterable[int] = ()) -> None:
+    def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
-        control = sorted(set(control_ids))
-        self.control_V = torch.zeros(runner.model.config.vocab_size, dtype=torch.bool, device=runner.model.device)
-        self.control_V[control] = True
         self.context = runner.model.config.max_position_embeddings
 
     @torch.inference_mode()
@@ -190,9 +202,6 @@ class Engine:
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
         draft = self._propose(rows, prompts)
         target, raw_BJV = self.runner.score(rows, draft)
-        target.control_V = self.control_V
-        target.generated_B = torch.tensor([row.generated for row in rows], device=raw_BJV.device)
-        target.relaxed_B = torch.tensor([row.stats.relaxed for row in rows], device=raw_BJV.device)
         emitted: list[list[Token]] = [[] for _ in rows]
         for numbers, verdict in judge(rows, target, draft):
             self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
@@ -240,6 +249,7 @@ class Engine:
         names = list(verdict.clauses)
         held_CBK = torch.stack([verdict.clauses[name] for name in names]).tolist() if names else []
         asked = verdict.asked_BK.tolist()
+        relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
             row, n = rows[b], accepted[i]
             last = Why.BONUS if n == lengths[b] else Why.CORRECTION
@@ -273,11 +283,18 @@ class Engine:
                 stats.emitted += count
             stats.drafted += lengths[b]
             stats.accepted += min(count, n)
-            stats.relaxed += sum(token.why == Why.RELAXED for token in emitted[b])
+            excused = [(b, j, token.id) for j, token in enumerate(emitted[b]) if token.why == Why.RELAXED]
+            stats.relaxed += len(excused)
+            relaxed += excused
             for name, held in zip(names, held_CBK):
                 before = stats.gates.get(name, (0, 0))
                 hits = [held[i][j] for j in range(min(lengths[b], count)) if asked[i][j]]
                 stats.gates[name] = (before[0] + len(hits), before[1] + sum(hits))
+        if relaxed:
+            b_N, j_N, token_N = torch.tensor(relaxed, device=target.logits_BKV.device).unbind(1)
+            log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)
+            for (b, _, _), cost in zip(relaxed, (-log_NV.gather(1, token_N.unsqueeze(1))).squeeze(1).tolist()):
+                rows[b].stats.nats += cost
 
 
 def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:

@@ -147,7 +147,7 @@ class LLM:
             cache_tokens = min(8 * config.max_position_embeddings, max(affordable, block_size))
         cache = PagedKVCache(config, -(-cache_tokens // block_size), block_size, kv_dtype, loaded.device)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        self.engine = Engine(Runner(loaded, cache), draft, control)
+        self.engine = Engine(Runner(loaded, cache, control), draft)
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -318,7 +318,7 @@ class LLM:
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
-            policy=policy,
+            policy=self._bound(policy),
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
@@ -327,6 +327,17 @@ class LLM:
         if not params.max_tokens:
             row.finish_reason = "length"
         return row
+
+    def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
+        if not isinstance(policy, AcceptancePolicy):
+            raise ValueError(f"policy {policy!r} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
+
+        def token_id(text: str) -> int:
+            if self.tokenizer is None:
+                raise ValueError(f"{policy} has markers in text, and this model has no tokenizer; use token ids")
+            return self.tokenizer.token_id(text)
+
+        return policy.bind(token_id)
 
     def _text_stream(self, row: Sequence) -> TextStream:
         assert self.tokenizer is not None

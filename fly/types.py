@@ -131,7 +131,10 @@ class Target:
             function that builds it when a rule first asks; None builds the one-hot law.
         greedy_B: [B] bool, rows at temperature 0; None means all where ``probs_BKV`` is None, and none otherwise.
         control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
-        generated_B, relaxed_B: [B] int64, tokens emitted so far and how many of them were relaxed (default 0).
+        generated_B, relaxed_B, nats_B: [B], what each row has behind it: tokens emitted, how many of them were
+            relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build
+            them when a rule first asks; None is zero.
+        history: the tokens of each row before this block, its prompt included; None if nobody says.
     """
 
     def __init__(
@@ -141,8 +144,10 @@ class Target:
         *,
         greedy_B: Tensor | None = None,
         control_V: Tensor | None = None,
-        generated_B: Tensor | None = None,
-        relaxed_B: Tensor | None = None,
+        generated_B: Tensor | Callable[[], Tensor] | None = None,
+        relaxed_B: Tensor | Callable[[], Tensor] | None = None,
+        nats_B: Tensor | Callable[[], Tensor] | None = None,
+        history: list[list[int]] | None = None,
     ) -> None:
         rows, device = logits_BKV.shape[0], logits_BKV.device
         self.logits_BKV = logits_BKV
@@ -152,9 +157,8 @@ class Target:
         self.greedy_B = greedy_B
         self.all_greedy = probs_BKV is None
         self.control_V = control_V
-        zeros_B = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.generated_B = zeros_B if generated_B is None else generated_B
-        self.relaxed_B = zeros_B if relaxed_B is None else relaxed_B
+        self.history = history
+        self._generated, self._relaxed, self._nats = generated_B, relaxed_B, nats_B
         self._argmax: Tensor | None = None
 
     @property
@@ -173,16 +177,44 @@ class Target:
             self._probs = self._probs()
         return self._probs
 
-    def rows(self, index_B: Tensor) -> Target:
-        """Some rows only, ``index_B`` int64."""
+    @property
+    def generated_B(self) -> Tensor:
+        """[B] int64, tokens each row has emitted before this block."""
+        self._generated = self._column(self._generated, torch.int64)
+        return self._generated
+
+    @property
+    def relaxed_B(self) -> Tensor:
+        """[B] int64, how many of them were relaxed."""
+        self._relaxed = self._column(self._relaxed, torch.int64)
+        return self._relaxed
+
+    @property
+    def nats_B(self) -> Tensor:
+        """[B] float32, the sum of -ln target(x) over the relaxed ones: what relaxing has cost so far."""
+        self._nats = self._column(self._nats, torch.float32)
+        return self._nats
+
+    def _column(self, value: Tensor | Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
+        if value is None:
+            return torch.zeros(self.logits_BKV.shape[0], dtype=dtype, device=self.logits_BKV.device)
+        return value() if callable(value) else value
+
+    def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Target:
+        """Some rows only, ``index_B`` int64 (``numbers`` are the same on the host, where the caller has them)."""
         probs = None if self._probs is None else (lambda: self.probs_BKV[index_B])
+        history = None
+        if self.history is not None:
+            history = [self.history[b] for b in (index_B.tolist() if numbers is None else numbers)]
         return Target(
             self.logits_BKV[index_B],
             probs,
             greedy_B=self.greedy_B[index_B],
             control_V=self.control_V,
-            generated_B=self.generated_B[index_B],
-            relaxed_B=self.relaxed_B[index_B],
+            generated_B=lambda: self.generated_B[index_B],
+            relaxed_B=lambda: self.relaxed_B[index_B],
+            nats_B=lambda: self.nats_B[index_B],
+            history=history,
         )
 
 
@@ -237,6 +269,7 @@ class Stats:
     drafted: int = 0
     accepted: int = 0
     relaxed: int = 0
+    nats: float = 0.0  # sum of -ln target(x) over the relaxed tokens, of the unprocessed law
     gates: dict[str, tuple[int, int]] = field(default_factory=dict)  # clause -> (asked, passed)
 
     @property
@@ -248,6 +281,11 @@ class Stats:
     def acceptance_rate(self) -> float:
         """Share of drafted tokens that were emitted; 0 if none was drafted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def silent_gates(self) -> list[str]:
+        """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
+        return [name for name, (asked, passed) in self.gates.items() if asked >= 20 and not passed]
 
     def __add__(self, other: Stats) -> Stats:
         gates = dict(self.gates)
@@ -262,6 +300,7 @@ class Stats:
             self.drafted + other.drafted,
             self.accepted + other.accepted,
             self.relaxed + other.relaxed,
+            self.nats + other.nats,
             gates,
         )
 

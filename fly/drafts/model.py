@@ -16,6 +16,7 @@ from fly.cache import BlockAllocator, PagedKVCache
 from fly.drafts.base import DraftStrategy, pad
 from fly.engine import Model, Runner, judge
 from fly.models import load_model
+from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence
@@ -50,8 +51,13 @@ class SingleDraft(DraftStrategy):
     ) -> None:
         if k is not None and k < 1:
             raise ValueError(f"k {k} must be at least 1")
+        control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
-            model = load_model(resolve_checkpoint(model), dtype, device)
+            directory = resolve_checkpoint(model)
+            model = load_model(directory, dtype, device)
+            tokenizer = Tokenizer.load(directory)
+            control = read_eos_ids(directory, model.config.vocab_size)
+            control |= tokenizer.control_ids if tokenizer else frozenset()
         self.draft, self.policy, self.k = draft, policy or Exact(), k
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
@@ -62,7 +68,7 @@ class SingleDraft(DraftStrategy):
         tokens = self.context * 8 if cache_tokens is None else cache_tokens
         dtype_of_cache = getattr(model, "dtype", torch.float32)
         cache = PagedKVCache(model.config, -(-tokens // block_size), block_size, dtype_of_cache, model.device)
-        self.runner = Runner(model, cache)
+        self.runner = Runner(model, cache, control)
 
     def over(self, draft: DraftStrategy) -> SingleDraft:
         """The same model and cache, with ``draft`` proposing for it."""

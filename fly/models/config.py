@@ -68,8 +68,9 @@ class LlamaConfig(BaseModel):
             values = dict(values)
             if values.get("num_key_value_heads") is None:
                 values["num_key_value_heads"] = values.get("num_attention_heads")
-            if values.get("head_dim") is None and values.get("num_attention_heads"):
-                hidden, heads = values.get("hidden_size", 0), values["num_attention_heads"]
+            hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+            # Sizes that are no positive integers are left for the fields to refuse.
+            if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
                 if hidden % heads:
                     raise ValueError(
                         f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
@@ -101,7 +102,11 @@ class LlamaConfig(BaseModel):
             )
         if (activation := raw.get("hidden_act", "silu")) != "silu":
             raise CheckpointError(f"{source}: hidden_act {activation!r} is not supported; choices: ['silu']")
-        rope = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
+        rope: dict[str, Any] = {}
+        for name in ("rope_scaling", "rope_parameters"):
+            if not isinstance(stated := raw.get(name) or {}, dict):
+                raise CheckpointError(f"{source}: {name} must be an object, got {stated!r}")
+            rope |= stated
         rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
         rope.pop("type", None)
         theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0

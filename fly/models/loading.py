@@ -68,6 +68,8 @@ def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
     else:
         name = _ALIASES.get(dtype, dtype)
     if name not in DTYPES:
+        if dtype == "auto":
+            raise CheckpointError(f"config.json: dtype {name!r} is not supported; choices: {[*DTYPES]}")
         raise ValueError(f"dtype {dtype!r} is not supported; choices: {['auto', *DTYPES, *_ALIASES]}")
     return DTYPES[name]
 
@@ -87,9 +89,10 @@ def _weight_files(directory: Path) -> list[Path]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
+            outside = [name for name in names if name in ("", "..") or Path(name).name != name]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
-        if outside := [name for name in names if Path(name).name != name]:
+        if outside:
             raise CheckpointError(f"{index}: names files outside the directory: {outside}")
         files = [directory / name for name in names]
     else:

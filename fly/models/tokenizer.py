@@ -78,16 +78,21 @@ class Tokenizer:
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
         settings = _read_json(directory / "tokenizer_config.json")
         template_file = directory / "chat_template.jinja"
-        template = settings.get("chat_template")
-        if isinstance(template, list):  # several named templates; "default" is the conversation
-            template = {entry["name"]: entry["template"] for entry in template}.get("default")
+        try:
+            template = settings.get("chat_template")
+            if isinstance(template, list):  # several named templates; "default" is the conversation
+                template = {entry["name"]: entry["template"] for entry in template}.get("default")
+            if not isinstance(template, str | None):
+                raise TypeError(f"chat_template must be text, got {template!r}")
+            self._special_names = {
+                name: token["content"] if isinstance(token, dict) else token
+                for name, token in settings.items()
+                if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+            }
+        except (KeyError, TypeError) as error:
+            raise CheckpointError(f"{directory / 'tokenizer_config.json'}: {error!r}") from error
         self.template: str | None = template_file.read_text("utf-8") if template_file.exists() else template
         self._path = path
-        self._special_names = {
-            name: token["content"] if isinstance(token, dict) else token
-            for name, token in settings.items()
-            if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
-        }
 
     @staticmethod
     def load(directory: str | Path) -> Tokenizer | None:
@@ -98,6 +103,13 @@ class Tokenizer:
     def control_ids(self) -> frozenset[int]:
         """Ids of the special tokens: ends, turn markers and the like, never plain text."""
         return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
+
+    def token_id(self, text: str) -> int:
+        """The id of the one token whose text this is. Raises ``ValueError`` if it is none, or several."""
+        ids = self.encode(text, add_special_tokens=False)
+        if len(ids) != 1:
+            raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary; a marker must be exactly one")
+        return ids[0]
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
@@ -140,7 +152,7 @@ class Tokenizer:
                 add_generation_prompt=add_generation_prompt,
                 **{**self._special_names, **variables},
             )
-        except jinja2.TemplateError as error:
+        except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
         return self.encode(text, add_special_tokens=False)
 
@@ -155,14 +167,14 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
         self._decoder = DecodeStream(skip_special_tokens=True)
-        self._ids: list[int] = []
+        self._ids: list[int] = []  # what the decoder has seen,
+        self._decoded = 0  # and how many characters of it it has settled
         self._held = ""  # decoded, but perhaps the beginning of a stop string
         self.text = ""  # all that was given out
         self.stopped = False
 
     def push(self, token: int, stoppable: bool = True) -> str:
         """Settled text after ``token``. Sets ``stopped`` when a stop string is complete (if ``stoppable``)."""
-        self._ids.append(token)
         self._held += self._decode(token)
         return self._settle(stoppable)
 
@@ -170,21 +182,30 @@ class TextStream:
         """What was held back when no more tokens come: the rest of the text, unfinished characters included."""
         if self.stopped:
             return ""
-        # The decoder keeps unfinished characters to itself; the whole text has them, as replacement marks.
-        self._held += self._tokenizer.decode(self._ids)[len(self.text) + len(self._held) :]
-        rest, self._held = self._held, ""
-        self.text += rest
+        self._held += self._unfinished()
+        self._ids, self._decoded = [], 0
+        rest = self._settle(stoppable=True)  # what came last may have completed a stop string
+        if not self.stopped:
+            rest, self.text, self._held = rest + self._held, self.text + self._held, ""
         return rest
 
     def _decode(self, token: int) -> str:
         """What ``token`` settles of the decoded text."""
         try:
-            return self._decoder.step(self._tokenizer.raw, token) or ""
+            settled = self._decoder.step(self._tokenizer.raw, token) or ""
         except Exception:  # bare, from the library
             # Where single bytes are tokens (``<0xF0>``), a run of bytes with one bad byte decodes to replacement
-            # marks only, which takes back characters that were already settled. Go on behind them.
-            self._decoder = DecodeStream(skip_special_tokens=True)
-            return self._decoder.step(self._tokenizer.raw, token) or ""
+            # marks only, which takes back characters that were already given out. Start afresh behind them.
+            before = self._unfinished()
+            self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
+            return before + self._decode(token)
+        self._ids.append(token)
+        self._decoded += len(settled)
+        return settled
+
+    def _unfinished(self) -> str:
+        """Characters the decoder keeps to itself because bytes are missing, as replacement marks."""
+        return self._tokenizer.decode(self._ids)[self._decoded :]
 
     def _settle(self, stoppable: bool) -> str:
         if stoppable and self._stop:

@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -93,6 +94,11 @@ class AcceptancePolicy(ABC):
             draft_BV = draft.probs_BKV[rows_B, at_B]
         return self.residual(target_BV, draft_BV)
 
+    def bind(self, token_id: Callable[[str], int]) -> AcceptancePolicy:
+        """The same policy with texts of tokens replaced by their ids (``token_id`` raises ``ValueError`` for a text
+        that is no token); most have none."""
+        return self
+
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
         mask_BK = draft.mask_BK()
@@ -103,7 +109,10 @@ class AcceptancePolicy(ABC):
             block = Block(target, draft, agree_BK)
             excused_BK = self.relaxation.holds(block)
             clauses = block.clauses
-        return decide(self, target, draft, noise, agree_BK, excused_BK & mask_BK & ~agree_BK, clauses)
+        # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
+        logits_BK = target.logits_BKV[:, :-1].gather(-1, draft.tokens_BK.unsqueeze(-1)).squeeze(-1)
+        excused_BK = excused_BK & mask_BK & ~agree_BK & (logits_BK > -torch.inf)
+        return decide(self, target, draft, noise, agree_BK, excused_BK, clauses)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already."""
@@ -155,6 +164,9 @@ class Relaxed(AcceptancePolicy):
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
         return self.base.correction(target, draft, at_B)
+
+    def bind(self, token_id: Callable[[str], int]) -> AcceptancePolicy:
+        return Relaxed(self.base.bind(token_id), self.condition.bind(token_id))
 
     def __str__(self) -> str:
         return f"{self.base} | {self.condition}"

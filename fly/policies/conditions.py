@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -59,17 +60,30 @@ class Condition(ABC):
             block.clauses[name] = self.evaluate(block)
         return block.clauses[name]
 
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        """The same condition with texts of tokens replaced by their ids; most have none."""
+        return self
+
     def __and__(self, other: Condition) -> Condition:
-        return All((self, other))
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return All((*_parts(self, All), *_parts(other, All)))
 
     def __or__(self, other: Condition) -> Condition:
-        return Any((self, other))
+        if not isinstance(other, Condition):
+            return NotImplemented
+        return AnyOf((*_parts(self, AnyOf), *_parts(other, AnyOf)))
 
     def __invert__(self) -> Condition:
         return Not(self)
 
     def __str__(self) -> str:
         return expression(self, first=True)  # type: ignore[arg-type]  # subclasses are dataclasses
+
+
+def _parts(condition: Condition, kind: type[All] | type[AnyOf]) -> tuple[Condition, ...]:
+    """A chain of one operator is flat."""
+    return condition.parts if isinstance(condition, kind) else (condition,)
 
 
 class _Composite(Condition):
@@ -83,23 +97,31 @@ class _Composite(Condition):
 class All(_Composite):
     """Every part holds."""
 
+    name: ClassVar[str] = "all"
     parts: tuple[Condition, ...]
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).all(0)
 
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        return All(tuple(part.bind(token_id) for part in self.parts))
+
     def __str__(self) -> str:
-        return " & ".join(f"({p})" if isinstance(p, Any) else str(p) for p in self.parts)
+        return " & ".join(f"({p})" if isinstance(p, AnyOf) else str(p) for p in self.parts)
 
 
 @dataclass(frozen=True)
-class Any(_Composite):
+class AnyOf(_Composite):
     """At least one part holds."""
 
+    name: ClassVar[str] = "any"
     parts: tuple[Condition, ...]
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).any(0)
+
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        return AnyOf(tuple(part.bind(token_id) for part in self.parts))
 
     def __str__(self) -> str:
         return " | ".join(str(part) for part in self.parts)
@@ -109,10 +131,14 @@ class Any(_Composite):
 class Not(Condition):
     """The part does not hold. Noted as a clause of its own when the part is a leaf, so pass rates read naturally."""
 
+    name: ClassVar[str] = "not"
     part: Condition
 
     def evaluate(self, block: Block) -> Tensor:
         return ~self.part.evaluate(block)
+
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        return Not(self.part.bind(token_id))
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
@@ -127,10 +153,15 @@ def expression(instance: NamedDataclass, first: bool = False) -> str:
     for number, parameter in enumerate(f for f in fields(instance) if f.init):
         value = getattr(instance, parameter.name)
         if first and number == 0:
-            shown.append(f"{value}")
+            shown.append(_literal(value))
         elif value != parameter.default:
-            shown.append(f"{parameter.name}={value}")
+            shown.append(f"{parameter.name}={_literal(value)}")
     return f"{instance.name}({', '.join(shown)})" if shown else instance.name
+
+
+def _literal(value: object) -> str:
+    """A value as ``parse_policy`` reads it: a plain word needs no quotes."""
+    return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
 def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
@@ -188,7 +219,7 @@ class AgreeingWindow(Condition):
     window: int = 6
 
     def __post_init__(self) -> None:
-        _check_count("window", self.window)
+        check_count("window", self.window)
 
     def evaluate(self, block: Block) -> Tensor:
         agree_BK = block.agree_BK
@@ -208,7 +239,7 @@ class Room(Condition):
     hold: int = 6
 
     def __post_init__(self) -> None:
-        _check_count("hold", self.hold)
+        check_count("hold", self.hold)
 
     def evaluate(self, block: Block) -> Tensor:
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
@@ -228,6 +259,6 @@ class ControlToken(Condition):
         return control_V[tokens_BK]
 
 
-def _check_count(name: str, value: object) -> None:
+def check_count(name: str, value: object) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
         raise ValueError(f"{name} {value!r} must be an integer of at least 0")

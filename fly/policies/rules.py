@@ -76,7 +76,10 @@ class LossySampling(AcceptancePolicy):
         logits_BKV, tokens_BK1 = target.logits_BKV[:, :-1], draft.tokens_BK.unsqueeze(-1)
         # target(x) >= max target / l, in logits: no softmax over the vocabulary needed
         gap_BK = logits_BKV.amax(-1) - logits_BKV.gather(-1, tokens_BK1).squeeze(-1)
-        near_BK = ((gap_BK <= math.log(self.lenience)) | (tokens_BK1.squeeze(-1) == target.argmax_BK[:, :-1])).float()
+        near_BK = tokens_BK1.squeeze(-1) == target.argmax_BK[:, :-1]
+        if self.lenience > 1:  # at 1, a token as likely as the argmax is still not the argmax
+            near_BK = near_BK | (gap_BK <= math.log(self.lenience))
+        near_BK = near_BK.float()
         if target.all_greedy:
             return near_BK
         target_BK = target.probs_BKV[:, :-1].gather(-1, tokens_BK1).squeeze(-1)

@@ -1,0 +1,172 @@
+"""Conditions that say *when* mismatches may be excused: how far into the text, how often, in which phase.
+
+Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here.
+
+What a condition needs of the past comes in with the block (``Target.generated_B`` and the like); within the block
+a position only matters if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fly.policies.conditions import Block, Condition, check_count
+
+__all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
+
+
+def _columns(block: Block) -> Tensor:
+    return torch.arange(block.agree_BK.shape[1], device=block.agree_BK.device)
+
+
+def _mismatches_so_far(block: Block) -> Tensor:
+    """[B, K] int64: mismatches at or before each position."""
+    return (~block.agree_BK).long().cumsum(-1)
+
+
+@dataclass(frozen=True)
+class AfterTokens(Condition):
+    """At least ``count`` tokens were generated before this one: the first ``count`` stay exact.
+
+    Exact first tokens recover most of what relaxed rules cost in refusals and other safety behaviour.
+    """
+
+    name: ClassVar[str] = "after"
+    count: int = 2
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+
+    def evaluate(self, block: Block) -> Tensor:
+        return block.target.generated_B.unsqueeze(1) + _columns(block) >= self.count
+
+
+@dataclass(frozen=True)
+class AboveContext(Condition):
+    """The token's position in the whole context, prompt included, is at least ``position``.
+
+    Raises ``ValueError`` if the block does not say how long the rows are.
+    """
+
+    name: ClassVar[str] = "above"
+    position: int = 0
+
+    def __post_init__(self) -> None:
+        check_count("position", self.position)
+
+    def evaluate(self, block: Block) -> Tensor:
+        lengths = [len(tokens) for tokens in _history(block, self)]
+        lengths_B = torch.tensor(lengths, device=block.agree_BK.device)
+        return lengths_B.unsqueeze(1) + _columns(block) >= self.position
+
+
+@dataclass(frozen=True)
+class Budget(Condition):
+    """Relaxed tokens are at most this ``share`` of the tokens generated, this one included."""
+
+    name: ClassVar[str] = "budget"
+    share: float = 0.1
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.share, (int, float)) and 0 <= self.share <= 1):
+            raise ValueError(f"share {self.share!r} must be a number in [0, 1]")
+
+    def evaluate(self, block: Block) -> Tensor:
+        relaxed_BK = block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block)
+        generated_BK = block.target.generated_B.unsqueeze(1) + _columns(block) + 1
+        return relaxed_BK <= self.share * generated_BK
+
+
+@dataclass(frozen=True)
+class AtMost(Condition):
+    """At most ``count`` tokens of the whole output are relaxed; exact for the rest."""
+
+    name: ClassVar[str] = "at_most"
+    count: int = 10
+
+    def __post_init__(self) -> None:
+        check_count("count", self.count)
+
+    def evaluate(self, block: Block) -> Tensor:
+        return block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block) <= self.count
+
+
+@dataclass(frozen=True)
+class NatsBudget(Condition):
+    """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; exact for the rest.
+
+    A relaxed token x replaces the target's law by certainty, at a cost of KL(x || target) = -ln target(x), taken
+    on the unprocessed law. Costs add up over the output (chain rule of the KL divergence).
+    """
+
+    name: ClassVar[str] = "nats"
+    nats: float = 5.0
+
+    def __post_init__(self) -> None:
+        if not (isinstance(self.nats, (int, float)) and math.isfinite(self.nats) and self.nats >= 0):
+            raise ValueError(f"nats {self.nats!r} must be a finite number of at least 0")
+
+    def evaluate(self, block: Block) -> Tensor:
+        logits_BKV, tokens_BK = block.target.logits_BKV[:, :-1], block.draft.tokens_BK
+        cost_BK = logits_BKV.logsumexp(-1) - logits_BKV.gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
+        spent_BK = cost_BK.masked_fill(block.agree_BK, 0.0).cumsum(-1)
+        return block.target.nats_B.unsqueeze(1) + spent_BK <= self.nats
+
+
+@dataclass(frozen=True)
+class Phase(Condition):
+    """Inside a phase of the text: after a ``start`` marker, and before the next ``end`` marker.
+
+    Markers are token ids, or the text of single tokens such as ``<think>`` and ``</think>``, which become ids when
+    the policy meets a tokenizer (``bind``). The last marker before the token decides, prompt included; before any
+    marker the text is outside, unless ``inside_first``. The markers themselves count as outside.
+
+    Raises ``ValueError`` if a marker's text was never bound, or the block does not say what came before.
+    """
+
+    name: ClassVar[str] = "phase"
+    start: int | str
+    end: int | str
+    inside_first: bool = False
+
+    def __post_init__(self) -> None:
+        for name, marker in (("start", self.start), ("end", self.end)):
+            if isinstance(marker, bool) or not isinstance(marker, (int, str)) or marker == "":
+                raise ValueError(f"{name} {marker!r} must be a token id or the text of a token")
+        if self.start == self.end:
+            raise ValueError(f"start and end are the same marker {self.start!r}")
+
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        ids = [token_id(marker) if isinstance(marker, str) else marker for marker in (self.start, self.end)]
+        return replace(self, start=ids[0], end=ids[1])
+
+    def evaluate(self, block: Block) -> Tensor:
+        if isinstance(self.start, str) or isinstance(self.end, str):
+            raise ValueError(f"{self} has markers in text, and no tokenizer to look them up in")
+        tokens_BK, columns_K = block.draft.tokens_BK, _columns(block)
+        opens_BK, closes_BK = tokens_BK == self.start, tokens_BK == self.end
+        before = [self._inside_after(tokens) for tokens in _history(block, self)]
+        before_B = torch.tensor(before, device=tokens_BK.device)
+        marker_BK = opens_BK | closes_BK
+        last_BK = torch.where(marker_BK, columns_K, -1).cummax(-1).values
+        inside_after_BK = torch.where(last_BK < 0, before_B.unsqueeze(1), opens_BK.gather(1, last_BK.clamp_min(0)))
+        inside_BK = torch.cat([before_B.unsqueeze(1), inside_after_BK], dim=1)[:, :-1]
+        return inside_BK & ~marker_BK
+
+    def _inside_after(self, tokens: list[int]) -> bool:
+        for token in reversed(tokens):
+            if token == self.start or token == self.end:
+                return token == self.start
+        return self.inside_first
+
+
+def _history(block: Block, condition: Condition) -> list[list[int]]:
+    if block.target.history is None:
+        raise ValueError(f"{condition} needs to know what came before the block, and this target does not say")
+    return block.target.history
