@@ -257,7 +257,7 @@ class Engine:
                 Token(
                     tokens[b][j],
                     Why(whys[i][j]),
-                    " & ".join(name for name, held in zip(names, held_CBK) if held[i][j])
+                    (" & ".join(name for name, held in zip(names, held_CBK) if held[i][j]) or str(row.policy))
                     if whys[i][j] == Why.RELAXED
                     else None,
                     choices[b][j],

@@ -119,11 +119,14 @@ class PagedKVCache:
     def batch(self, seqs: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> PagedBatch:
         """The ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
 
-        The room must have been reserved by ``resize``; every count is at least 1.
+        Every count is at least 1. Raises ``ValueError`` where ``resize`` has not reserved the room: the slots
+        behind a sequence's last page may be another's.
         """
         rows, written, at = [], [], 0
         for seq, start, count in zip(seqs, starts, counts, strict=True):
             length = start + count
+            if length > (room := self.allocator.length(seq)):
+                raise ValueError(f"sequence {seq!r} has room for {room} tokens, not for {length}: resize it first")
             stored: slice | list[int] | Tensor = self.slots(seq, 0, length)
             if isinstance(stored, slice):
                 written.append(torch.arange(stored.start + start, stored.stop, device=self.device))

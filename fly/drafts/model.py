@@ -61,10 +61,7 @@ class SingleDraft(DraftStrategy):
         self.draft, self.policy, self.k = draft, policy or Exact(), k
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
-        if draft is not None and draft.vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                f"a level with {draft.vocab_size} tokens in its vocabulary cannot draft for one with {self.vocab_size}"
-            )
+        self._check_vocabulary(draft)
         tokens = self.context * 8 if cache_tokens is None else cache_tokens
         dtype_of_cache = getattr(model, "dtype", torch.float32)
         cache = PagedKVCache(model.config, -(-tokens // block_size), block_size, dtype_of_cache, model.device)
@@ -74,6 +71,7 @@ class SingleDraft(DraftStrategy):
         """The same model and cache, with ``draft`` proposing for it."""
         if self.draft is not None:
             raise ValueError("this level has a draft strategy already; a cascade gives it one")
+        self._check_vocabulary(draft)
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
         return level
@@ -120,6 +118,12 @@ class SingleDraft(DraftStrategy):
     def allocators(self) -> list[BlockAllocator]:
         below = [] if self.draft is None else self.draft.allocators()
         return [self.runner.cache.allocator, *below]
+
+    def _check_vocabulary(self, draft: DraftStrategy | None) -> None:
+        if draft is not None and draft.vocab_size not in (None, self.vocab_size):
+            raise ValueError(
+                f"a level with {draft.vocab_size} tokens in its vocabulary cannot draft for one with {self.vocab_size}"
+            )
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> list[list[Tensor]]:
         """Extend every row by at least one token, at most ``left``; the laws they were drawn from (sampling only)."""
@@ -171,6 +175,8 @@ class CascadeDraft(DraftStrategy):
     def __init__(self, levels: Rows[DraftStrategy]) -> None:
         if not levels:
             raise ValueError("a cascade needs at least one level")
+        if len(set(map(id, levels))) < len(levels):
+            raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
         top = levels[0]
         for number, level in enumerate(levels[1:], start=1):
             if not isinstance(level, SingleDraft):

@@ -6,7 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here,
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -17,7 +17,7 @@ from fly.policies.conditions import Block, Condition, expression
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 
-__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "verify"]
+__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "exact_accept_probs", "verify"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class AcceptancePolicy(ABC):
     """
 
     name: ClassVar[str]
+    monotone: ClassVar[Mapping[str, int]] = {}  # parameter -> +1 if a larger one never accepts less, -1 if never more
     guarantee: Guarantee = Guarantee.HEURISTIC
 
     @property
@@ -102,17 +103,18 @@ class AcceptancePolicy(ABC):
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
         mask_BK = draft.mask_BK()
-        agree_BK = (noise.accept_BK < self.accept_probs(target, draft)) & mask_BK
+        kept_BK = (noise.accept_BK < self.accept_probs(target, draft)) & mask_BK
+        block = Block(target, draft, kept_BK)
         if self.relaxation is None:
-            clauses, excused_BK = {}, self.relax(target, draft, agree_BK)
+            excused_BK = self.relax(target, draft, kept_BK)
         else:
-            block = Block(target, draft, agree_BK)
             excused_BK = self.relaxation.holds(block)
-            clauses = block.clauses
-        # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
-        logits_BK = target.logits_BKV[:, :-1].gather(-1, draft.tokens_BK.unsqueeze(-1)).squeeze(-1)
-        excused_BK = excused_BK & mask_BK & ~agree_BK & (logits_BK > -torch.inf)
-        return decide(self, target, draft, noise, agree_BK, excused_BK, clauses)
+        stands_BK = kept_BK | (excused_BK & mask_BK)
+        exact_BK = kept_BK
+        if self.core.guarantee is not Guarantee.LOSSLESS:
+            # The rule itself is loose: what the exact rule would not have kept, by the same coin, is relaxed.
+            exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
+        return decide(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already."""
@@ -172,23 +174,35 @@ class Relaxed(AcceptancePolicy):
         return f"{self.base} | {self.condition}"
 
 
+def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
+    """min(1, target/draft) at each drafted token [B, K]; at temperature 0 this is 1 where it is the argmax, else 0."""
+    if target.all_greedy:
+        return (draft.tokens_BK == target.argmax_BK[:, :-1]).float()
+    tokens_BK1 = draft.tokens_BK.unsqueeze(-1)
+    target_BK = target.probs_BKV[:, :-1].gather(-1, tokens_BK1).squeeze(-1)
+    if draft.probs_BKV is None:
+        return target_BK
+    draft_BK = draft.probs_BKV.gather(-1, tokens_BK1).squeeze(-1)
+    # A token the draft could not have drawn occurs on padding only; keep it finite.
+    return (target_BK / draft_BK.clamp_min(torch.finfo(draft_BK.dtype).tiny)).clamp_max(1.0)
+
+
 def decide(
     policy: AcceptancePolicy,
     target: Target,
     draft: Draft,
     noise: Noise,
-    agree_BK: Tensor,
-    excused_BK: Tensor,
+    stands_BK: Tensor,
+    exact_BK: Tensor,
     clauses: dict[str, Tensor] | None = None,
 ) -> Verdict:
-    """The verdict that follows from which tokens stand: longest prefix, then correction or bonus."""
-    stands_BK = agree_BK | excused_BK
+    """The verdict that follows from which tokens stand, and which of them the exact rule keeps (``match``; the others
+    are ``relaxed``): longest prefix, then correction or bonus. Both are [B, K] bool, False on padding."""
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
-    columns_K = torch.arange(agree_BK.shape[1], device=agree_BK.device)
-    kept_BK = columns_K < accepted_B.unsqueeze(1)
-    codes_BK = torch.where(excused_BK, int(Why.RELAXED), int(Why.MATCH))
-    why_BK = torch.where(kept_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
-    asked_BK = ~agree_BK & draft.mask_BK() & (columns_K <= accepted_B.unsqueeze(1))
+    columns_K = torch.arange(stands_BK.shape[1], device=stands_BK.device)
+    codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
+    why_BK = torch.where(columns_K < accepted_B.unsqueeze(1), codes_BK, int(Why.REJECTED)).to(torch.int8)
+    asked_BK = ~exact_BK & draft.mask_BK() & (columns_K <= accepted_B.unsqueeze(1))
     next_token_B = _next_token(policy, target, draft, noise, accepted_B)
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses or {})
 

@@ -164,6 +164,22 @@ def _literal(value: object) -> str:
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
+def top3(values_NV: Tensor, chunk: int = 64) -> Tensor:
+    """The three largest of the last dimension, largest first (all of them if there are fewer).
+
+    A large one lies in a chunk whose maximum is large: only the three best chunks, and what is left over at the end,
+    are sorted. One cheap pass instead of a selection over the vocabulary.
+    """
+    width = values_NV.shape[-1]
+    if width < 8 * chunk:
+        return values_NV.topk(min(3, width), dim=-1).values
+    whole = width - width % chunk
+    chunks = values_NV[..., :whole].unflatten(-1, (-1, chunk))
+    best = chunks.amax(-1).topk(3, dim=-1).indices
+    picked = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, chunk)).flatten(-2)
+    return torch.cat([picked, values_NV[..., whole:]], dim=-1).topk(3, dim=-1).values
+
+
 def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
     """Entropy [N] of softmax(logits) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
 
@@ -172,7 +188,7 @@ def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
     """
     if kind == "top3":
         # logsumexp and three logits, not a full softmax; rounding must not take a sure token below zero
-        top_N3 = logits_NV.topk(min(3, logits_NV.shape[-1]), dim=-1).values
+        top_N3 = top3(logits_NV)
         log_probs = top_N3 - logits_NV.logsumexp(-1, keepdim=True)
         return (-torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)).clamp_min(0)
     if kind == "normalized":

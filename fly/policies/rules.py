@@ -6,13 +6,14 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fly.policies.base import AcceptancePolicy
+from fly.policies.base import AcceptancePolicy, exact_accept_probs
 from fly.policies.conditions import (
     AgreeingWindow,
     Condition,
@@ -24,19 +25,6 @@ from fly.policies.conditions import (
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["Exact", "FLy", "LossySampling"]
-
-
-def _exact_accept_probs(target: Target, draft: Draft) -> Tensor:
-    """min(1, target/draft) at each drafted token [B, K]; at temperature 0 this is 1 where it is the argmax, else 0."""
-    if target.all_greedy:
-        return (draft.tokens_BK == target.argmax_BK[:, :-1]).float()
-    tokens_BK1 = draft.tokens_BK.unsqueeze(-1)
-    target_BK = target.probs_BKV[:, :-1].gather(-1, tokens_BK1).squeeze(-1)
-    if draft.probs_BKV is None:
-        return target_BK
-    draft_BK = draft.probs_BKV.gather(-1, tokens_BK1).squeeze(-1)
-    # A token the draft could not have drawn occurs on padding only; keep it finite.
-    return (target_BK / draft_BK.clamp_min(torch.finfo(draft_BK.dtype).tiny)).clamp_max(1.0)
 
 
 @dataclass(frozen=True)
@@ -54,7 +42,7 @@ class Exact(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        return _exact_accept_probs(target, draft)
+        return exact_accept_probs(target, draft)
 
 
 @dataclass(frozen=True)
@@ -66,6 +54,7 @@ class LossySampling(AcceptancePolicy):
     """
 
     name: ClassVar[str] = "lossy"
+    monotone: ClassVar[Mapping[str, int]] = {"lenience": 1}
     lenience: float = 2.0
 
     def __post_init__(self) -> None:
@@ -108,6 +97,7 @@ class FLy(AcceptancePolicy):
     """
 
     name: ClassVar[str] = "fly"
+    monotone: ClassVar[Mapping[str, int]] = {"theta": -1, "window": -1, "hold": -1}
     entropy: Entropy = "top3"
     theta: float = 0.3
     window: int = 6
@@ -142,4 +132,4 @@ class FLy(AcceptancePolicy):
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        return _exact_accept_probs(target, draft)
+        return exact_accept_probs(target, draft)
