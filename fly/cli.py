@@ -227,6 +227,61 @@ def _short(path: Path) -> Path:
 
 
 @app.command()
+def policies() -> None:
+    """List the acceptance policies and conditions that ``--policy`` knows, with what each promises."""
+    with _plain_errors():
+        import inspect
+
+        from fly.policies import condition_types, policy_types
+
+        def summary(rule: Any) -> str:
+            return " ".join((inspect.getdoc(rule) or "").split("\n\n")[0].split()).replace("``", "")
+
+        table = Table("policy", "guarantee", "what it is", title="Policies", title_justify="left", show_lines=True)
+        for name, rule in policy_types().items():
+            instance = rule()
+            promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
+            table.add_row(name, promise, escape(summary(rule)))
+        console.print(table)
+        table = Table("condition", "when it holds", title="Conditions: combine with & | ~", title_justify="left")
+        for name, rule in condition_types().items():
+            parameters = ", ".join(inspect.signature(rule).parameters)
+            table.add_row(f"{name}({parameters})", escape(summary(rule)))
+        console.print(table)
+
+
+@app.command()
+def check(
+    rule: Annotated[str, typer.Argument(help="module:Class (with parameters if you like), or any policy expression.")],
+    problems: Annotated[
+        int, typer.Option(min=0, help="Held-out problems to show what it gains and breaks; 0 skips that.")
+    ] = 24,
+    k: K = 15,
+) -> None:
+    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on real models."""
+    with _plain_errors():
+        from fly.policies import parse_policy
+        from fly.testing import CHECKS, check_policy
+
+        sys.path.insert(0, "")  # a module in the working directory, as for python -m
+        policy = parse_policy(rule, trusted=True)
+        with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as progress:
+            task = progress.add_task("checking", total=len(CHECKS))
+            report = check_policy(policy, raises=False, advance=lambda: progress.advance(task))
+        promise = f", {policy.bound}" if policy.bound else ""
+        table = Table("", "check", "what was found", title=f"{policy}: declared {policy.guarantee.value}{promise}")
+        for finding in report.findings:
+            mark = "[green]ok[/]" if finding.passed else "[bold red]FAIL[/]"
+            table.add_row(mark, finding.check, escape(finding.detail))
+        console.print(table)
+        if not report.passed:
+            errors.print(f"[bold red]{escape(str(policy))} breaks the contract[/]", soft_wrap=True)
+            raise typer.Exit(1)
+        if problems:
+            _compare_on_bundled(policy, problems, k, "heldout", 0, "auto", multi_level=False)
+
+
+@app.command()
 def demo(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems, of all kinds in turn.")] = 48,
     k: Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")] = 15,
@@ -238,43 +293,62 @@ def demo(
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
     with _plain_errors():
         from fly.bundled.tasks import problems as draw_problems
-        from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
-        from fly.eval import Setting, compare
         from fly.llm import LLM
-        from fly.policies import Exact, parse_policy
+        from fly.policies import parse_policy
         from fly.types import SamplingParams
 
         rule = parse_policy(policy, trusted=True)
-        questions = list(draw_problems(None, split, seed, problems))
-        single = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
-        cascade = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype=dtype)])
-        levels = LLM("fly-target", cascade, k=k, dtype=dtype)
+        (question,) = list(draw_problems(None, split, seed, 1))
+        llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
         params = SamplingParams(temperature=0.0, max_tokens=400)
 
         console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
-        console.print(Text(questions[0].prompt, "italic"))
+        console.print(Text(question.prompt, "italic"))
         console.print()
-        stats, elapsed = _show_stream(single, single.chat_prompt(questions[0].prompt), params, rule)
+        stats, elapsed = _show_stream(llm, llm.chat_prompt(question.prompt), params, rule)
         console.print()
         _legend()
         console.print(f"[dim]{_summary(stats, elapsed)}[/]\n", highlight=False)
 
-        settings = [
-            Setting("autoregressive", single, 0),
-            Setting("exact", single, k, Exact()),
-            Setting(rule_name(rule), single, k, rule),
-            Setting(f"{rule_name(rule)}, multi-level", levels, k, rule),
-        ]
-        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            tasks = {s.name: progress.add_task(s.name, total=problems) for s in settings}
-            results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
-        console.print(comparison_table(results, f"{problems} {split} problems, temperature 0, k {k}, batch 1"))
-        console.print(
-            "[dim]τ: tokens a target forward emits · drafts kept: share of drafted tokens emitted · gate open: "
-            "share of mismatches at which the target was undecided · recovery: accuracy over autoregressive's[/]",
-            highlight=False,
+        _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True)
+
+
+def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool) -> None:
+    """Run held-out problems through the bundled models by each setting, and print the table."""
+    from fly.bundled.tasks import problems as draw_problems
+    from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
+    from fly.eval import Setting, compare
+    from fly.llm import LLM
+    from fly.policies import Exact
+    from fly.types import SamplingParams
+
+    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+    settings = [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact())]
+    if rule != Exact():
+        settings.append(Setting(rule_name(rule), llm, k, rule))
+    if multi_level:
+        cascade = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype=dtype)])
+        settings.append(
+            Setting(f"{rule_name(rule)}, multi-level", LLM("fly-target", cascade, k=k, dtype=dtype), k, rule)
         )
+    questions = list(draw_problems(None, split, seed, count))
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        tasks = {setting.name: progress.add_task(setting.name, total=count) for setting in settings}
+        params = SamplingParams(temperature=0.0, max_tokens=400)
+        results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
+    console.print(comparison_table(results, f"{count} {split} problems, temperature 0, k {k}, batch 1"))
+    console.print(
+        "[dim]τ: tokens a target forward emits · drafts kept: share of drafted tokens emitted · gate open: share of "
+        "mismatches at which the target was undecided · recovery: accuracy over autoregressive's[/]",
+        highlight=False,
+    )
+    for result in results:
+        for gate in result.stats.silent_gates:
+            asked, _ = result.stats.gates[gate]
+            console.print(
+                f"[yellow]{escape(gate)} never held ({asked} mismatches): {result.setting.name} relaxes nothing[/]"
+            )
 
 
 def rule_name(rule: Any) -> str:
@@ -283,27 +357,29 @@ def rule_name(rule: Any) -> str:
 
 
 def comparison_table(results: list[Any], title: str) -> Table:
-    """Speed, acceptance and accuracy of each setting; the first is autoregressive, the second exact speculation."""
+    """Speed, acceptance and accuracy, a column a setting; the first is autoregressive, the second exact speculation."""
+    plain, exact = results[0], results[1]
+
+    def gate(stats: Any) -> str:
+        counts = [held for name, held in stats.gates.items() if name.startswith("entropy")]
+        asked, passed = sum(c[0] for c in counts), sum(c[1] for c in counts)
+        return f"{passed / asked:.0%}" if asked else "–"
+
+    rows: dict[str, Any] = {
+        "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
+        "over autoregressive": lambda r: f"{r.tokens_per_second / plain.tokens_per_second:.2f}×",
+        "over exact": lambda r: f"{r.tokens_per_second / exact.tokens_per_second:.2f}×",
+        "τ": lambda r: f"{r.stats.tau:.2f}",
+        "drafts kept": lambda r: f"{r.stats.acceptance_rate:.0%}" if r.stats.drafted else "–",
+        "gate open": lambda r: gate(r.stats),
+        "relaxed": lambda r: f"{r.stats.relaxed / r.stats.generated:.1%}" if r.stats.drafted else "–",
+        "accuracy": lambda r: f"{r.accuracy:.1%}",
+        "recovery": lambda r: f"{r.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
+    }
     table = Table(title=title, title_justify="left")
     table.add_column("", no_wrap=True)
-    headings = ("tokens/s", "over AR", "over exact", "τ", "drafts kept", "gate open", "relaxed", "accuracy", "recovery")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    plain, exact = results[0], results[1]
     for result in results:
-        stats = result.stats
-        gates = [counts for name, counts in stats.gates.items() if name.startswith("entropy")]
-        asked, passed = (sum(c[0] for c in gates), sum(c[1] for c in gates))
-        table.add_row(
-            result.setting.name,
-            f"{result.tokens_per_second:,.0f}",
-            f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
-            f"{result.tokens_per_second / exact.tokens_per_second:.2f}×",
-            f"{stats.tau:.2f}",
-            f"{stats.acceptance_rate:.0%}" if stats.drafted else "–",
-            f"{passed / asked:.0%}" if asked else "–",
-            f"{stats.relaxed / stats.generated:.1%}" if stats.drafted else "–",
-            f"{result.accuracy:.1%}",
-            f"{result.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
-        )
+        table.add_column(result.setting.name, justify="right")
+    for heading, show in rows.items():
+        table.add_row(heading, *(show(result) for result in results))
     return table

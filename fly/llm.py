@@ -331,13 +331,12 @@ class LLM:
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         if not isinstance(policy, AcceptancePolicy):
             raise ValueError(f"policy {policy!r} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
+        return policy.bind(self._token_id)
 
-        def token_id(text: str) -> int:
-            if self.tokenizer is None:
-                raise ValueError(f"{policy} has markers in text, and this model has no tokenizer; use token ids")
-            return self.tokenizer.token_id(text)
-
-        return policy.bind(token_id)
+    def _token_id(self, text: str) -> int:
+        if self.tokenizer is None:
+            raise ValueError(f"marker {text!r} is text, and this model has no tokenizer; use a token id")
+        return self.tokenizer.token_id(text)
 
     def _text_stream(self, row: Sequence) -> TextStream:
         assert self.tokenizer is not None

@@ -74,8 +74,10 @@ class Report:
         return "\n".join(lines)
 
 
-def check_policy(policy: AcceptancePolicy, *, raises: bool = True) -> Report:
-    """Run every check of the kit on ``policy``.
+def check_policy(
+    policy: AcceptancePolicy, *, raises: bool = True, advance: Callable[[], None] = lambda: None
+) -> Report:
+    """Run every check of the kit on ``policy``; ``advance`` is called after each.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
@@ -88,6 +90,7 @@ def check_policy(policy: AcceptancePolicy, *, raises: bool = True) -> Report:
             report.findings.append(Finding(_title(check), False, str(fault)))
         except Exception as error:
             report.findings.append(Finding(_title(check), False, f"raised {type(error).__name__}: {error}"))
+        advance()
     if raises and not report.passed:
         raise ConformanceError(str(report))
     return report

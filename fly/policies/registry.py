@@ -186,7 +186,7 @@ def _literal(node: ast.expr, text: str) -> Any:
 
 
 def _look_up(name: str, source: str, trusted: bool) -> Callable[..., Any]:
-    if ":" in name:
+    if _CLASS_PATH.fullmatch(name):
         if not trusted:
             raise ValueError(f"policy {source}: {name!r} would import code, which is not allowed from here")
         return _import(name)

@@ -1,0 +1,231 @@
+"""The conformance kit passes our own rules, and refutes planted wrong ones by name of the fault."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from fly.policies import (
+    AcceptancePolicy,
+    AfterTokens,
+    AgreeingWindow,
+    Budget,
+    ControlToken,
+    EntropyGate,
+    Exact,
+    FLy,
+    LossySampling,
+    policy_types,
+)
+from fly.policies.base import exact_accept_probs
+from fly.testing import ConformanceError, check_policy, parametrize_with_checks
+from fly.types import Draft, Guarantee, Noise, Target, Verdict
+
+OURS = [
+    *(rule() for rule in policy_types().values()),
+    FLy.reference(),
+    FLy.paper(),
+    FLy(theta=0.0, window=0, hold=0),
+    Exact() | (EntropyGate(0.3) & AgreeingWindow(2) & ~ControlToken()) & AfterTokens(2) & Budget(0.1),
+    LossySampling(5.0) | AgreeingWindow(1),
+]
+
+
+@parametrize_with_checks(OURS)
+def test_our_rules_conform(policy: AcceptancePolicy, check: object) -> None:
+    check(policy)  # type: ignore[operator]
+
+
+@dataclass(frozen=True)
+class Planted(Exact):
+    """A copy of the exact rule to break in one place."""
+
+    name = "planted"
+    guarantee = Guarantee.LOSSLESS
+
+
+@dataclass(frozen=True)
+class NotStrict(Planted):
+    """Accepts with <= : a coin of 0 keeps a token the target excludes."""
+
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        below = torch.nextafter(noise.accept_BK, torch.tensor(-1.0))
+        return super().verdict(target, draft, Noise(below, noise.sample_B))
+
+
+@dataclass(frozen=True)
+class RawTarget(Planted):
+    """Uses the target's law before temperature and top-k."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(Target(target.logits_BKV, target.logits_BKV.softmax(-1)), draft)
+
+
+@dataclass(frozen=True)
+class DraftUnprocessed(Planted):
+    """Ignores the law the draft was drawn from."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, Draft(draft.tokens_BK, draft.lengths_B))
+
+
+@dataclass(frozen=True)
+class NoResidual(Planted):
+    """Draws the correction from the target's law itself."""
+
+    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return target_BV
+
+
+@dataclass(frozen=True)
+class Unnormalised(Planted):
+    """A residual that was shifted instead of clamped, and so has the wrong shares."""
+
+    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return (target_BV - draft_BV).clamp_min(0) + 0.05
+
+
+@dataclass(frozen=True)
+class NegativeResidual(Planted):
+    """Forgot to clamp."""
+
+    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return target_BV - draft_BV
+
+
+@dataclass(frozen=True)
+class Leaking(Planted):
+    """Judges every row by the mean over the batch."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = super().accept_probs(target, draft)
+        return (0.5 * own + 0.5 * own.mean(0, keepdim=True)).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class OrderDependent(Planted):
+    """Treats the first row of a batch differently."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = super().accept_probs(target, draft).clone()
+        own[1:] *= 0.5
+        return own
+
+
+@dataclass(frozen=True)
+class ReadsPadding(Planted):
+    """Takes the width of the padded batch for the length of the draft."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = super().accept_probs(target, draft)
+        last = torch.arange(own.shape[1]) >= own.shape[1] - 2
+        return torch.where(last, own * 0.5, own)
+
+
+@dataclass(frozen=True)
+class Overwriting(Planted):
+    """Processes the logits in place."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = super().accept_probs(target, draft)
+        target.logits_BKV.mul_(0.5)
+        return own
+
+
+@dataclass(frozen=True)
+class OwnCoins(Planted):
+    """Flips coins of its own, so that ranks disagree."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = super().accept_probs(target, draft)
+        return (own + 0.3 * torch.rand_like(own) - 0.15).clamp(0, 1)
+
+
+@dataclass(frozen=True)
+class BeyondOne(Planted):
+    """Forgot min(1, ...)."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return 1.5 * super().accept_probs(target, draft)
+
+
+@dataclass(frozen=True)
+class FalselyMonotone(LossySampling):
+    """Claims the opposite of what its parameter does."""
+
+    name = "falsely_monotone"
+    monotone = {"lenience": -1}  # noqa: RUF012
+
+
+@dataclass(frozen=True)
+class LenientButProud(LossySampling):
+    name = "proud"
+    guarantee = Guarantee.LOSSLESS
+
+
+class NoDataclass(AcceptancePolicy):
+    """Keeps its parameters where nobody can write them down."""
+
+    def __init__(self) -> None:
+        self.lenience = 2.0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, NoDataclass)
+
+    def __hash__(self) -> int:
+        return 0
+
+    def __str__(self) -> str:
+        return "no dataclass"
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, draft)
+
+
+PLANTED = [
+    (NotStrict(), "guarantee", "lossless"),
+    (RawTarget(), "guarantee", "lossless"),
+    (DraftUnprocessed(), "guarantee", "lossless"),
+    (NoResidual(), "guarantee", "lossless"),
+    (Unnormalised(), "guarantee", "lossless"),
+    (NegativeResidual(), "correction is a law", "correction"),
+    (Leaking(), "row alone equals row in batch", "row"),
+    (OrderDependent(), "row alone equals row in batch", "row"),
+    (ReadsPadding(), "padding is ignored", "padding"),
+    (Overwriting(), "inputs untouched", "logits"),
+    (OwnCoins(), "no hidden randomness", "ranks"),
+    (BeyondOne(), "shapes and ranges", "[0, 1]"),
+    (FalselyMonotone(), "monotone", "lenience"),
+    (LenientButProud(), "guarantee", "lossless"),
+    (NoDataclass(), "written and read", "frozen dataclass"),
+]
+
+
+@pytest.mark.parametrize(("rule", "fault", "word"), PLANTED, ids=lambda value: type(value).__name__)
+def test_planted_faults_are_named(rule: AcceptancePolicy, fault: str, word: str) -> None:
+    report = check_policy(rule, raises=False)
+    failed = {finding.check: finding.detail for finding in report.findings if not finding.passed}
+    assert fault in failed, str(report)
+    assert word in failed[fault]
+    with pytest.raises(ConformanceError, match="FAIL"):
+        check_policy(rule)
+
+
+def test_the_counterexample_is_small() -> None:
+    """A wrong residual is shown on one drafted token and two words of vocabulary, with the numbers."""
+    report = check_policy(NoResidual(), raises=False)
+    (detail,) = [f.detail for f in report.findings if f.check == "guarantee"]
+    assert "K=1" in detail and "with probability" in detail
+
+
+def test_a_policy_that_raises_is_a_finding() -> None:
+    @dataclass(frozen=True)
+    class Broken(Exact):
+        def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+            raise KeyError("nothing here")
+
+    report = check_policy(Broken(), raises=False)
+    assert not report.passed and "KeyError" in str(report)

@@ -1,0 +1,221 @@
+"""Policies as text, mappings, configuration fields and plug-ins: one thing in every form."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from typing import Any
+
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fly.policies import (
+    AboveContext,
+    AcceptancePolicy,
+    AfterTokens,
+    AgreeingWindow,
+    AtMost,
+    Budget,
+    Condition,
+    ControlToken,
+    EntropyGate,
+    Exact,
+    FLy,
+    LossySampling,
+    NatsBudget,
+    Phase,
+    PolicyField,
+    Room,
+    condition_types,
+    dump_policy,
+    load_policy,
+    parse_policy,
+    policy_types,
+    registry,
+)
+from fly.types import Guarantee
+
+counts = st.integers(0, 9)
+shares = st.floats(0, 1)
+markers = st.one_of(st.integers(0, 50), st.sampled_from(["<think>", "</think>", "a:b", 'say "x"', "word", "it's"]))
+leaves: st.SearchStrategy[Condition] = st.one_of(
+    st.builds(EntropyGate, st.floats(0, 3), st.sampled_from(["top3", "normalized"]), st.booleans()),
+    st.builds(AgreeingWindow, counts),
+    st.builds(Room, counts),
+    st.just(ControlToken()),
+    st.builds(AfterTokens, counts),
+    st.builds(AboveContext, counts),
+    st.builds(Budget, shares),
+    st.builds(AtMost, counts),
+    st.builds(NatsBudget, st.floats(0, 100)),
+    st.tuples(markers, markers).filter(lambda pair: pair[0] != pair[1]).map(lambda pair: Phase(*pair)),
+)
+conditions = st.recursive(
+    leaves,
+    lambda inner: st.one_of(
+        st.tuples(inner, inner).map(lambda pair: pair[0] & pair[1]),
+        st.tuples(inner, inner).map(lambda pair: pair[0] | pair[1]),
+        inner.map(lambda part: ~part),
+    ),
+    max_leaves=6,
+)
+cores: st.SearchStrategy[AcceptancePolicy] = st.one_of(
+    st.just(Exact()),
+    st.builds(LossySampling, st.floats(1, 9)),
+    st.builds(FLy, theta=st.floats(0, 2), window=counts, hold=counts, processed=st.booleans()),
+)
+policies = st.one_of(
+    cores,
+    st.tuples(cores, conditions).map(lambda pair: pair[0] | pair[1]),
+    st.tuples(st.just(FLy()), conditions).map(lambda pair: pair[0] & pair[1]),
+)
+
+
+class Config(pydantic.BaseModel):
+    policy: PolicyField
+
+
+@given(policies)
+def test_every_form_gives_the_policy_back(policy: AcceptancePolicy) -> None:
+    assert parse_policy(str(policy)) == policy
+    assert load_policy(json.loads(json.dumps(dump_policy(policy)))) == policy
+    config = Config(policy=policy)
+    assert Config.model_validate_json(config.model_dump_json()) == config
+    assert Config(policy=str(policy)) == config  # type: ignore[arg-type]
+
+
+def test_yaml_gives_the_policy_back() -> None:
+    yaml = pytest.importorskip("yaml")
+    policy = FLy(theta=0.5) & AfterTokens(2) & Phase("<think>", "</think>")
+    assert load_policy(yaml.safe_load(yaml.safe_dump(dump_policy(policy)))) == policy
+
+
+def test_presets_and_operators_mean_what_python_means() -> None:
+    assert parse_policy("fly") == FLy() == FLy.vllm()
+    assert parse_policy("fly.reference") == FLy.reference()
+    assert parse_policy("fly(theta=0.3, window=6) & after(2)") == FLy() & AfterTokens(2)
+    gate = EntropyGate(0.3) & AgreeingWindow(6) & ~ControlToken()
+    assert parse_policy("exact | entropy(0.3) & window(6) & ~control") == Exact() | gate
+    assert (FLy() & AfterTokens(2)).relaxation == FLy().relaxation & AfterTokens(2)
+    assert (FLy() | AtMost(1)).relaxation == FLy().relaxation | AtMost(1)
+    assert (FLy() | AtMost(1)).core == Exact()
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("flx", ["'flx'", "exact", "fly.paper", "entropy"]),
+        ("fly(thta=1)", ["'thta'", "theta", "window"]),
+        ("fly(theta=-1)", ["theta", "-1"]),
+        ("fly(window=1.5)", ["window", "1.5"]),
+        ("after(2)", ["condition", "exact | after(2)"]),
+        ("exact & after(2)", ["exact", "nothing to restrict"]),
+        ("fly | exact", ["cannot combine", "fly", "exact"]),
+        ("~fly", ["negated", "fly"]),
+        ("fly(", ["expression"]),
+        ("", ["expression"]),
+        ("fly(theta=[x for x in y])", ["plain value"]),
+        ("__import__('os')", ["'__import__'", "unknown"]),
+        ("fly.theta", ["'fly.theta'", "unknown"]),
+        ("(lambda: 1)()", ["unknown"]),
+        ("phase(3, 3)", ["same marker", "3"]),
+    ],
+)
+def test_a_wrong_text_is_named_with_the_choices(text: str, names: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        parse_policy(text)
+    for name in names:
+        assert name in str(caught.value)
+
+
+@pytest.mark.parametrize("value", [3, None, [], {}, {"name": 3}, {"name": "fly", "colour": 1}, {"name": "after"}])
+def test_a_wrong_mapping_is_refused(value: object) -> None:
+    with pytest.raises(ValueError, match="polic"):
+        load_policy(value)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_policy_or_a_value_error(text: str) -> None:
+    try:
+        assert isinstance(parse_policy(text), AcceptancePolicy)
+    except ValueError as error:
+        assert "policy" in str(error)
+
+
+def test_a_field_reports_a_bad_policy() -> None:
+    with pytest.raises(pydantic.ValidationError, match="flx"):
+        Config(policy="flx")  # type: ignore[arg-type]
+    assert "policy" in Config.model_json_schema()["properties"]
+
+
+RULE_FILE = """
+from dataclasses import dataclass
+from fly.policies import AcceptancePolicy, Exact
+
+@dataclass(frozen=True)
+class Mine(AcceptancePolicy):
+    alpha: float = 0.5
+    def accept_probs(self, target, draft):
+        return Exact().accept_probs(target, draft)
+
+class NoRule:
+    pass
+"""
+
+
+def test_class_paths_import_only_where_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "planted_rules.py").write_text(RULE_FILE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for value in ("planted_rules:Mine", "fly | planted_rules:Mine", {"name": "planted_rules:Mine"}):
+        with pytest.raises(ValueError, match="not allowed"):
+            load_policy(value)
+    assert "planted_rules" not in sys.modules
+    with pytest.raises(pydantic.ValidationError, match="not allowed"):
+        Config(policy="planted_rules:Mine")  # type: ignore[arg-type]
+    rule: Any = parse_policy("planted_rules:Mine(alpha=0.25)", trusted=True)
+    assert type(rule).__name__ == "Mine" and rule.alpha == 0.25
+    assert dump_policy(rule) == {"name": "planted_rules:Mine", "alpha": 0.25}
+    assert load_policy(dump_policy(rule), trusted=True) == rule
+    for path in ("planted_rules:NoRule", "planted_rules:Absent", "no_such_module_here:Mine"):
+        with pytest.raises(ValueError, match=path):
+            parse_policy(path, trusted=True)
+
+
+@dataclass(frozen=True)
+class Plugged(Exact):
+    name = "plugged"
+    guarantee = Guarantee.LOSSLESS
+
+
+def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(group: str) -> list[EntryPoint]:
+        assert group == "fly.policies"
+        return [EntryPoint("plugged", f"{__name__}:Plugged", group)]
+
+    monkeypatch.setattr(registry, "entry_points", found)
+    registry._types.cache_clear()
+    try:
+        assert policy_types()["plugged"] is Plugged
+        assert parse_policy("plugged | after(3)") == Plugged() | AfterTokens(3)
+        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("fly", f"{__name__}:Plugged", group)])
+        registry._types.cache_clear()
+        with pytest.raises(ValueError, match="taken"):
+            policy_types()
+        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("x", f"{__name__}:Config", group)])
+        registry._types.cache_clear()
+        with pytest.raises(ValueError, match="must be a dataclass"):
+            policy_types()
+    finally:
+        registry._types.cache_clear()
+
+
+def test_every_registered_rule_works_with_its_defaults_and_has_a_docstring() -> None:
+    for name, rule in policy_types().items():
+        assert rule().name == name and (rule.__doc__ or "").strip()
+    for name, condition in condition_types().items():
+        assert condition.name == name and (condition.__doc__ or "").strip()

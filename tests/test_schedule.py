@@ -1,0 +1,189 @@
+"""Conditions of schedule, budget and phase against literal twins, and through the engine's bookkeeping."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fly
+from fly.drafts import SingleDraft
+from fly.policies import (
+    AboveContext,
+    AfterTokens,
+    AtMost,
+    Block,
+    Budget,
+    Condition,
+    Exact,
+    NatsBudget,
+    Phase,
+    verify,
+)
+from fly.types import Draft, Noise, Target, Why
+from tests.toys import random_llama
+
+VOCAB = 5
+
+
+class Always(Condition):
+    """Holds everywhere, so that a schedule alone decides."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.ones_like(block.agree_BK)
+
+    def __str__(self) -> str:
+        return "always"
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[Target, Draft]:
+    rows, longest = draw(st.integers(1, 3)), draw(st.integers(1, 8))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    logits = torch.randn(rows, longest + 1, VOCAB, generator=generator) * 2
+    tokens = torch.randint(0, VOCAB, (rows, longest), generator=generator)
+    follow = torch.rand(rows, longest, generator=generator) < 0.5
+    tokens = torch.where(follow, logits[:, :-1].argmax(-1), tokens)
+    lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
+    history = [torch.randint(0, VOCAB, (draw(st.integers(1, 6)),), generator=generator).tolist() for _ in range(rows)]
+    target = Target(
+        logits,
+        generated_B=torch.tensor([draw(st.integers(0, 20)) for _ in range(rows)]),
+        relaxed_B=torch.tensor([draw(st.integers(0, 4)) for _ in range(rows)]),
+        nats_B=torch.tensor([draw(st.floats(0, 4, width=32)) for _ in range(rows)]),
+        history=history,
+    )
+    return target, Draft(tokens, lengths)
+
+
+def twin(condition: Condition, target: Target, draft: Draft, b: int) -> tuple[int, list[int]]:
+    """Accepted length and relaxed positions of row ``b`` at temperature 0, decided token by token with state."""
+    assert target.history is not None
+    generated, relaxed, nats = int(target.generated_B[b]), int(target.relaxed_B[b]), float(target.nats_B[b])
+    text, positions = list(target.history[b]), []
+    for j in range(int(draft.lengths_B[b])):
+        token = int(draft.tokens_BK[b, j])
+        logits = target.logits_BKV[b, j].double()
+        if token != int(logits.argmax()):
+            cost = float(-(logits.softmax(-1)[token].log()))
+            if isinstance(condition, AfterTokens):
+                holds = generated >= condition.count
+            elif isinstance(condition, AboveContext):
+                holds = len(text) >= condition.position
+            elif isinstance(condition, Budget):
+                holds = relaxed + 1 <= condition.share * (generated + 1)
+            elif isinstance(condition, AtMost):
+                holds = relaxed + 1 <= condition.count
+            elif isinstance(condition, NatsBudget):
+                holds = nats + cost <= condition.nats
+            else:
+                assert isinstance(condition, Phase)
+                holds = condition.inside_first
+                for earlier in text:
+                    holds = earlier == condition.start if earlier in (condition.start, condition.end) else holds
+                holds = holds and token not in (condition.start, condition.end)
+            if not holds:
+                return j, positions
+            relaxed, nats = relaxed + 1, nats + cost
+            positions.append(j)
+        generated += 1
+        text.append(token)
+    return int(draft.lengths_B[b]), positions
+
+
+schedules = st.one_of(
+    st.builds(AfterTokens, st.integers(0, 25)),
+    st.builds(AboveContext, st.integers(0, 14)),
+    st.builds(Budget, st.sampled_from([0.0, 0.05, 0.125, 0.25, 0.5, 1.0])),
+    st.builds(AtMost, st.integers(0, 7)),
+    st.builds(NatsBudget, st.floats(0, 12)),
+    st.builds(Phase, st.just(1), st.just(2), st.booleans()),
+)
+
+
+@given(blocks(), schedules)
+def test_schedules_equal_a_stateful_twin(block: tuple[Target, Draft], condition: Condition) -> None:
+    target, draft = block
+    rows, longest = draft.tokens_BK.shape
+    policy = Exact() | (Always() & condition)
+    verdict = verify(policy, target, draft, Noise(torch.zeros(rows, longest), torch.zeros(rows)))
+    for b in range(rows):
+        accepted, positions = twin(condition, target, draft, b)
+        if isinstance(condition, NatsBudget) and int(verdict.accepted_B[b]) != accepted:
+            continue_at = min(int(verdict.accepted_B[b]), accepted)
+            spent = float(target.nats_B[b]) + sum(
+                float(-target.logits_BKV[b, j].log_softmax(-1)[draft.tokens_BK[b, j]])
+                for j in range(continue_at + 1)
+                if int(draft.tokens_BK[b, j]) != int(target.logits_BKV[b, j].argmax())
+            )
+            assert math.isclose(spent, condition.nats, abs_tol=1e-4)  # a rounding tie at the very edge
+            continue
+        assert int(verdict.accepted_B[b]) == accepted
+        assert (verdict.why_BK[b] == Why.RELAXED).nonzero().flatten().tolist() == positions
+
+
+@pytest.mark.parametrize(
+    ("make", "bad"),
+    [
+        (AfterTokens, -1),
+        (AfterTokens, 1.5),
+        (AboveContext, True),
+        (AtMost, -2),
+        (Budget, 1.1),
+        (Budget, -0.1),
+        (NatsBudget, -1.0),
+        (NatsBudget, math.inf),
+    ],
+)
+def test_bad_parameters_are_named(make: type, bad: object) -> None:
+    with pytest.raises(ValueError, match=str(bad)):
+        make(bad)
+
+
+def test_phase_needs_markers_it_can_find() -> None:
+    with pytest.raises(ValueError, match="same marker"):
+        Phase(1, 1)
+    with pytest.raises(ValueError, match="must be a token id"):
+        Phase("", 2)
+    llm = fly.LLM("fly-target", "fly-draft")
+    with pytest.raises(ValueError, match="exactly one"):
+        llm.generate(["Tom"], policy=Exact() | (Always() & Phase("two words", "<|end|>")))
+    policy = Exact() | (Always() & Phase("<|user|>", "<|assistant|>"))
+    bound = policy.bind(llm._token_id)
+    assert bound == Exact() | (Always() & Phase(llm._token_id("<|user|>"), llm._token_id("<|assistant|>")))
+    with pytest.raises(ValueError, match="no tokenizer to look them up in"):
+        Exact().__or__(Phase("a", "b")).verdict(
+            Target(torch.zeros(1, 2, VOCAB), history=[[0]]),
+            Draft(torch.ones(1, 1, dtype=torch.int64), torch.tensor([1])),
+            Noise(torch.zeros(1, 1), torch.zeros(1)),
+        )
+
+
+def test_budgets_hold_over_a_whole_generation() -> None:
+    """The engine carries what was spent from round to round."""
+    target, draft = random_llama(0), random_llama(1, layers=1)
+    params = fly.SamplingParams(temperature=0.0, max_tokens=60)
+    llm = fly.LLM(target, SingleDraft(draft), k=7)
+
+    def run(policy: object) -> fly.Output:
+        return llm.generate([[1, 2, 3]], params, policy=policy)[0]  # type: ignore[arg-type]
+
+    free = run(Exact() | Always())
+    assert free.stats.relaxed > 20
+    assert run(Exact() | (Always() & AtMost(5))).stats.relaxed == 5
+    shared = run(Exact() | (Always() & Budget(0.25)))
+    relaxed = 0
+    for count, token in enumerate(shared.provenance, start=1):
+        relaxed += token.why == Why.RELAXED
+        assert relaxed <= 0.25 * count
+    assert 5 <= relaxed <= 15
+    spent = run(Exact() | (Always() & NatsBudget(9.0))).stats
+    assert 0 < spent.nats <= 9.0 + 1e-3 < free.stats.nats
+    late = run(Exact() | (Always() & AfterTokens(30)))
+    assert all(token.why != Why.RELAXED for token in late.provenance[:30]) and late.stats.relaxed > 0
+    plain = run(Exact())
+    assert late.token_ids[:30] == plain.token_ids[:30]
