@@ -116,7 +116,6 @@ class Runner:
     def score(self, rows: Rows[Sequence], draft: Draft) -> tuple[Target, Tensor]:
         """The target's view of a block, and the raw logits [B, J, V] it was made from."""
         drafts = [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
-        drafts = drafts or [[] for _ in rows]
         raw_BJV = self.feed(rows, drafts)
         missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
@@ -156,6 +155,7 @@ class Runner:
 def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
     """Apply each row's own policy, rows of one policy together: ``(row numbers, verdict)`` of each group."""
     device = target.logits_BKV.device
+    draft = draft.to(device)
     longest = draft.tokens_BK.shape[1]
     if target.all_greedy:
         noise = Noise(torch.zeros(len(rows), longest, device=device), torch.zeros(len(rows), device=device))
@@ -197,20 +197,24 @@ class Engine:
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
-            OutOfBlocks: the cache cannot hold this round; the rows are as they were.
+            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were, as after any error of
+                a strategy or a policy.
         """
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
-        draft = self._propose(rows, prompts)
-        target, raw_BJV = self.runner.score(rows, draft)
+        try:
+            draft = self._propose(rows, prompts)
+            target, raw_BJV = self.runner.score(rows, draft)
+            verdicts = judge(rows, target, draft)
+        except BaseException:
+            self._commit(rows)  # forget what was speculated
+            raise
         emitted: list[list[Token]] = [[] for _ in rows]
-        for numbers, verdict in judge(rows, target, draft):
+        for numbers, verdict in verdicts:
             self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
         for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
             if row.params.logprobs is not None:
                 row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
-        self.runner.commit(rows)
-        if self.strategy is not None:
-            self.strategy.commit(rows)
+        self._commit(rows)
         return emitted
 
     def release(self, row: Sequence) -> None:
@@ -218,6 +222,11 @@ class Engine:
         self.runner.release(row)
         if self.strategy is not None:
             self.strategy.release(row)
+
+    def _commit(self, rows: Rows[Sequence]) -> None:
+        self.runner.commit(rows)
+        if self.strategy is not None:
+            self.strategy.commit(rows)
 
     def left(self, row: Sequence) -> int:
         """Tokens ``row`` may still emit: of its ``max_tokens`` and of the target's context."""
@@ -270,7 +279,8 @@ class Engine:
                 row.tokens.append(token.id)
                 row.provenance.append(token)
                 emitted[b].append(token)
-                if token.id in row.stop_ids or (stopped is not None and stopped(row, token.id)):
+                ended = stopped is not None and stopped(row, token.id)  # it hears of every token, ends included
+                if ended or token.id in row.stop_ids:
                     row.finish_reason = "stop"
                 elif len(emitted[b]) == left:
                     row.finish_reason = "length"

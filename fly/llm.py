@@ -344,9 +344,11 @@ class LLM:
 
     def _output(self, row: Sequence, stream: TextStream | None) -> Output:
         ids = row.tokens[row.prompt_length :]
-        text = self.tokenizer.decode(ids) if self.tokenizer else ""
-        if stream is not None and stream.stopped:
+        if stream is not None:
+            stream.finish()
             text = stream.text
+        else:
+            text = self.tokenizer.decode(ids) if self.tokenizer else ""
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],
             text=text,

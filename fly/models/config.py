@@ -109,17 +109,20 @@ class LlamaConfig(BaseModel):
             rope |= stated
         rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
         rope.pop("type", None)
-        theta = rope.pop("rope_theta", None) or raw.get("rope_theta") or 10000.0
+        theta = next((t for t in (rope.pop("rope_theta", None), raw.get("rope_theta")) if t is not None), 10000.0)
+        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
         if rope_type not in ROPE_TYPES:
             raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
         required = {"linear": {"factor"}, "llama3": set(RopeScaling.model_fields) - {"rope_type"}}.get(rope_type, set())
         if missing := sorted(required - set(rope)):
             raise CheckpointError(f"{source}: rope type {rope_type!r} needs {missing}")
+        if unknown := sorted(set(rope) - set(RopeScaling.model_fields)):
+            raise CheckpointError(f"{source}: rope settings {unknown} are not supported")
         values = {name: raw[name] for name in cls.model_fields if name in raw and not name.startswith("rope")}
-        scaling = {name: value for name, value in rope.items() if name in RopeScaling.model_fields}
         try:
             return cls(
-                **values, rope_theta=theta, rope_scaling=RopeScaling.model_validate({"rope_type": rope_type, **scaling})
+                **values, rope_theta=theta, rope_scaling=RopeScaling.model_validate({"rope_type": rope_type, **rope})
             )
         except ValidationError as error:
             problems = "; ".join(

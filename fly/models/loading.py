@@ -79,9 +79,12 @@ def resolve_device(device: str | torch.device) -> torch.device:
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        return torch.device(device)
+        wanted = torch.device(device)
     except RuntimeError as error:
         raise ValueError(f"device {device!r} is unknown ({error})") from error
+    if wanted.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {device!r} is not available here; this build of torch sees no CUDA device")
+    return wanted
 
 
 def _weight_files(directory: Path) -> list[Path]:

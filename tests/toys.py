@@ -1,0 +1,112 @@
+"""Tiny random models and the strategies that draw their configurations. Imported by the tests of every room."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
+
+__all__ = ["build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings"]
+
+
+def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) -> Llama:
+    """A float32 ``Llama(config)`` on the CPU, in eval mode and without gradients, weights drawn from ``seed``.
+
+    Matrices and biases are normal with deviation ``scale``, so that the gaps between logits are clear (0.3, and less
+    for wide models, whose attention would become so sharp that it magnifies rounding); norm weights lie around one,
+    so that a forgotten norm weight shows.
+    """
+    if scale is None:
+        scale = 0.3 * min(1.0, (32 / config.hidden_size) ** 0.5)
+    model = Llama(config)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            parameter.normal_(centre, scale, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def random_llama(
+    seed: int = 0,
+    vocab_size: int = 37,
+    hidden: int = 32,
+    layers: int = 2,
+    heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int | None = None,
+    intermediate: int = 48,
+    max_positions: int = 512,
+    tied: bool = False,
+    scale: float = 0.3,
+) -> Llama:
+    """A tiny model with random weights of deviation ``scale``; the same arguments give the same model."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim or hidden // heads,
+        max_position_embeddings=max_positions,
+        tie_word_embeddings=tied,
+    )
+    return build_llama(config, seed, scale)
+
+
+def dense_logits(model: Llama, tokens: Sequence[int] | Tensor) -> Tensor:
+    """Logits [T, V] of one fresh sequence, without any cache."""
+    ids = torch.as_tensor(tokens, dtype=torch.int64)
+    hidden = model(ids, torch.arange(len(ids)), DenseCausal(1, len(ids)))
+    return model.logits(hidden)
+
+
+@st.composite
+def rope_scalings(draw: st.DrawFn) -> RopeScaling:
+    """Every rope type with every one of its settings."""
+    rope_type = draw(st.sampled_from(["default", "linear", "llama3"]))
+    if rope_type == "default":
+        return RopeScaling()
+    factor = draw(st.sampled_from([1.0, 2.0, 8.0, 32.0]))
+    if rope_type == "linear":
+        return RopeScaling(rope_type="linear", factor=factor)
+    low = draw(st.sampled_from([0.5, 1.0, 2.0]))
+    return RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=low * draw(st.sampled_from([2.0, 4.0])),
+        # small, so that some wavelengths of a tiny head lie in each of the three bands
+        original_max_position_embeddings=draw(st.sampled_from([8, 16, 64])),
+    )
+
+
+@st.composite
+def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
+    """Configurations over all options: rope types, grouping, head widths of their own, ties, biases, eps, theta."""
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
+    heads = kv_heads * group
+    head_dim = draw(st.sampled_from([2, 4, 8, 16]))
+    # Any width is fine for us where head_dim is stated; transformers wants a multiple of the heads.
+    hidden = heads * draw(st.sampled_from([head_dim, 3, 5, 8]))
+    return LlamaConfig(
+        vocab_size=draw(st.integers(2, 40)),
+        hidden_size=hidden,
+        intermediate_size=draw(st.sampled_from([6, 16, 40])),
+        num_hidden_layers=draw(st.integers(1, 3)),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=max_positions,
+        rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
+        rope_theta=draw(st.sampled_from([100.0, 10000.0, 500000.0])),
+        rope_scaling=draw(rope_scalings()),
+        tie_word_embeddings=draw(st.booleans()),
+        attention_bias=draw(st.booleans()),
+        mlp_bias=draw(st.booleans()),
+    )
