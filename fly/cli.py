@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -43,30 +44,15 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        errors.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        message = str(error)
+        if isinstance(error, ValidationError):
+            fields = ((".".join(map(str, e["loc"])), e["msg"], e["input"]) for e in error.errors(include_url=False))
+            message = "; ".join(f"{name}: {text}, got {value!r}" for name, text, value in fields)
+        errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         errors.print("interrupted")
         raise typer.Exit(130) from None
-
-
-def _draft(name: str | None, dtype: str, device: str) -> Any:
-    """``none``, ``ngram``, a checkpoint, or several joined by ``+``: a cascade, cheapest first."""
-    from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft
-
-    if name is None or name == "none":
-        return None
-    parts = [part.strip() for part in name.split("+")]
-    if parts == ["ngram"]:
-        return NGramDraft()
-    if len(parts) == 1:
-        return name  # a checkpoint: the LLM loads it, and compares tokenizers
-    from fly.drafts import SingleDraft
-
-    levels: list[DraftStrategy] = [
-        NGramDraft() if part == "ngram" else SingleDraft(part, dtype=dtype, device=device) for part in parts
-    ]
-    return CascadeDraft(levels)
 
 
 Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
@@ -82,6 +68,7 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 
 @app.command()
 def generate(
+    context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
     model: Model = "fly-target",
     draft: DraftOption = "fly-draft",
@@ -102,14 +89,15 @@ def generate(
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
+    ] = None,
 ) -> None:
     """Complete a prompt; on a terminal, colours show why each token stands."""
     with _plain_errors():
         from fly.llm import LLM
-        from fly.policies import parse_policy
         from fly.types import SamplingParams
 
-        rule = parse_policy(policy, trusted=True)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -122,17 +110,30 @@ def generate(
             ignore_eos=ignore_eos,
         )
         text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
-        llm = LLM(model, _draft(draft, dtype, device), rule, k, dtype, device)
+        setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
+        llm = LLM.from_config(setup)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps(_as_json(output, str(rule))))
+            console.print_json(json.dumps(_as_json(output, str(setup.policy))))
             return
         stats, elapsed = _show_stream(llm, ids, params)
         if console.is_terminal:
             _legend()
             console.print(f"[dim]{_summary(stats, elapsed)}[/]", highlight=False)
+
+
+def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
+    """The configuration of the file, with the options that were given on the command line; else of the options."""
+    from fly.config import Config
+
+    if path is not None:
+        sources = {name: context.get_parameter_source(name) for name in options}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        read = Config.read(path)
+        options = {name: options[name] if name in given else getattr(read, name) for name in Config.model_fields}
+    return Config.model_validate(options, context={"trusted": True})
 
 
 def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tuple[Any, float]:
@@ -359,7 +360,6 @@ def demo(
 def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool) -> None:
     """Run held-out problems through the bundled models by each setting, and print the table."""
     from fly.bundled.tasks import problems as draw_problems
-    from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
     from fly.eval import Setting, compare
     from fly.llm import LLM
     from fly.policies import Exact
@@ -370,10 +370,8 @@ def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dt
     if rule != Exact():
         settings.append(Setting(rule_name(rule), llm, k, rule))
     if multi_level:
-        cascade = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype=dtype)])
-        settings.append(
-            Setting(f"{rule_name(rule)}, multi-level", LLM("fly-target", cascade, k=k, dtype=dtype), k, rule)
-        )
+        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype)
+        settings.append(Setting(f"{rule_name(rule)}, multi-level", levels, k, rule))
     questions = list(draw_problems(None, split, seed, count))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:

@@ -14,7 +14,8 @@ import torch
 
 from fly.bundled import resolve_checkpoint
 from fly.cache import PagedKVCache
-from fly.drafts import DraftStrategy, SingleDraft
+from fly.config import Config
+from fly.drafts import DraftStrategy, parse_draft
 from fly.engine import Engine, Model, Runner
 from fly.models import load_model
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
@@ -24,7 +25,6 @@ from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 __all__ = ["LLM", "Output", "Piece", "Stream"]
 
 Prompt = str | Rows[int]
-_CACHE_BYTES = 4 << 30  # most memory a cache takes unless ``cache_tokens`` says otherwise
 
 
 @dataclass(frozen=True)
@@ -87,14 +87,15 @@ class LLM:
     Args:
         model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), or a loaded model (which
             then takes token ids only).
-        draft: path or bundled name of a draft model, any ``DraftStrategy``, or None for autoregressive decoding.
+        draft: any ``DraftStrategy``, its text (a checkpoint's path or bundled name, ``ngram``, or a cascade such as
+            ``ngram+fly-draft``, cheapest first), or None for autoregressive decoding.
         policy: which drafted tokens stand; None is ``Exact()``.
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.
         deterministic: results bit for bit independent of batch and draft length. Not available yet.
-        cache_tokens: tokens the target's KV cache holds over all requests; None is eight full contexts within
-            4 GiB.
+        cache_tokens: tokens the target's KV cache holds over all requests; None is eight full contexts, or as much
+            of that as 4 GiB hold.
         block_size: tokens a page of the cache.
 
     Raises:
@@ -133,21 +134,23 @@ class LLM:
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if isinstance(draft, (str, Path)):
-            directory = resolve_checkpoint(draft)
-            self._check_same_tokenizer(Tokenizer.load(directory), str(draft))
-            draft = SingleDraft(directory, dtype=dtype, device=device)
+            draft = parse_draft(str(draft), dtype=dtype, device=device)
         if draft is not None and draft.vocab_size not in (None, config.vocab_size):
             raise ValueError(
                 f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {config.vocab_size}; "
                 "they must be the same"
             )
-        kv_dtype = getattr(loaded, "dtype", torch.float32)
-        if cache_tokens is None:
-            affordable = _CACHE_BYTES // PagedKVCache.bytes_per_token(config, kv_dtype)
-            cache_tokens = min(8 * config.max_position_embeddings, max(affordable, block_size))
-        cache = PagedKVCache(config, -(-cache_tokens // block_size), block_size, kv_dtype, loaded.device)
+        if draft is not None and self.tokenizer and draft.tokenizer and not self.tokenizer.same_as(draft.tokenizer):
+            raise ValueError("the draft has another vocabulary than the target: the same id would mean different text")
+        cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self.engine = Engine(Runner(loaded, cache, control), draft)
+
+    @classmethod
+    def from_config(cls, config: Config | str | Path) -> LLM:
+        """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
+        config = config if isinstance(config, Config) else Config.read(config)
+        return cls(**{name: getattr(config, name) for name in Config.model_fields})
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -359,12 +362,6 @@ class LLM:
             stats=row.stats,
             guarantee=row.policy.guarantee,
         )
-
-    def _check_same_tokenizer(self, other: Tokenizer | None, name: str) -> None:
-        if self.tokenizer is not None and other is not None and not self.tokenizer.same_as(other):
-            raise ValueError(
-                f"draft {name!r} has another vocabulary than the target: the same id would mean different text"
-            )
 
 
 def _most_tokens(row: Sequence) -> int:

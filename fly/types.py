@@ -116,6 +116,11 @@ class Draft:
             None if self.probs_BKV is None else self.probs_BKV[index_B],
         )
 
+    def to(self, device: torch.device) -> Draft:
+        """The proposal on ``device``: a strategy may live on another than the target."""
+        probs = None if self.probs_BKV is None else self.probs_BKV.to(device)
+        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), probs)
+
     def mask_BK(self) -> Tensor:
         """True where a token was drafted, False on padding."""
         columns_K = torch.arange(self.tokens_BK.shape[1], device=self.tokens_BK.device)

@@ -21,6 +21,4 @@ def resolve_checkpoint(name: str | Path) -> Path:
         return Path(name)
     if str(name) in BUNDLED:
         return CHECKPOINTS / str(name)
-    raise CheckpointError(
-        f"{str(name)!r} is neither a directory nor a bundled checkpoint; bundled: {list(BUNDLED)}"
-    )
+    raise CheckpointError(f"{str(name)!r} is neither a directory nor a bundled checkpoint; bundled: {list(BUNDLED)}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +19,18 @@ from fly.cache.allocator import BlockAllocator
 from fly.models.config import LlamaConfig
 
 __all__ = ["PagedBatch", "PagedKVCache"]
+
+
+DEFAULT_BYTES = 4 << 30
+
+
+class Cacheable(Protocol):
+    """What a cache must know of a model."""
+
+    config: LlamaConfig
+
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True)
@@ -92,6 +105,18 @@ class PagedKVCache:
         )
         self.keys = torch.zeros(shape, dtype=dtype, device=device)
         self.values = torch.zeros(shape, dtype=dtype, device=device)
+
+    @classmethod
+    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int = 16) -> PagedKVCache:
+        """A cache of the model's dtype on its device, of at least ``tokens`` tokens over all sequences.
+
+        None is eight full contexts, or as much of that as 4 GiB hold.
+        """
+        dtype = getattr(model, "dtype", torch.float32)
+        if tokens is None:
+            affordable = DEFAULT_BYTES // cls.bytes_per_token(model.config, dtype)
+            tokens = min(8 * model.config.max_position_embeddings, max(affordable, block_size))
+        return cls(model.config, -(-tokens // block_size), block_size, dtype, model.device)
 
     @staticmethod
     def bytes_per_token(config: LlamaConfig, dtype: torch.dtype) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Sequence as Rows
 import torch
 
 from fly.cache import BlockAllocator
+from fly.models.tokenizer import Tokenizer
 from fly.types import Draft, Sequence
 
 __all__ = ["DraftStrategy", "pad"]
@@ -17,6 +18,7 @@ class DraftStrategy(ABC):
     """Who proposes. A strategy may keep state by ``row.id``; it must never change a row."""
 
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
+    tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
 
     @abstractmethod

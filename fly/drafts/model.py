@@ -14,6 +14,7 @@ from torch import Tensor
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, PagedKVCache
 from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.ngram import NGramDraft
 from fly.engine import Model, Runner, judge
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -21,7 +22,7 @@ from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence
 
-__all__ = ["CascadeDraft", "SingleDraft"]
+__all__ = ["CascadeDraft", "SingleDraft", "parse_draft"]
 
 
 class SingleDraft(DraftStrategy):
@@ -34,7 +35,7 @@ class SingleDraft(DraftStrategy):
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
-        cache_tokens: tokens its cache holds over all rows (None: its context, eight times over).
+        cache_tokens: tokens its cache holds over all rows (None: see ``PagedKVCache.for_model``).
         dtype, device: how a path is loaded.
     """
 
@@ -55,17 +56,14 @@ class SingleDraft(DraftStrategy):
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
             model = load_model(directory, dtype, device)
-            tokenizer = Tokenizer.load(directory)
+            self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
-            control |= tokenizer.control_ids if tokenizer else frozenset()
+            control |= self.tokenizer.control_ids if self.tokenizer else frozenset()
         self.draft, self.policy, self.k = draft, policy or Exact(), k
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
         self._check_vocabulary(draft)
-        tokens = self.context * 8 if cache_tokens is None else cache_tokens
-        dtype_of_cache = getattr(model, "dtype", torch.float32)
-        cache = PagedKVCache(model.config, -(-tokens // block_size), block_size, dtype_of_cache, model.device)
-        self.runner = Runner(model, cache, control)
+        self.runner = Runner(model, PagedKVCache.for_model(model, cache_tokens, block_size), control)
 
     def over(self, draft: DraftStrategy) -> SingleDraft:
         """The same model and cache, with ``draft`` proposing for it."""
@@ -123,6 +121,10 @@ class SingleDraft(DraftStrategy):
         if draft is not None and draft.vocab_size not in (None, self.vocab_size):
             raise ValueError(
                 f"a level with {draft.vocab_size} tokens in its vocabulary cannot draft for one with {self.vocab_size}"
+            )
+        if draft is not None and self.tokenizer and draft.tokenizer and not self.tokenizer.same_as(draft.tokenizer):
+            raise ValueError(
+                "a level cannot draft for one with another tokenizer: the same id would mean different text"
             )
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> list[list[Tensor]]:
@@ -186,7 +188,7 @@ class CascadeDraft(DraftStrategy):
                 )
             top = level.over(top)
         self.top = top
-        self.vocab_size, self.context = top.vocab_size, top.context
+        self.vocab_size, self.context, self.tokenizer = top.vocab_size, top.context, top.tokenizer
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
@@ -199,3 +201,18 @@ class CascadeDraft(DraftStrategy):
 
     def allocators(self) -> list[BlockAllocator]:
         return self.top.allocators()
+
+
+def parse_draft(
+    text: str, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
+) -> DraftStrategy | None:
+    """The strategy a text names: ``none``, ``ngram``, a checkpoint's path or bundled name, or several joined by
+    ``+``, a cascade, cheapest first.
+
+    Raises ``ValueError`` (``CheckpointError``) naming the choices for a part that is none of these.
+    """
+    if text == "none":
+        return None
+    parts = [text] if Path(text).is_dir() else [part.strip() for part in text.split("+")]
+    levels = [NGramDraft() if part == "ngram" else SingleDraft(part, dtype=dtype, device=device) for part in parts]
+    return levels[0] if len(levels) == 1 else CascadeDraft(levels)

@@ -17,7 +17,7 @@ from functools import cache
 from importlib.metadata import entry_points
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, InstanceOf, PlainSerializer, WithJsonSchema
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
@@ -120,10 +120,15 @@ def dump_policy(rule: Rule) -> dict[str, Any]:
     return {"name": name} | {f.name: _to_data(getattr(rule, f.name)) for f in parameters if f.init}
 
 
-# A field of a pydantic model that holds a policy: reads texts and mappings (no imports), writes mappings.
+def _validate(value: object, info: ValidationInfo) -> AcceptancePolicy:
+    return load_policy(value, trusted=bool(info.context and info.context.get("trusted")))
+
+
+# A field of a pydantic model that holds a policy: reads texts and mappings, writes mappings. It imports a class path
+# only where the validation context says {"trusted": True}.
 PolicyField = Annotated[
     InstanceOf[AcceptancePolicy],
-    BeforeValidator(load_policy),
+    BeforeValidator(_validate),
     PlainSerializer(dump_policy),
     WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "object", "required": ["name"]}]}),
 ]

@@ -1,0 +1,46 @@
+"""A decoding setup as a file: target, draft, policy. Knows nothing of tensors; ``fly.LLM.from_config`` builds it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from fly.policies import Exact, PolicyField
+
+__all__ = ["Config"]
+
+
+class Config(BaseModel):
+    """What ``fly.LLM`` takes, in a YAML or JSON file. Unknown fields are errors."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "fly-target"
+    draft: str = "none"
+    policy: PolicyField = Field(default_factory=Exact)
+    k: int = Field(default=15, ge=0)
+    dtype: str = "auto"
+    device: str = "auto"
+    cache_tokens: int | None = Field(default=None, gt=0)
+    block_size: int = Field(default=16, gt=0)
+
+    @staticmethod
+    def read(path: str | Path) -> Config:
+        """Read a file the user trusts: its policy may name a ``module:Class``, which is imported.
+
+        Raises ``ValueError`` naming the file and every field that is wrong, ``OSError`` if it cannot be read.
+        """
+        text = Path(path).read_text(encoding="utf-8")
+        try:
+            data = yaml.safe_load(text)  # JSON is YAML
+            return Config.model_validate(data or {}, context={"trusted": True})
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not valid YAML ({error})") from error
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg'].removeprefix('Value error, ')}"
+                for e in error.errors(include_url=False)
+            )
+            raise ValueError(f"{path}: {problems}; fields: {list(Config.model_fields)}") from error
