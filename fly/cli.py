@@ -17,6 +17,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fly.errors import explain
+
 app = typer.Typer(
     help="Pluggable speculative decoding: any draft proposes, any acceptance policy decides what stands.",
     no_args_is_help=True,
@@ -44,10 +46,7 @@ def _plain_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        message = str(error)
-        if isinstance(error, ValidationError):
-            fields = ((".".join(map(str, e["loc"])), e["msg"], e["input"]) for e in error.errors(include_url=False))
-            message = "; ".join(f"{name}: {text}, got {value!r}" for name, text, value in fields)
+        message = explain(error) if isinstance(error, ValidationError) else str(error)
         errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fly.errors import explain
 from fly.policies import Exact, PolicyField
 
 __all__ = ["Config"]
@@ -39,8 +40,4 @@ class Config(BaseModel):
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not valid YAML ({error})") from error
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg'].removeprefix('Value error, ')}"
-                for e in error.errors(include_url=False)
-            )
-            raise ValueError(f"{path}: {problems}; fields: {list(Config.model_fields)}") from error
+            raise ValueError(f"{path}: {explain(error)}; fields: {list(Config.model_fields)}") from error

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from fly.errors import explain
+
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
 ARCHITECTURES = ("LlamaForCausalLM",)
@@ -125,10 +127,7 @@ class LlamaConfig(BaseModel):
                 **values, rope_theta=theta, rope_scaling=RopeScaling.model_validate({"rope_type": rope_type, **rope})
             )
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors(include_url=False)
-            )
-            raise CheckpointError(f"{source}: {problems}") from error
+            raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
         """The same facts as a ``config.json`` dictionary that transformers also reads."""

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
+from fly.errors import explain
 from fly.models.config import CheckpointError
 from fly.types import SamplingParams
 
@@ -60,7 +61,7 @@ def read_sampling_defaults(directory: str | Path) -> SamplingParams:
     try:
         return SamplingParams(**{name: settings[name] for name in names if settings.get(name) is not None})
     except ValidationError as error:
-        raise CheckpointError(f"{path}: {error}") from error
+        raise CheckpointError(f"{path}: {explain(error)}") from error
 
 
 class Tokenizer:

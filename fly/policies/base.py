@@ -109,7 +109,9 @@ class AcceptancePolicy(ABC):
             excused_BK = self.relax(target, draft, kept_BK)
         else:
             excused_BK = self.relaxation.holds(block)
-        stands_BK = kept_BK | (excused_BK & mask_BK)
+        # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
+        logits_BK = target.logits_BKV[:, :-1].gather(-1, draft.tokens_BK.unsqueeze(-1)).squeeze(-1)
+        stands_BK = kept_BK | (excused_BK & mask_BK & (logits_BK > -torch.inf))
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
             # The rule itself is loose: what the exact rule would not have kept, by the same coin, is relaxed.
@@ -149,6 +151,15 @@ class Relaxed(AcceptancePolicy):
     name: ClassVar[str] = "relaxed"
     base: AcceptancePolicy
     condition: Condition
+
+    @property
+    def guarantee(self) -> Guarantee:  # type: ignore[override]  # depends on the parts
+        """The core's, if its mismatches are never excused; else none can be derived."""
+        return Guarantee.HEURISTIC if self.condition.possible else self.base.guarantee
+
+    @property
+    def bound(self) -> Bound | None:
+        return None if self.condition.possible else self.base.bound
 
     @property
     def core(self) -> AcceptancePolicy:

@@ -44,6 +44,11 @@ class Condition(ABC):
 
     name: ClassVar[str]
 
+    @property
+    def possible(self) -> bool:
+        """Whether it can hold anywhere at all; a relaxation that cannot leaves its core as it is."""
+        return True
+
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
@@ -103,6 +108,10 @@ class All(_Composite):
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).all(0)
 
+    @property
+    def possible(self) -> bool:
+        return all(part.possible for part in self.parts)
+
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         return All(tuple(part.bind(token_id) for part in self.parts))
 
@@ -119,6 +128,10 @@ class AnyOf(_Composite):
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).any(0)
+
+    @property
+    def possible(self) -> bool:
+        return any(part.possible for part in self.parts)
 
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         return AnyOf(tuple(part.bind(token_id) for part in self.parts))
@@ -216,6 +229,11 @@ class EntropyGate(Condition):
             raise ValueError(f"theta {self.theta!r} must be a finite number of at least 0")
         if self.entropy not in ("top3", "normalized"):
             raise ValueError(f"entropy {self.entropy!r} is unknown; choices: ['top3', 'normalized']")
+
+    @property
+    def possible(self) -> bool:
+        # Three probabilities of 1/e each give the largest top-3 sum; a full entropy is at most ln V.
+        return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
     def evaluate(self, block: Block) -> Tensor:
         target = block.target

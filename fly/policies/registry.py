@@ -20,6 +20,7 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
 from fly.policies.base import AcceptancePolicy, Relaxed
+from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
@@ -56,6 +57,8 @@ def _types() -> dict[str, Any]:
     ours: tuple[Any, ...] = (
         *(Exact, LossySampling, FLy),
         *(EntropyGate, AgreeingWindow, Room, ControlToken),
+        *CATALOGUE,
+        *GATES,
         *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase),
     )
     types: dict[str, Any] = {rule.name: rule for rule in ours}

@@ -123,6 +123,10 @@ class FLy(AcceptancePolicy):
         return cls()
 
     @property
+    def guarantee(self) -> Guarantee:  # type: ignore[override]  # depends on the gate
+        return Guarantee.HEURISTIC if self.relaxation.possible else Guarantee.LOSSLESS
+
+    @property
     def core(self) -> AcceptancePolicy:
         return Exact()
 

@@ -77,6 +77,10 @@ class Budget(Condition):
         if not (isinstance(self.share, (int, float)) and 0 <= self.share <= 1):
             raise ValueError(f"share {self.share!r} must be a number in [0, 1]")
 
+    @property
+    def possible(self) -> bool:
+        return self.share > 0
+
     def evaluate(self, block: Block) -> Tensor:
         relaxed_BK = block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block)
         generated_BK = block.target.generated_B.unsqueeze(1) + _columns(block) + 1
@@ -92,6 +96,10 @@ class AtMost(Condition):
 
     def __post_init__(self) -> None:
         check_count("count", self.count)
+
+    @property
+    def possible(self) -> bool:
+        return self.count > 0
 
     def evaluate(self, block: Block) -> Tensor:
         return block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block) <= self.count
@@ -111,6 +119,10 @@ class NatsBudget(Condition):
     def __post_init__(self) -> None:
         if not (isinstance(self.nats, (int, float)) and math.isfinite(self.nats) and self.nats >= 0):
             raise ValueError(f"nats {self.nats!r} must be a finite number of at least 0")
+
+    @property
+    def possible(self) -> bool:
+        return self.nats > 0
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV, tokens_BK = block.target.logits_BKV[:, :-1], block.draft.tokens_BK

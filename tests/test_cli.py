@@ -1,0 +1,179 @@
+"""The command as a user types it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import fly
+from fly import cli
+from fly.bundled.tasks import problems
+from fly.eval import Setting, compare
+from fly.policies import Exact, FLy
+
+QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
+COMMANDS = {"generate", "models", "policies", "check", "demo", "bench"}
+
+
+def run(*arguments: str, **options: str) -> Result:
+    return CliRunner().invoke(cli.app, list(arguments), **options)  # type: ignore[arg-type]
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+def test_the_commands_are_these() -> None:
+    """The command line is public: a change to it is a decision."""
+    result = run("--help")
+    assert result.exit_code == 0
+    assert {name for name in COMMANDS if re.search(rf"│ {name} ", result.output)} == COMMANDS
+    options = set(re.findall(r"--[a-z][a-z-]+", run("generate", "--help").output))
+    assert options >= {
+        "--model",
+        "--draft",
+        "--policy",
+        "--k",
+        "--max-tokens",
+        "--seed",
+        "--stop",
+        "--json",
+        "--config",
+    }
+
+
+def test_generate_prints_plain_text_when_piped() -> None:
+    result = run("generate", QUESTION, "--policy", "exact", "--dtype", "float32")
+    assert result.exit_code == 0, result.output
+    assert "\x1b" not in result.output
+    llm = fly.LLM("fly-target", dtype="float32")
+    assert result.output.strip() == llm.chat([{"role": "user", "content": QUESTION}]).text.strip()
+
+
+def test_generate_reads_standard_input() -> None:
+    piped = run("generate", "--dtype", "float32", input=QUESTION)
+    assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
+
+
+def test_generate_as_json_explains_every_token() -> None:
+    result = run("generate", QUESTION, "--json", "--policy", "fly & after(2)", "--draft", "ngram+fly-tiny+fly-draft")
+    assert result.exit_code == 0, result.output
+    answer = json.loads(result.output)
+    assert len(answer["provenance"]) == len(answer["token_ids"]) == answer["stats"]["generated"]
+    assert {token["why"] for token in answer["provenance"]} <= {"match", "relaxed", "correction", "bonus"}
+    assert answer["guarantee"] == "heuristic" and answer["policy"].endswith("after(2)")
+    assert answer["finish_reason"] == "stop" and answer["stats"]["rounds"] < answer["stats"]["generated"]
+
+
+def test_generate_shows_colours_and_a_legend_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(cli, "console", Console(force_terminal=True, width=100, color_system="standard"))
+    result = run("generate", QUESTION)
+    assert "\x1b[32m" in result.output and "relaxed" in result.output and "τ" in result.output
+
+
+def test_sampling_options_reach_the_sampler() -> None:
+    options = ["generate", QUESTION, "--temperature", "1.2", "--top-p", "0.9", "--max-tokens", "30", "--seed"]
+    assert run(*options, "7").output == run(*options, "7").output
+    assert len({run(*options, str(seed)).output for seed in range(4)}) > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "x", "--model", "fly-targt"], ["'fly-targt'", "fly-target"]),
+        (["generate", "x", "--draft", "fly-drft"], ["'fly-drft'", "fly-draft"]),
+        (["generate", "x", "--policy", "flx"], ["'flx'", "fly.paper"]),
+        (["generate", "x", "--top-p", "2"], ["top_p", "2"]),
+        (["generate", "x", "--dtype", "int3"], ["int3", "bfloat16"]),
+        (["generate", "x", "--config", "absent.yaml"], ["absent.yaml"]),
+        (["generate", "x", "--max-tokens", "5", "--min-tokens", "6"], ["min_tokens 6", "max_tokens 5"]),
+        (["check", "absent_module_x:Rule"], ["absent_module_x"]),
+        (["demo", "--split", "nowhere"], ["nowhere", "heldout"]),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[str]) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 2
+    assert "Traceback" not in result.output
+    assert all(word in words(result.output) for word in said), result.output
+
+
+def test_configuration_files(tmp_path: Path) -> None:
+    path = tmp_path / "setup.yaml"
+    path.write_text("draft: ngram+fly-draft\npolicy: {name: fly, theta: 0.5}\nk: 9\ndtype: float32\n")
+    answer = json.loads(run("generate", QUESTION, "--json", "--config", str(path)).output)
+    assert answer["policy"] == "fly(theta=0.5)"
+    answer = json.loads(run("generate", QUESTION, "--json", "--config", str(path), "--policy", "exact").output)
+    assert answer["policy"] == "exact"
+    llm = fly.LLM.from_config(path)
+    assert llm.k == 9 and llm.policy == FLy(theta=0.5)
+    for text, said in (("polcy: x", "polcy"), ("k: -1", "k"), ("policy: flx", "flx"), ("{", "YAML"), ("- 1", "valid")):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=said):
+            fly.LLM.from_config(path)
+    for shipped in (Path(__file__).parent.parent / "configs").glob("*.yaml"):
+        from fly.config import Config
+
+        Config.read(shipped)
+
+
+def test_models_and_policies_are_listed() -> None:
+    listed = run("models").output
+    assert all(name in listed for name in ("fly-target", "fly-draft", "fly-tiny"))
+    listed = run("policies").output
+    assert all(name in listed for name in ("exact", "fly", "block", "lossless", "bounded", "entropy(", "after("))
+
+
+def test_check_passes_a_sound_rule_and_fails_a_wrong_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cli_planted.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from fly.policies import Exact\n"
+        "@dataclass(frozen=True)\n"
+        "class Wrong(Exact):\n"
+        "    def residual(self, target_BV, draft_BV):\n"
+        "        return target_BV\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    wrong = run("check", "cli_planted:Wrong")
+    assert wrong.exit_code == 1 and "FAIL" in wrong.output and "lossless" in wrong.output
+    assert "tokens/s" not in wrong.output
+    right = run("check", "exact", "--problems", "2")
+    assert right.exit_code == 0 and "FAIL" not in right.output and "tokens/s" in right.output
+
+
+def test_the_demo_shows_a_completion_and_the_table() -> None:
+    result = run("demo", "--problems", "3")
+    assert result.exit_code == 0, result.output
+    said = words(result.output)
+    for word in ("autoregressive", "exact", "multi-level", "over exact", "τ", "gate open", "accuracy", "recovery"):
+        assert word in said
+
+
+def test_compare_counts_what_happened() -> None:
+    llm = fly.LLM("fly-target", "fly-draft", dtype="float32")
+    questions = list(problems(None, "heldout", 3, 3))
+    settings = [Setting("plain", llm, 0), Setting("exact", llm, 7), Setting("fly", llm, 15, FLy())]
+    seen: list[str] = []
+    plain, exact, loose = compare(settings, questions, fly.SamplingParams(temperature=0, max_tokens=200), seen.append)
+    assert seen == ["plain", "exact", "fly"] * 3
+    assert plain.texts == exact.texts and plain.right == exact.right
+    assert plain.stats.rounds == plain.stats.emitted and plain.stats.tau == 1.0 and plain.stats.drafted == 0
+    assert exact.stats.generated == plain.stats.generated and exact.stats.tau > 1.5 and exact.stats.relaxed == 0
+    assert loose.stats.tau >= exact.stats.tau
+    assert all(result.seconds > 0 and result.tokens_per_second > 0 for result in (plain, exact, loose))
+    assert exact.setting.policy == Exact()
+    with pytest.raises(ValueError, match="at least one"):
+        compare([], questions, fly.SamplingParams())
+
+
+def test_bench_policy_prints_a_row_for_each_shape() -> None:
+    result = run("bench", "policy", "--policy", "fly", "--vocab", "64", "--rows", "1", "--rows", "2", "--k", "3")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("fly") >= 2 and "%" in result.output
