@@ -61,7 +61,7 @@ class Law:
     top_p_B: Tensor
     min_p_B: Tensor
     greedy_B: Tensor
-    all_greedy: bool
+    some_greedy: bool
     sorts: bool  # some row asks for top-k or top-p
     min_p: bool
 
@@ -79,7 +79,7 @@ class Law:
             top_p_B=column([p.top_p for p in params]),
             min_p_B=column([p.min_p for p in params]),
             greedy_B=column([p.temperature == 0 for p in params], torch.bool),
-            all_greedy=all(p.temperature == 0 for p in params),
+            some_greedy=any(p.temperature == 0 for p in params),
             sorts=any(p.top_k or p.top_p < 1 for p in params),
             min_p=any(p.min_p > 0 for p in params),
         )
@@ -94,12 +94,13 @@ class Law:
         def per_row(column_B: Tensor) -> Tensor:
             return column_B.view(-1, 1, 1)
 
-        peak_BJ1, best_BJ1 = logits_BJV.max(-1, keepdim=True)
-        best_BJ1 = logits_BJV.argmax(-1, keepdim=True)  # max's own index is not the lowest among equals
+        peak_BJ1 = logits_BJV.amax(-1, keepdim=True)
         temperature = per_row(torch.where(self.greedy_B, 1.0, self.temperature_B))
         probs = ((logits_BJV - peak_BJ1) / temperature).softmax(-1)
         if self.sorts:
-            ordered, order = probs.sort(dim=-1, descending=True, stable=True)
+            # Ranked by logits: softmax may round two different ones to the same probability.
+            order = logits_BJV.sort(dim=-1, descending=True, stable=True).indices
+            ordered = probs.gather(-1, order)
             top_k = per_row(torch.where(self.top_k_B == 0, logits_BJV.shape[-1], self.top_k_B))
             rank_V = torch.arange(logits_BJV.shape[-1], device=logits_BJV.device)
             ordered = ordered.masked_fill(rank_V >= top_k, 0.0)
@@ -110,9 +111,11 @@ class Law:
         if self.min_p:
             probs = probs.masked_fill(probs < per_row(self.min_p_B) * probs.amax(-1, keepdim=True), 0.0)
         if self.sorts or self.min_p:
-            probs = probs / probs.sum(-1, keepdim=True)
-        if self.greedy_B.any():
-            one_hot = torch.zeros_like(probs).scatter_(-1, best_BJ1, 1.0)
+            # Rows that filter nothing keep their bits, whatever shares the batch with them.
+            filters_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
+            probs = probs / torch.where(per_row(filters_B), probs.sum(-1, keepdim=True), 1.0)
+        if self.some_greedy:
+            one_hot = torch.zeros_like(probs).scatter_(-1, logits_BJV.argmax(-1, keepdim=True), 1.0)
             probs = torch.where(per_row(self.greedy_B), one_hot, probs)
         return probs
 

@@ -487,7 +487,7 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
     if policy.guarantee is Guarantee.LOSSLESS:
         return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
     if worst <= _TOLERANCE:
-        return f"declared {policy.guarantee.value}; no draft of up to 3 tokens moved the law"
+        return f"declared {policy.guarantee.value}; no draft of up to 3 tokens moved the law (longer ones may)"
     return f"moves the law of a block by up to {worst:.3f} in total variation: {where}"
 
 
