@@ -1,0 +1,748 @@
+"""The step: speculation changes nothing but speed, ends are exact, counts add up, and nothing leaks."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import fly
+from fly import LLM, Output, SamplingParams, Why
+from fly.bundled import CHECKPOINTS, tasks
+from fly.cache import OutOfBlocks, PagedKVCache
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.engine import Engine, Runner
+from fly.models import Llama, LlamaConfig
+from fly.models.llama import KV
+from fly.models.loading import save_model
+from fly.policies import AcceptancePolicy, ControlToken, EntropyGate, Exact, FLy, LossySampling, Room
+from fly.types import Draft, Sequence, Target
+from tests.test_drafts import perturbed
+from tests.toys import dense_logits, random_llama
+
+VOCAB, CONTEXT = 23, 128
+SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
+TARGET = random_llama(0, **SIZES)
+NEAR, NEARER, FAR = perturbed(TARGET, 0.05), perturbed(TARGET, 0.02), random_llama(5, **SIZES)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+STRATEGIES: dict[str, Callable[[], DraftStrategy | None]] = {
+    "none": lambda: None,
+    "n-gram": NGramDraft,
+    "another model": lambda: SingleDraft(FAR),
+    "a near model": lambda: SingleDraft(NEAR, block_size=5),
+    "the target itself": lambda: SingleDraft(TARGET),
+    "two levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(NEAR)]),
+    "three levels": lambda: CascadeDraft([NGramDraft(2), SingleDraft(NEAR, k=3), SingleDraft(NEARER, block_size=3)]),
+}
+every_strategy = pytest.mark.parametrize("name", STRATEGIES)
+
+
+def make_llm(name: str, k: int = 4, block_size: int = 16, **options: object) -> LLM:
+    return LLM(TARGET, STRATEGIES[name](), k=k, block_size=block_size, **options)  # type: ignore[arg-type]
+
+
+@cache
+def autoregression(prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """What the target says greedily, without cache, batch, draft or engine."""
+    out: list[int] = []
+    while len(out) < most:
+        out.append(int(dense_logits(TARGET, [*prompt, *out])[-1].argmax()))
+    return tuple(out)
+
+
+def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str]:
+    """The greedy completion and why it ends."""
+    most = min(params.max_tokens, CONTEXT - len(prompt))
+    tokens = list(autoregression(tuple(prompt), most))
+    for at, token in enumerate(tokens):
+        if token in params.stop_token_ids:
+            return tokens[: at + 1], "stop"
+    return tokens, "length"
+
+
+def whole(llm: LLM) -> bool:
+    """Whether every block of every cache is free."""
+    return all(a.num_free == a.num_blocks and not a.sequences() for a, _ in llm._allocators())
+
+
+def check_counts(out: Output, params: SamplingParams, k: int) -> None:
+    """All records of an output tell one story."""
+    stats, whys = out.stats, [token.why for token in out.provenance]
+    assert [token.id for token in out.provenance] == out.token_ids
+    assert len(out.token_ids) == stats.generated <= params.max_tokens
+    assert (out.logprobs is None) == (params.logprobs is None)
+    assert out.logprobs is None or len(out.logprobs) == stats.generated
+    assert stats.prompt_tokens == len(out.prompt_token_ids)
+    if not whys:
+        assert stats.rounds == stats.emitted == 0 and stats.tau == 0
+        return
+    assert whys[0] is Why.BONUS  # the prompt's forward drafts nothing
+    blocks: list[list[Why]] = [[]]
+    for why in whys[1:]:
+        assert why is not Why.REJECTED
+        blocks[-1].append(why)
+        if why in (Why.CORRECTION, Why.BONUS):
+            blocks.append([])
+    blocks = [block for block in blocks if block]
+    assert stats.rounds == len(blocks)
+    assert all(len(block) <= k + 1 for block in blocks)
+    assert all(why in (Why.MATCH, Why.RELAXED) for block in blocks for why in block[:-1])
+    assert stats.emitted == stats.generated - 1 == sum(map(len, blocks))
+    assert stats.emitted <= stats.rounds * (k + 1)
+    assert stats.tau == (stats.emitted / stats.rounds if stats.rounds else 0)
+    assert stats.accepted == whys.count(Why.MATCH) + whys.count(Why.RELAXED) <= stats.drafted <= stats.rounds * k
+    assert stats.relaxed == whys.count(Why.RELAXED)
+    assert stats.acceptance_rate == (stats.accepted / stats.drafted if stats.drafted else 0)
+    for token in out.provenance:
+        assert (token.clause is not None) == (token.why is Why.RELAXED)
+        if params.temperature == 0:
+            assert (token.target_choice != token.id) == (token.why is Why.RELAXED)
+    for asked, passed in stats.gates.values():
+        assert stats.relaxed <= passed <= asked or stats.relaxed == 0 <= passed <= asked
+
+
+prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
+stop_ids = st.one_of(st.just(()), st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple))
+greedy_params = st.builds(
+    SamplingParams, temperature=st.just(0.0), max_tokens=st.integers(0, 30), stop_token_ids=stop_ids
+)
+requests = st.lists(st.tuples(prompts, greedy_params), min_size=1, max_size=5)
+
+
+# --- speculation is invisible ----------------------------------------------------------------------------
+
+
+@every_strategy
+@settings(max_examples=12)
+@given(batch=requests, k=st.integers(1, 32), block_size=st.integers(1, 16))
+def test_greedy_speculation_gives_the_autoregressive_output(
+    name: str, batch: list[tuple[list[int], SamplingParams]], k: int, block_size: int
+) -> None:
+    llm = make_llm(name, k, block_size)
+    outs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    for out, (prompt, params) in zip(outs, batch, strict=True):
+        assert (out.token_ids, out.finish_reason) == expected(prompt, params)
+        assert out.prompt_token_ids == prompt and out.text == ""
+        check_counts(out, params, k)
+        assert name != "none" or not out.stats.drafted
+    assert whole(llm)
+
+
+any_policy = st.sampled_from([Exact(), FLy(window=1, hold=1), FLy.paper(), LossySampling(3), Exact() | Room(2)])
+
+
+@every_strategy
+@settings(max_examples=12)
+@given(
+    batch=st.lists(
+        st.tuples(
+            prompts,
+            st.builds(
+                SamplingParams,
+                temperature=st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+                top_k=st.sampled_from([0, 5]),
+                max_tokens=st.integers(0, 24),
+                stop_token_ids=stop_ids,
+                seed=st.integers(0, 2**62),
+                logprobs=st.sampled_from([None, 2]),
+            ),
+            any_policy,
+            st.integers(0, 12),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    data=st.data(),
+)
+def test_rows_of_all_kinds_share_a_batch(
+    name: str, batch: list[tuple[list[int], SamplingParams, AcceptancePolicy, int]], data: st.DataObject
+) -> None:
+    """Policy, K, temperature and length of its own for each row: none of them matters to another row."""
+    llm = make_llm(name)
+    ids, params, policies, ks = (list(column) for column in zip(*batch))
+    outs = llm.generate(ids, params, policy=policies, k=ks)
+    for out, prompt, param, policy, k in zip(outs, ids, params, policies, ks, strict=True):
+        if param.temperature == 0 and (policy == Exact() or k == 0):
+            assert (out.token_ids, out.finish_reason) == expected(prompt, param)
+        check_counts(out, param, k)
+        assert out.guarantee is policy.guarantee
+    alone = data.draw(st.integers(0, len(batch) - 1))
+    (again,) = llm.generate([ids[alone]], params[alone], policy=policies[alone], k=ks[alone])
+    assert again.token_ids == outs[alone].token_ids
+    assert again.provenance == outs[alone].provenance
+    assert whole(llm)
+
+
+@every_strategy
+@pytest.mark.parametrize("k", [0, 1, 6])
+def test_the_seed_decides(name: str, k: int) -> None:
+    llm = make_llm(name, k)
+    params = [SamplingParams(temperature=1.0, max_tokens=24, seed=seed) for seed in range(6)]
+    prompt = [3, 1, 4, 1, 5]
+    outs = [out.token_ids for out in llm.generate([prompt] * 6, params)]
+    assert outs == [out.token_ids for p in params for out in make_llm(name, k).generate([prompt], p)]
+    assert all(a != b for a, b in itertools.combinations(outs, 2))
+    fresh = [out.token_ids for out in llm.generate([prompt] * 2, SamplingParams(max_tokens=24))]
+    assert fresh[0] != fresh[1]  # no seed is a seed of one's own
+
+
+def test_speculation_does_speculate() -> None:
+    """The strategies of these tests are accepted often enough, and rejected often enough, to test anything."""
+    prompts = [[seed, 2 * seed % VOCAB, 7] for seed in range(12)]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    taus = {}
+    for name in STRATEGIES:
+        stats = sum((out.stats for out in make_llm(name, 6).generate(prompts, params)), start=fly.Stats())
+        taus[name] = stats.tau
+        if name not in ("none", "the target itself"):
+            assert 0 < stats.accepted < stats.drafted, name
+    assert taus["none"] == 1 and taus["the target itself"] > 6, taus
+    assert all(taus[name] > 1.3 for name in ("n-gram", "a near model", "two levels", "three levels")), taus
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("at", range(12))
+def test_output_ends_at_a_stop_id_inside_a_block_that_stands(temperature: float, at: int) -> None:
+    """The target drafts for itself, so that whole blocks stand; nothing behind the end is kept or counted."""
+    prompt = [5, 2, 9]
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=30, logprobs=1)
+    llm = make_llm("the target itself", 5)
+    (free,) = llm.generate([prompt], params)
+    stop = free.token_ids[at]
+    first = free.token_ids.index(stop)
+    (out,) = llm.generate([prompt], params.model_copy(update={"stop_token_ids": (stop,)}))
+    assert out.token_ids == free.token_ids[: first + 1] and out.finish_reason == "stop"
+    check_counts(out, params, 5)
+    (short,) = llm.generate([prompt], params.model_copy(update={"max_tokens": at + 1}))
+    assert len(short.token_ids) == at + 1 and short.finish_reason == "length"
+    if temperature == 0:
+        assert short.token_ids == free.token_ids[: at + 1]
+    check_counts(short, params, 5)
+    assert whole(llm)
+
+
+def test_a_stop_id_wins_over_the_last_token() -> None:
+    prompt = [5, 2, 9]
+    last = autoregression(tuple(prompt), 8)[-1]
+    first = autoregression(tuple(prompt), 8).index(last)
+    params = SamplingParams(temperature=0, max_tokens=first + 1, stop_token_ids=(last,))
+    assert make_llm("the target itself").generate([prompt], params)[0].finish_reason == "stop"
+
+
+@every_strategy
+@settings(max_examples=12)
+@given(batch=st.lists(st.tuples(prompts, st.integers(0, 12), stop_ids), min_size=1, max_size=3), k=st.integers(1, 9))
+def test_min_tokens_bans_the_same_ends_with_and_without_speculation(
+    name: str, batch: list[tuple[list[int], int, tuple[int, ...]]], k: int
+) -> None:
+    params = [
+        SamplingParams(temperature=0, max_tokens=20, min_tokens=least, stop_token_ids=stop) for _, least, stop in batch
+    ]
+    ids = [prompt for prompt, _, _ in batch]
+    for out, prompt, p in zip(make_llm(name, k).generate(ids, params), ids, params):
+        wanted: list[int] = []
+        while len(wanted) < 20 and not (wanted and wanted[-1] in p.stop_token_ids):
+            logits = dense_logits(TARGET, prompt + wanted)[-1].clone()
+            if len(wanted) < p.min_tokens:
+                logits[list(p.stop_token_ids)] = -math.inf
+            wanted.append(int(logits.argmax()))
+        assert out.token_ids == wanted
+        check_counts(out, p, k)
+
+
+@pytest.mark.parametrize("policy", [FLy(theta=0, window=0, hold=0), Exact() | Room(0), LossySampling(1e9)])
+@pytest.mark.parametrize("name", ["n-gram", "the target itself"])
+def test_no_relaxation_ends_before_min_tokens(name: str, policy: AcceptancePolicy) -> None:
+    prompt = [4, 8, 15, 4, 8, 15, 4, 8]
+    params = SamplingParams(temperature=0, max_tokens=20, min_tokens=15, stop_token_ids=(4, 8, 15))
+    (out,) = make_llm(name, 6).generate([prompt], params, policy=policy)
+    assert len(out.token_ids) >= 15 and not {4, 8, 15} & set(out.token_ids[:15])
+
+
+@every_strategy
+@pytest.mark.parametrize("prompt", [[7], [1, 2, 3]])
+def test_no_tokens_one_token_and_the_shortest_prompt(name: str, prompt: list[int]) -> None:
+    llm = make_llm(name, 5)
+    for most in (0, 1, 2):
+        params = SamplingParams(temperature=0, max_tokens=most, logprobs=1)
+        (out,) = llm.generate([prompt], params)
+        assert (out.token_ids, out.finish_reason) == (list(autoregression(tuple(prompt), most)), "length")
+        check_counts(out, params, 5)
+    assert whole(llm) and llm.generate([]) == []
+
+
+@every_strategy
+@pytest.mark.parametrize("length", [CONTEXT - 20, CONTEXT - 2, CONTEXT - 1])
+def test_output_ends_with_the_targets_context(name: str, length: int) -> None:
+    prompt = [i * i % VOCAB for i in range(length)]
+    params = SamplingParams(temperature=0, max_tokens=99)
+    (out,) = make_llm(name, 7).generate([prompt], params)
+    assert (out.token_ids, out.finish_reason) == expected(prompt, params)
+    assert len(prompt) + len(out.token_ids) == CONTEXT and out.finish_reason == "length"
+    check_counts(out, params, 7)
+
+
+@pytest.mark.parametrize("below", [False, True])
+def test_a_draft_with_a_shorter_context_falls_silent(below: bool) -> None:
+    sizes = {**SIZES, "max_positions": 24}
+    short = SingleDraft(random_llama(0, **sizes))  # the target's own weights
+    llm = LLM(TARGET, CascadeDraft([short, SingleDraft(NEAR)]) if below else short, k=6)
+    prompts = [[1, 2, 3], list(range(20)), [i % 7 for i in range(40)]]
+    params = SamplingParams(temperature=0, max_tokens=40)
+    outs = llm.generate(prompts, params)
+    for out, prompt in zip(outs, prompts):
+        assert (out.token_ids, out.finish_reason) == expected(prompt, params)
+        check_counts(out, params, 6)
+    assert outs[0].stats.accepted and (below or not outs[2].stats.drafted)
+    assert whole(llm)
+
+
+# --- records ---------------------------------------------------------------------------------------------
+
+
+@every_strategy
+@settings(max_examples=8)
+@given(
+    batch=st.lists(prompts, min_size=1, max_size=3), temperature=st.sampled_from([0.0, 0.8]), most=st.integers(0, 40)
+)
+def test_logprobs_are_the_targets_own(name: str, batch: list[list[int]], temperature: float, most: int) -> None:
+    params = SamplingParams(temperature=temperature, top_k=9, seed=3, max_tokens=14, logprobs=most)
+    for out in make_llm(name, 5).generate(batch, params):
+        assert out.logprobs is not None
+        text = out.prompt_token_ids + out.token_ids
+        wanted = dense_logits(TARGET, text)[len(out.prompt_token_ids) - 1 : -1].log_softmax(-1)
+        for token, entry, log_V in zip(out.token_ids, out.logprobs, wanted, strict=True):
+            assert token in entry and len(entry) in (min(most, VOCAB), min(most, VOCAB) + 1)
+            for other, value in entry.items():
+                assert value == pytest.approx(float(log_V[other]), abs=1e-4)
+            top = list(entry.values())[: min(most, VOCAB)]
+            assert top == pytest.approx(log_V.sort(descending=True).values[: len(top)].tolist(), abs=1e-4)
+        check_counts(out, params, 5)
+
+
+def test_relaxed_tokens_are_recorded() -> None:
+    """A wide open gate relaxes much: every such token names its clauses, and the gates count what was asked."""
+    params = SamplingParams(temperature=0, max_tokens=60)
+    policy = FLy(theta=0.2, window=1, hold=1)
+    outs = make_llm("a near model", 8).generate([[i, 3, i] for i in range(8)], params, policy=policy)
+    stats = sum((out.stats for out in outs), start=fly.Stats())
+    assert stats.relaxed > 10
+    assert [name.split("(")[0] for name in stats.gates] == ["entropy", "window", "room", "~control"]
+    names = set(stats.gates)
+    for out in outs:
+        check_counts(out, params, 8)
+        for token in out.provenance:
+            assert token.clause is None or set(token.clause.split(" & ")) == names
+    asked = {asked for asked, _ in stats.gates.values()}
+    assert len(asked) == 1 and asked.pop() > min(passed for _, passed in stats.gates.values())
+
+
+def test_stats_add_up() -> None:
+    outs = make_llm("a near model", 4).generate(
+        [[1], [2], [3]], SamplingParams(temperature=0, max_tokens=9), policy=FLy()
+    )
+    total = sum((out.stats for out in outs), start=fly.Stats())
+    for name in ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed"):
+        assert getattr(total, name) == sum(getattr(out.stats, name) for out in outs)
+    assert total.tau == total.emitted / total.rounds
+
+
+# --- room, errors, leaks ---------------------------------------------------------------------------------
+
+
+@every_strategy
+@settings(max_examples=8)
+@given(batch=requests, pages=st.integers(0, 6), block_size=st.integers(1, 7))
+def test_a_small_pool_makes_rows_wait_and_changes_nothing(
+    name: str, batch: list[tuple[list[int], SamplingParams]], pages: int, block_size: int
+) -> None:
+    """The cache holds the largest request and little more."""
+    most = max(len(prompt) + params.max_tokens for prompt, params in batch)
+    llm = make_llm(name, 5, block_size, cache_tokens=most + pages * block_size)
+    outs = llm.generate([prompt for prompt, _ in batch], [params for _, params in batch])
+    for out, (prompt, params) in zip(outs, batch, strict=True):
+        assert (out.token_ids, out.finish_reason) == expected(prompt, params)
+    assert whole(llm)
+
+
+def test_a_small_draft_pool_makes_rows_wait_too() -> None:
+    llm = LLM(TARGET, CascadeDraft([SingleDraft(FAR, cache_tokens=40), SingleDraft(NEAR, cache_tokens=48)]), k=6)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    prompts = [[i, i + 1, i] for i in range(5)]
+    for out, prompt in zip(llm.generate(prompts, params), prompts):
+        assert out.token_ids == expected(prompt, params)[0]
+    with pytest.raises(ValueError, match="cache"):
+        llm.generate([[1] * 30], params)
+    assert whole(llm)
+
+
+@pytest.mark.parametrize(
+    ("bad", "words"),
+    [
+        ([], "empty"),
+        ([VOCAB], str(VOCAB)),
+        ([1, -1], "-1"),
+        ([1] * CONTEXT, str(CONTEXT)),
+        ([1] * (CONTEXT + 5), str(CONTEXT + 5)),
+        ([1] * 60, "cache"),
+        ("text", "tokenizer"),
+    ],
+)
+def test_a_bad_prompt_runs_nothing(bad: list[int], words: str) -> None:
+    calls: list[int] = []
+
+    class Watched(NGramDraft):
+        def propose(self, rows: object, max_len: object) -> Draft:
+            calls.append(1)
+            return super().propose(rows, max_len)  # type: ignore[arg-type]
+
+    llm = LLM(TARGET, Watched(), cache_tokens=64)
+    params = SamplingParams(temperature=0, max_tokens=10)
+    with pytest.raises(ValueError, match=words):
+        llm.generate([[1, 2], bad, [3]], params)
+    assert not calls and whole(llm)
+    assert llm.generate([[1, 2]], params)[0].token_ids == expected([1, 2], params)[0]
+
+
+@dataclass(frozen=True)
+class Fragile(Exact):
+    """Fails once a row has so many tokens behind it."""
+
+    after: int = 6
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        if int(target.generated_B.max()) >= self.after:
+            raise RuntimeError("the policy broke")
+        return super().accept_probs(target, draft)
+
+
+class Breaking(DraftStrategy):
+    """Fails at one of its calls, before or after the strategy it wraps has done its work."""
+
+    def __init__(self, inner: DraftStrategy, method: str, call: int, late: bool) -> None:
+        self.inner, self.method, self.left, self.late = inner, method, call, late
+        self.vocab_size, self.context = inner.vocab_size, inner.context
+
+    def _do(self, method: str, *args: object) -> object:
+        self.left -= method == self.method
+        breaks = method == self.method and self.left == 0
+        if breaks and not self.late:
+            raise RuntimeError("the strategy broke")
+        result = getattr(self.inner, method)(*args)
+        if breaks:
+            raise RuntimeError("the strategy broke")
+        return result
+
+    def propose(self, rows: object, max_len: object) -> Draft:  # type: ignore[override]
+        return self._do("propose", rows, max_len)  # type: ignore[return-value]
+
+    def commit(self, rows: object) -> None:  # type: ignore[override]
+        self._do("commit", rows)
+
+    def release(self, row: Sequence) -> None:
+        self.inner.release(row)
+
+    def allocators(self) -> list:  # type: ignore[type-arg]
+        return self.inner.allocators()
+
+
+PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
+
+
+@every_strategy
+def test_a_failing_policy_leaves_the_caches_whole(name: str) -> None:
+    llm = make_llm(name, 3)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with pytest.raises(RuntimeError, match="policy broke"):
+        llm.generate(PROMPTS, params, policy=[Exact(), Fragile(), Exact(), Exact()])
+    assert whole(llm)
+    assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
+
+
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("method", "call"), [("propose", 1), ("propose", 3), ("commit", 1), ("commit", 3)])
+@pytest.mark.parametrize("name", ["n-gram", "a near model", "three levels"])
+def test_a_failing_strategy_leaves_the_caches_whole(name: str, method: str, call: int, late: bool) -> None:
+    inner = STRATEGIES[name]()
+    assert inner is not None
+    llm = LLM(TARGET, Breaking(inner, method, call, late), k=3)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with pytest.raises(RuntimeError, match="strategy broke"):
+        llm.generate(PROMPTS, params)
+    assert whole(llm)
+    assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
+
+
+def engine_row(prompt: list[int], most: int = 30, k: int = 5) -> Sequence:
+    return Sequence(list(prompt), len(prompt), SamplingParams(temperature=0, max_tokens=most), Exact(), 0, k)
+
+
+@pytest.mark.parametrize("broken", ["target", "draft", "policy"])
+@pytest.mark.parametrize("name", ["n-gram", "a near model", "three levels"])
+def test_a_step_that_fails_can_be_taken_again(name: str, broken: str) -> None:
+    """Rows and caches are as they were; with room, or without the culprit, all go on as if nothing had been."""
+    strategy = STRATEGIES[name]()
+    if broken == "draft":
+        strategy = CascadeDraft([NGramDraft(), SingleDraft(NEAR, cache_tokens=44, block_size=2)])
+    runner = Runner(TARGET, PagedKVCache(TARGET.config, 22 if broken == "target" else 999, 2))
+    engine = Engine(runner, strategy)
+    rows = [engine_row(prompt) for prompt in PROMPTS[:2]]
+    if broken == "policy":
+        rows[1].policy = Fragile(after=9)
+    allocators = [runner.cache.allocator, *(strategy.allocators() if strategy else [])]
+    failures = 0
+    for _ in range(60):
+        before = [(list(row.tokens), list(row.provenance), row.stats.rounds) for row in rows]
+        held = [{s: a.length(s) for s in a.sequences()} for a in allocators]
+        try:
+            engine.step(rows)
+        except (OutOfBlocks, RuntimeError):
+            assert before == [(row.tokens, row.provenance, row.stats.rounds) for row in rows]
+            now = [{s: a.length(s) for s in a.sequences()} for a in allocators]
+            for was, held_now in zip(held, now):
+                assert {s: n for s, n in held_now.items() if n} == {s: n for s, n in was.items() if n}
+            failures += 1
+            if failures == 2:  # and the same again, from the very same state
+                break
+    assert failures == 2
+    rows[1].policy = Exact()
+    engine.release(rows[1])
+    while not rows[0].finish_reason:
+        engine.step(rows[:1])
+    assert rows[0].tokens == PROMPTS[0] + expected(PROMPTS[0], rows[0].params)[0]
+    while not rows[1].finish_reason and broken == "policy":
+        engine.step(rows[1:])
+    if broken == "policy":
+        assert rows[1].tokens == PROMPTS[1] + expected(PROMPTS[1], rows[1].params)[0]
+    for row in rows:
+        engine.release(row)
+    assert all(a.num_free == a.num_blocks for a in allocators)
+
+
+def test_proposals_padded_to_any_width_are_taken() -> None:
+    """A strategy may pad wider than its longest row."""
+
+    class Wide(NGramDraft):
+        def propose(self, rows: object, max_len: object) -> Draft:
+            draft = super().propose(rows, max_len)  # type: ignore[arg-type]
+            return Draft(torch.nn.functional.pad(draft.tokens_BK, (0, 3), value=5), draft.lengths_B)
+
+    params = SamplingParams(temperature=0, max_tokens=30)
+    prompts = [[1, 2, 1, 2, 1], [3, 4], [5, 5, 5]]
+    for out, prompt in zip(LLM(TARGET, Wide(), k=4).generate(prompts, params), prompts):
+        assert out.token_ids == expected(prompt, params)[0]
+        check_counts(out, params, 4)
+
+
+# --- the law of the output, end to end -------------------------------------------------------------------
+
+
+class Table:
+    """A toy model: the law of the next token depends on the last one alone."""
+
+    def __init__(self, logits_VV: Tensor) -> None:
+        self.table = logits_VV
+        self.config = LlamaConfig(
+            vocab_size=len(logits_VV), hidden_size=2, intermediate_size=1, num_hidden_layers=1,
+            num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=32,
+        )  # fmt: skip
+        self.device = torch.device("cpu")
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        return tokens_T
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        return self.table[hidden_TC]
+
+
+def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -> float:
+    """Distance of 2000 completions of four tokens from the target's law, in deviations of the chi-square law."""
+    vocab, length, rounds = len(table), 4, 10
+    llm = LLM(Table(table), strategy, policy, k=2, cache_tokens=10_000, block_size=8)
+    counts = torch.zeros([vocab] * length)
+    for batch in range(rounds):
+        params = [SamplingParams(temperature=1, max_tokens=length, seed=batch * 200 + i) for i in range(200)]
+        for out in llm.generate([[0]] * 200, params):
+            counts[tuple(out.token_ids)] += 1
+    law = table.softmax(-1)
+    joint = law[0]
+    for _ in range(length - 1):
+        joint = joint.unsqueeze(-1) * law
+    wanted = joint * counts.sum()
+    assert wanted.min() > 3
+    statistic = float(((counts - wanted) ** 2 / wanted).sum())
+    freedom = vocab**length - 1
+    return (statistic - freedom) / math.sqrt(2 * freedom)
+
+
+def test_sampled_completions_follow_the_targets_law() -> None:
+    g = torch.Generator().manual_seed(3)
+    table, other, third = (0.4 * torch.randn(3, 3, generator=g) for _ in range(3))
+
+    def strategies() -> list[DraftStrategy]:
+        small, large = SingleDraft(Table(third), cache_tokens=10_000), SingleDraft(Table(other), cache_tokens=10_000)
+        return [NGramDraft(), SingleDraft(Table(other), cache_tokens=10_000), CascadeDraft([small, large])]
+
+    for strategy in strategies():
+        assert abs(surprise(Exact(), strategy, table)) < 4, strategy
+    assert surprise(LossySampling(2), strategies()[1], table) > 8  # the yardstick sees a lossy rule
+
+
+# --- text: a random model that speaks the bundled vocabulary ---------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def speaker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint directory: random weights, the bundled tokenizer, two ends of sequence."""
+    directory = tmp_path_factory.mktemp("speaker")
+    save_model(speaking(0.0), directory, dtype=torch.float32)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(CHECKPOINTS / "fly-target" / name, directory / name)
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 1]}))
+    return directory
+
+
+def speaking(noise: float) -> Llama:
+    base = random_llama(2, 1024, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
+    return perturbed(base, noise) if noise else base
+
+
+def same_text(llm: LLM, prompt: str | list[int], params: SamplingParams, k: int = 6) -> Output:
+    """The speculative output, once shown equal to the autoregressive one and to the stream's."""
+    (plain,) = llm.generate([prompt], params, k=0)
+    (out,) = llm.generate([prompt], params, k=k)
+    assert (out.token_ids, out.text, out.finish_reason) == (plain.token_ids, plain.text, plain.finish_reason)
+    check_counts(out, params, k)
+    stream = llm.stream(prompt, params, k=k)
+    pieces = list(stream)
+    assert "".join(pieces) == out.text
+    assert [token.id for piece in pieces for token in piece.tokens] == out.token_ids
+    assert stream.finish_reason == out.finish_reason and stream.stats == out.stats
+    return out
+
+
+@settings(max_examples=25)
+@given(at=st.integers(0, 40), length=st.integers(1, 6), least=st.sampled_from([0, 3, 12]), k=st.integers(1, 9))
+def test_output_ends_before_a_stop_string(speaker: Path, at: int, length: int, least: int, k: int) -> None:
+    llm = LLM(speaker, SingleDraft(speaking(0.01)), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=24, min_tokens=least, ignore_eos=True)
+    free = same_text(llm, "The", params, k)
+    at = min(at, len(free.text) - 1)
+    stop = free.text[at : at + length]
+    out = same_text(llm, "The", params.model_copy(update={"stop": (stop,)}), k)
+    assert free.text.startswith(out.text) and free.token_ids[: len(out.token_ids)] == out.token_ids
+    event(f"stopped: {out.finish_reason}")
+    if out.finish_reason == "stop":
+        assert free.text[len(out.text) :].startswith(stop) and len(out.token_ids) >= least
+        assert least or stop not in out.text
+        # one token fewer does not hold the stop string yet
+        assert least or stop not in llm.tokenizer.decode(out.token_ids[:-1])  # type: ignore[union-attr]
+    else:
+        assert out.token_ids == free.token_ids and least
+    assert whole(llm)
+
+
+@pytest.mark.parametrize("at", [0, 1, 4, 9])
+def test_output_ends_with_any_of_the_ends_of_sequence(speaker: Path, tmp_path: Path, at: int) -> None:
+    """Both ids of ``generation_config.json`` end it; the token is kept, its text is not shown if it is special."""
+    free_params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
+    free = LLM(speaker, dtype="float32").generate(["Count"], free_params)[0].token_ids
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(speaker / name, tmp_path / name)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, free[at]]}))
+    llm = LLM(tmp_path, SingleDraft(speaking(0.01)), dtype="float32")
+    out = same_text(llm, "Count", free_params.model_copy(update={"ignore_eos": False}))
+    first = free.index(free[at])
+    assert out.token_ids == free[: first + 1] and out.finish_reason == "stop"
+    assert same_text(llm, "Count", free_params).token_ids == free
+    later = same_text(llm, "Count", SamplingParams(temperature=0, max_tokens=32, min_tokens=at + 1 + first))
+    assert len(later.token_ids) >= at + 1 + first
+
+
+@pytest.mark.parametrize("taken", [0, 1, 3])
+def test_closing_a_stream_frees_everything(speaker: Path, taken: int) -> None:
+    llm = LLM(speaker, CascadeDraft([NGramDraft(), SingleDraft(speaking(0.01))]), dtype="float32", k=4)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    stream = llm.stream("Once", params)
+    for _ in range(taken):
+        next(stream)
+    assert taken == 0 or not whole(llm)
+    stream.close()
+    assert whole(llm)
+    assert list(stream) == []
+    same_text(llm, "Once", params)
+
+
+# --- the trained models that ship ------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def trained() -> LLM:
+    return LLM("fly-target", SingleDraft("fly-draft", dtype="float32"), dtype="float32", k=15)
+
+
+@pytest.fixture(scope="module")
+def questions(trained: LLM) -> list[list[int]]:
+    return [trained.chat_prompt(problem.prompt) for problem in tasks.problems(None, "heldout", 5, 6)]
+
+
+def test_trained_speculation_is_invisible_and_pays(trained: LLM, questions: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=80)
+    plain = trained.generate(questions, params, k=0)
+    strategy = CascadeDraft([NGramDraft(), SingleDraft("fly-draft", dtype="float32")])
+    for llm in (trained, LLM("fly-target", strategy, dtype="float32")):
+        outs = llm.generate(questions, params)
+        assert [out.text for out in outs] == [out.text for out in plain]
+        assert [out.token_ids for out in outs] == [out.token_ids for out in plain]
+        for out in outs:
+            check_counts(out, params, 15)
+        assert sum((out.stats for out in outs), start=fly.Stats()).tau > 1.5
+
+
+def test_trained_fly_relaxes_and_accepts_more(trained: LLM, questions: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=80)
+    exact, relaxed = (
+        sum((out.stats for out in trained.generate(questions, params, policy=policy)), start=fly.Stats())
+        for policy in (Exact(), Exact() | (EntropyGate(0.3) & Room(2) & ~ControlToken()))
+    )
+    assert exact.relaxed == 0 and relaxed.relaxed > 0
+    assert relaxed.tau > exact.tau
+    outs = trained.generate(questions, params, policy=FLy())
+    assert sum(out.stats.relaxed for out in outs) > 0
+    for out in outs:
+        check_counts(out, params, 15)
+
+
+def test_trained_text_streams_and_stops(trained: LLM, questions: list[list[int]]) -> None:
+    params = SamplingParams(temperature=0, max_tokens=60)
+    for prompt in questions[:3]:
+        free = same_text(trained, prompt, params, 15)
+        assert len(free.text) > 20
+        stop = free.text[15:18]
+        out = same_text(trained, prompt, params.model_copy(update={"stop": (stop,)}), 15)
+        assert out.text == free.text[: free.text.index(stop)] and out.finish_reason == "stop"
+    assert whole(trained)

@@ -1,0 +1,293 @@
+"""The Python interface: names that are promised, defaults, errors that name the choices, text in and out."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from itertools import zip_longest
+from pathlib import Path
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+import fly
+from fly import LLM, Piece, SamplingParams
+from fly.bundled import BUNDLED, CHECKPOINTS
+from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
+from fly.models import CheckpointError
+from fly.models.loading import save_model
+from fly.policies import Exact, FLy, LossySampling, parse_policy
+from fly.types import Guarantee
+from tests.toys import dense_logits, random_llama
+
+VOCAB = 1024
+MODEL = random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+TEMPLATE = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_thread() -> Iterator[None]:
+    """Models this small only lose by a second thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint without tokenizer files."""
+    directory = tmp_path_factory.mktemp("bare")
+    save_model(MODEL, directory, dtype=torch.float32, eos_token_id=7)
+    return directory
+
+
+@pytest.fixture
+def speaker(bare: Path, tmp_path: Path) -> Path:
+    """The same with the bundled tokenizer, a chat template and sampling defaults."""
+    for path in bare.iterdir():
+        shutil.copy(path, tmp_path)
+    shutil.copy(CHECKPOINTS / "fly-target" / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 1], "do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 40})
+    )
+    return tmp_path
+
+
+# --- names -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("fly", "LLM SamplingParams"),
+        ("fly.policies", "AcceptancePolicy Exact LossySampling FLy verify EntropyGate AgreeingWindow ControlToken"),
+        ("fly.drafts", "DraftStrategy SingleDraft NGramDraft CascadeDraft"),
+        ("fly.cache", "BlockAllocator PagedKVCache OutOfBlocks"),
+        ("fly.models", "Llama LlamaConfig load_model"),
+        ("fly.types", "Draft Target Noise Verdict Sequence SamplingParams"),
+    ],
+)
+def test_public_names(module: str, names: str) -> None:
+    room = importlib.import_module(module)
+    assert set(names.split()) <= set(room.__all__)
+    assert all(hasattr(room, name) for name in room.__all__)
+
+
+def test_the_output_says_what_is_promised() -> None:
+    (out,) = LLM(MODEL, NGramDraft()).generate([[1, 2, 1, 2]], GREEDY)
+    assert (out.text, out.finish_reason, out.logprobs) == ("", "length", None)
+    assert len(out.token_ids) == len(out.provenance) == 12
+    assert {"rounds", "drafted", "accepted", "relaxed"} <= set(vars(out.stats)) and out.stats.tau >= 1
+    assert out.guarantee is Guarantee.LOSSLESS
+    assert BUNDLED == ("fly-target", "fly-draft", "fly-tiny")
+
+
+# --- arguments -------------------------------------------------------------------------------------------
+
+
+def test_one_for_all_or_one_for_each() -> None:
+    llm = LLM(MODEL, NGramDraft(), policy=LossySampling(2), k=3)
+    prompts = [[1, 2, 1, 2], [3], [4, 4]]
+    policies = [Exact(), FLy(), LossySampling(3)]
+    params = [GREEDY.model_copy(update={"max_tokens": n}) for n in (1, 5, 9)]
+    outs = llm.generate(prompts, params, policy=policies, k=[0, 1, 9])
+    assert [len(out.token_ids) for out in outs] == [1, 5, 9]
+    assert [out.guarantee for out in outs] == [policy.guarantee for policy in policies]
+    assert [out.prompt_token_ids for out in outs] == prompts
+    for out, (prompt, param, policy, k) in zip(outs, zip(prompts, params, policies, [0, 1, 9])):
+        assert llm.generate([prompt], param, policy=policy, k=k)[0].token_ids == out.token_ids
+    assert {out.guarantee for out in llm.generate(prompts, GREEDY)} == {Guarantee.HEURISTIC}
+    assert all(out.stats.drafted == 0 for out in llm.generate(prompts, GREEDY, k=0))
+    for name, value in (("params", [GREEDY]), ("policy", [Exact()] * 2), ("k", [1] * 4)):
+        options = {"params": GREEDY, name: value}
+        with pytest.raises(ValueError, match=f"{name} has {len(value)} entries for 3 prompts"):
+            llm.generate(prompts, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda: LLM("no-such-model"), ("'no-such-model'", *BUNDLED)),
+        (lambda: LLM(MODEL, "no-such-draft"), ("'no-such-draft'", *BUNDLED)),
+        (lambda: LLM(MODEL, k=-1), ("k", "-1")),
+        (lambda: LLM(MODEL, k=True), ("k", "True")),
+        (lambda: LLM(MODEL, k=1.5), ("k", "1.5")),
+        (lambda: LLM(MODEL).generate([[1]], GREEDY, k=-3), ("k", "-3")),
+        (lambda: LLM(MODEL).generate([[1]], GREEDY, k=[-4]), ("k", "-4")),
+        (lambda: LLM(MODEL, deterministic=True), ("deterministic",)),
+        (lambda: LLM(MODEL, SingleDraft(random_llama(0, VOCAB + 1))), (str(VOCAB), str(VOCAB + 1))),
+        (lambda: LLM(MODEL, CascadeDraft([NGramDraft(), SingleDraft(random_llama(0, 5))])), (str(VOCAB), "5")),
+        (lambda: LLM(MODEL).generate([1, 2, 3]), ("[[1, 2, 3]]",)),
+        (lambda: LLM(MODEL).generate("text"), ("tokenizer", "token ids")),
+        (lambda: LLM(MODEL).generate(["text"]), ("tokenizer", "token ids")),
+        (lambda: LLM(MODEL).stream([1]), ("tokenizer",)),
+        (lambda: LLM(MODEL).chat([{"role": "user", "content": "hi"}]), ("tokenizer", "token ids")),
+        (lambda: LLM(MODEL).generate([[1]], SamplingParams(stop=("x",))), ("stop_token_ids",)),
+        (lambda: LLM(MODEL).generate([[1]], SamplingParams(stop_token_ids=(VOCAB,))), (f"{VOCAB}",)),
+        (lambda: LLM(MODEL).generate([[1]], GREEDY, policy="fly"), ("'fly'", "AcceptancePolicy")),
+        (lambda: parse_policy("flie"), ("flie", "exact", "lossy", "fly")),
+    ],
+)
+def test_errors_name_the_value_and_the_choices(call: Callable[[], object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call()
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"temprature": 1.0}, ("temprature",)),
+        ({"temperature": -0.1}, ("temperature", "-0.1")),
+        ({"temperature": float("nan")}, ("temperature", "nan")),
+        ({"temperature": float("inf")}, ("temperature", "inf")),
+        ({"top_p": 0.0}, ("top_p", "0.0")),
+        ({"top_p": 1.01}, ("top_p", "1.01")),
+        ({"top_k": -1}, ("top_k", "-1")),
+        ({"min_p": 1.5}, ("min_p", "1.5")),
+        ({"max_tokens": -1}, ("max_tokens", "-1")),
+        ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens 9", "max_tokens 8")),
+        ({"seed": 2**63}, ("seed",)),
+        ({"stop": ("a", "")}, ("empty stop",)),
+        ({"stop": ""}, ("empty stop",)),
+        ({"logprobs": -1}, ("logprobs", "-1")),
+    ],
+)
+def test_sampling_params_refuse_what_they_do_not_know(fields: dict[str, object], words: tuple[str, ...]) -> None:
+    with pytest.raises(ValidationError) as caught:
+        SamplingParams(**fields)  # type: ignore[arg-type]
+    assert isinstance(caught.value, ValueError)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_one_stop_string_is_a_list_of_one() -> None:
+    assert SamplingParams(stop="end").stop == ("end",)
+    assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")
+    with pytest.raises(ValidationError):
+        SamplingParams().temperature = 2.0  # type: ignore[misc]
+
+
+# --- directories -----------------------------------------------------------------------------------------
+
+
+def test_a_directory_without_tokenizer_takes_token_ids(bare: Path) -> None:
+    llm = LLM(bare, bare, dtype="float32", k=4)
+    assert llm.tokenizer is None and llm.eos_ids == {7} and isinstance(llm.draft, SingleDraft)
+    (out,) = llm.generate([[5, 6]], GREEDY)
+    text = [5, 6]
+    while len(text) < 14 and text[-1] != 7:
+        text.append(int(dense_logits(MODEL, text)[-1].argmax()))
+    assert out.token_ids == text[2:] and out.text == ""
+    assert llm.generate([[5, 6]])[0].token_ids[:12] == out.token_ids  # greedy by default
+    with pytest.raises(ValueError, match="token ids"):
+        llm.generate(["text"])
+
+
+def test_generation_config_is_the_default(speaker: Path) -> None:
+    llm = LLM(speaker, dtype="float32")
+    assert llm.default_params == SamplingParams(temperature=0.6, top_p=0.9, top_k=40)
+    assert llm.eos_ids == {1, 2}
+    asked = llm.default_params.model_copy(update={"seed": 4, "max_tokens": 8})
+    torch.manual_seed(1)
+    assert llm.generate(["a"], asked)[0].token_ids == llm.generate(["a"], asked)[0].token_ids
+    (speaker / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6}))
+    again = LLM(speaker, dtype="float32")
+    assert again.default_params == SamplingParams(temperature=0) and again.eos_ids == {2}
+    for broken, words in (({"do_sample": True, "top_p": 7}, "top_p"), ({"eos_token_id": [VOCAB]}, str(VOCAB))):
+        (speaker / "generation_config.json").write_text(json.dumps(broken))
+        with pytest.raises(CheckpointError, match=words):
+            LLM(speaker, dtype="float32")
+
+
+def test_a_draft_of_another_vocabulary_is_refused(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    for path in speaker.iterdir():
+        shutil.copy(path, other)
+    raw = json.loads((other / "tokenizer.json").read_text())
+    vocabulary = raw["model"]["vocab"]
+    first, second = list(vocabulary)[100:102]
+    vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
+    (other / "tokenizer.json").write_text(json.dumps(raw))
+    LLM(speaker, speaker, dtype="float32")
+    with pytest.raises(ValueError, match="different text"):
+        LLM(speaker, other, dtype="float32")
+
+
+# --- text ------------------------------------------------------------------------------------------------
+
+
+def test_pieces_know_their_tokens(speaker: Path) -> None:
+    llm = LLM(speaker, speaker, dtype="float32", k=4)
+    params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
+    (out,) = llm.generate(["Hello"], params)
+    stream = llm.stream("Hello", params)
+    pieces = list(stream)
+    assert all(isinstance(piece, Piece) and isinstance(piece, str) for piece in pieces)
+    assert "".join(pieces) == out.text
+    assert [token for piece in pieces for token in piece.tokens] == out.provenance
+    assert stream.stats == out.stats and stream.finish_reason == "length"
+    assert all(piece.tokens for piece in pieces) and len(pieces) > 1
+    with pytest.raises(StopIteration):
+        next(stream)
+
+
+def test_a_stream_checks_its_arguments_at_once(speaker: Path) -> None:
+    llm = LLM(speaker, dtype="float32")
+    with pytest.raises(ValueError, match="empty"):
+        llm.stream([])
+    with pytest.raises(ValueError, match="-1"):
+        llm.stream("a", k=-1)
+    assert list(llm.stream("a", SamplingParams(max_tokens=0))) == []
+
+
+def test_two_streams_at_once(speaker: Path) -> None:
+    llm = LLM(speaker, speaker, dtype="float32", k=4)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    outs = llm.generate(["One", "Two more"], params)
+    streams = [llm.stream(prompt, params) for prompt in ("One", "Two more")]
+    turns = list(zip_longest(*streams, fillvalue=""))
+    assert ["".join(pieces) for pieces in zip(*turns)] == [out.text for out in outs] and len(turns) > 2
+    assert all(a.num_free == a.num_blocks for a, _ in llm._allocators())
+
+
+def test_stop_strings_hold_for_generate_and_stream(speaker: Path) -> None:
+    llm = LLM(speaker, speaker, dtype="float32", k=5)
+    params = SamplingParams(temperature=0, max_tokens=30, ignore_eos=True)
+    (free,) = llm.generate(["Hello"], params)
+    stop = (free.text[12:15], free.text[7:9])
+    stopping = params.model_copy(update={"stop": stop})
+    (out,) = llm.generate(["Hello"], stopping)
+    assert out.finish_reason == "stop"
+    assert out.text == free.text[: min(free.text.index(s) for s in stop)]
+    assert "".join(llm.stream("Hello", stopping)) == out.text
+    both = llm.generate(["Hello", "Hello"], [params, stopping])
+    assert [o.text for o in both] == [free.text, out.text]
+
+
+def test_chat_goes_through_the_template(speaker: Path) -> None:
+    llm = LLM(speaker, NGramDraft(), dtype="float32")
+    messages = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
+    assert llm.tokenizer is not None
+    ids = llm.tokenizer.encode("[user]hi[assistant]yes>", add_special_tokens=False)
+    assert llm.chat_prompt(messages) == ids
+    assert llm.chat_prompt("hi") == llm.chat_prompt([{"role": "user", "content": "hi"}])
+    out = llm.chat(messages, GREEDY, k=3)
+    assert out.prompt_token_ids == ids
+    assert out.token_ids == llm.generate([ids], GREEDY)[0].token_ids
+    (speaker / "tokenizer_config.json").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        LLM(speaker, dtype="float32").chat(messages)
+
+
+def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
+    llm = LLM(speaker, dtype="float32")
+    assert llm.tokenizer is not None
+    (text,), (ids,) = llm.generate("Hello", GREEDY), llm.generate([llm.tokenizer.encode("Hello")], GREEDY)
+    assert text == ids and text.text == llm.tokenizer.decode(text.token_ids)
+    assert fly.LLM is LLM

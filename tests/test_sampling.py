@@ -1,0 +1,243 @@
+"""Processed laws against a literal twin, drawing as exact inversion, and randomness as a pure function."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from hypothesis import assume, event, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fly.policies import Exact
+from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
+from fly.types import SamplingParams, Sequence
+
+INT64 = st.integers(-(2**63), 2**63 - 1)
+
+
+# --- the processed law -----------------------------------------------------------------------------------
+
+
+def _near(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-30)
+
+
+def twin_law(logits: list[float], params: SamplingParams) -> list[float]:
+    """The law of one position, token by token in double precision; rejects draws that rounding could decide."""
+    ids = range(len(logits))
+    best = max(ids, key=lambda i: (logits[i], -i))
+    if params.temperature == 0:
+        return [float(i == best) for i in ids]
+    mass = [math.exp((z - logits[best]) / params.temperature) for z in logits]
+    total = sum(mass)
+    mass = [m / total for m in mass]
+    order = sorted(ids, key=lambda i: (-logits[i], i))
+    kept = order[: params.top_k] if params.top_k else order
+    if params.top_p < 1:
+        needed = params.top_p * sum(mass[i] for i in kept)
+        smallest, reached = [], 0.0
+        for i in kept:
+            if smallest:
+                assume(not _near(reached, needed))
+                if reached >= needed:
+                    break
+            smallest.append(i)
+            reached += mass[i]
+        kept = smallest
+    floor = params.min_p * mass[best]
+    assume(all(mass[i] == mass[best] or not _near(mass[i], floor) for i in kept) or params.min_p == 0)
+    kept = [i for i in kept if mass[i] >= floor]
+    total = sum(mass[i] for i in kept)
+    return [mass[i] / total if i in kept else 0.0 for i in ids]
+
+
+# Few values, so that ties are common; -inf is a banned token.
+logit = st.one_of(st.sampled_from([-math.inf, -50.0, -2.0, -1.0, 0.0, 0.5, 1.0, 3.0, 40.0]), st.floats(-8, 8, width=32))
+params = st.builds(
+    SamplingParams,
+    temperature=st.one_of(st.sampled_from([0.0, 1e-3, 0.3, 1.0, 2.0, 100.0]), st.floats(0.05, 5)),
+    top_k=st.integers(0, 8),
+    top_p=st.one_of(st.just(1.0), st.floats(0.01, 1)),
+    min_p=st.one_of(st.just(0.0), st.floats(0, 1)),
+)
+
+
+@st.composite
+def batches(draw_: st.DrawFn) -> tuple[Tensor, list[SamplingParams]]:
+    vocab, positions, rows = draw_(st.integers(1, 7)), draw_(st.integers(1, 3)), draw_(st.integers(1, 4))
+    one = st.lists(logit, min_size=vocab, max_size=vocab).filter(lambda zs: max(zs) > -math.inf)
+    block = st.lists(one, min_size=positions, max_size=positions)
+    logits = draw_(st.lists(block, min_size=rows, max_size=rows))
+    return torch.tensor(logits), [draw_(params) for _ in range(rows)]
+
+
+@given(batches())
+def test_probs_equal_the_literal_twin(batch: tuple[Tensor, list[SamplingParams]]) -> None:
+    logits_BJV, rows = batch
+    before = logits_BJV.clone()
+    got = Law.of(rows).probs(logits_BJV)
+    assert torch.equal(logits_BJV, before)
+    wanted = [[twin_law(zs, p) for zs in block] for block, p in zip(logits_BJV.tolist(), rows)]
+    assert got.dtype == torch.float32
+    torch.testing.assert_close(got, torch.tensor(wanted), atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:2]))
+    for b, p in enumerate(rows):
+        event(f"greedy={p.temperature == 0} k={p.top_k > 0} p={p.top_p < 1} min={p.min_p > 0}")
+        if p.temperature == 0:
+            assert torch.equal(got[b].amax(-1), torch.ones(got.shape[1]))
+            assert torch.equal((got[b] > 0).sum(-1), torch.ones(got.shape[1], dtype=torch.int64))
+        alone = Law.of([p]).probs(logits_BJV[b : b + 1])
+        torch.testing.assert_close(got[b : b + 1], alone, atol=1e-7, rtol=1e-6)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.floats(0.1, 3))
+def test_top_k_keeps_exactly_k_of_equals_and_the_lowest_ids(vocab: int, k: int, temperature: float) -> None:
+    law = Law.of([SamplingParams(temperature=temperature, top_k=k)])
+    got = law.probs(torch.full((1, 1, vocab), 1.25))[0, 0]
+    kept = min(k, vocab)
+    torch.testing.assert_close(got, torch.tensor([1 / kept] * kept + [0.0] * (vocab - kept)))
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-38, 1e-6, 1e6, 1e38, 1e40, 1.7e308])
+def test_extreme_temperatures_stay_laws(temperature: float) -> None:
+    logits = torch.tensor([[[1.0, 0.5, -math.inf, 1.0, -1e30]]])
+    cold, hot = torch.tensor([0.5, 0, 0, 0.5, 0]), torch.tensor([1 / 3, 1 / 3, 0, 1 / 3, 0])
+    for extra in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 1e-6}):
+        got = Law.of([SamplingParams(temperature=temperature, **extra)]).probs(logits)[0, 0]
+        if temperature < 1:
+            torch.testing.assert_close(got, cold)
+        elif temperature == 1e6:
+            torch.testing.assert_close(got, hot, atol=1e-4, rtol=0)
+        else:
+            assert torch.isfinite(got).all() and got[2] == 0
+            torch.testing.assert_close(got.sum(), torch.tensor(1.0))
+
+
+# --- drawing ---------------------------------------------------------------------------------------------
+
+masses = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=1, max_size=6).filter(any)
+
+
+@given(masses, st.sampled_from([1, 10, 0.125, 1e-6]))
+def test_draw_inverts_the_cumulative_law(mass: list[int], scale: float) -> None:
+    """Over a grid of uniforms, token v comes up exactly mass[v] times, in order; no mass is never drawn."""
+    grid = 4 * sum(mass)
+    uniform_N = (torch.arange(grid) + 0.5) / grid
+    law_NV = (torch.tensor(mass, dtype=torch.float32) * scale).expand(grid, -1)
+    drawn = draw(law_NV, uniform_N)
+    assert drawn.dtype == torch.int64
+    assert drawn.tolist() == [v for v, m in enumerate(mass) for _ in range(4 * m)]
+
+
+@given(masses)
+def test_the_ends_of_the_unit_interval_draw_tokens_with_mass(mass: list[int]) -> None:
+    law_V = torch.tensor(mass, dtype=torch.float32)
+    drawn = draw(law_V.expand(2, -1), torch.tensor([0.0, 1 - 2.0**-24])).tolist()
+    with_mass = [v for v, m in enumerate(mass) if m]
+    assert drawn == [with_mass[0], with_mass[-1]]
+
+
+def test_a_row_without_mass_gives_token_zero() -> None:
+    law = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
+    assert draw(law, torch.tensor([0.9, 0.1])).tolist() == [0, 2]
+
+
+# --- uniforms --------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.tuples(INT64, st.integers(0, 100_000)), min_size=1, max_size=5), st.integers(0, 8), st.data())
+def test_uniforms_depend_on_the_row_alone(rows: list[tuple[int, int]], n: int, data: st.DataObject) -> None:
+    stream = data.draw(st.sampled_from(Stream))
+    seed_B, round_B = torch.tensor(rows).unbind(1)
+    got = uniforms(seed_B, round_B, stream, n)
+    assert got.shape == (len(rows), n) and got.dtype == torch.float32
+    assert ((got >= 0) & (got < 1)).all()
+    b = data.draw(st.integers(0, len(rows) - 1))
+    assert torch.equal(uniforms(seed_B[b : b + 1], round_B[b : b + 1], stream, n), got[b : b + 1])
+    assert torch.equal(uniforms(seed_B, round_B, stream, n + 3)[:, :n], got)
+
+
+@given(INT64, st.integers(0, 10_000), INT64, st.integers(0, 10_000))
+def test_another_seed_round_or_stream_is_another_sequence(seed: int, at: int, other: int, later: int) -> None:
+    assume(seed != other and at != later)
+    keys = list(itertools.product((seed, other), (at, later), Stream))
+    drawn = [uniforms(torch.tensor([s]), torch.tensor([r]), t, 6)[0].tolist() for s, r, t in keys]
+    assert all(a != b for a, b in itertools.combinations(drawn, 2))
+    assert all(len(set(row)) == 6 for row in drawn)
+
+
+def _chi_square(values: Tensor, cells: int) -> float:
+    """Distance of the values' histogram from uniform, in standard deviations of the chi-square law."""
+    counts = torch.histc(values.double(), cells, 0, 1)
+    expected = values.numel() / cells
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    return (statistic - (cells - 1)) / math.sqrt(2 * (cells - 1))
+
+
+def test_uniforms_are_uniform_along_every_axis() -> None:
+    n = 1 << 15
+    zeros, count = torch.zeros(n, dtype=torch.int64), torch.arange(n)
+    for stream in Stream:
+        along = {
+            "seed": uniforms(count, zeros + 5, stream, 1).flatten(),
+            "round": uniforms(zeros + 5, count, stream, 1).flatten(),
+            "index": uniforms(zeros[:1], zeros[:1], stream, n).flatten(),
+        }
+        for axis, values in along.items():
+            assert abs(_chi_square(values, 64)) < 4, (stream, axis)
+            # neighbours are independent: their sum's fractional part is uniform, and so is each half's histogram
+            assert abs(_chi_square((values[1:] + values[:-1]) % 1, 64)) < 4, (stream, axis)
+            correlation = torch.corrcoef(torch.stack([values[1:], values[:-1]]))[0, 1]
+            assert abs(correlation) < 4 / math.sqrt(n), (stream, axis)
+    streams = [uniforms(count, zeros, stream, 1).flatten() for stream in Stream]
+    assert abs(torch.corrcoef(torch.stack(streams))[0, 1]) < 4 / math.sqrt(n)
+    assert abs(_chi_square(torch.full((n,), 0.3), 64)) > 100  # the yardstick itself refutes
+
+
+@given(INT64, st.integers(0, 100_000))
+def test_derived_seeds_are_seeds_of_their_own(seed: int, position: int) -> None:
+    got = derive(seed, position)
+    assert got == derive(seed, position) and -(2**63) <= got < 2**63
+    others = {derive(seed, position + 1), derive(seed ^ 1, position), seed}
+    assert got not in others
+    SamplingParams(seed=got)
+    row = [uniforms(torch.tensor([s]), torch.tensor([position]), Stream.SAMPLE, 8) for s in (seed, got)]
+    assert not torch.equal(row[0], row[1])
+
+
+def test_derived_streams_are_independent_of_their_parents() -> None:
+    n = 1 << 12
+    derived = torch.tensor([derive(seed, 7) for seed in range(n)])
+    at = torch.full((n,), 7)
+    own, below = uniforms(torch.arange(n), at, Stream.SAMPLE, 1), uniforms(derived, at, Stream.SAMPLE, 1)
+    assert abs(_chi_square(below.flatten(), 32)) < 4
+    assert abs(torch.corrcoef(torch.cat([own, below], 1).T)[0, 1]) < 4 / math.sqrt(n)
+    assert len(set(derived.tolist())) == n
+
+
+# --- ends that come too early ----------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.sets(st.integers(0, 4))), min_size=1, max_size=4),
+    st.integers(1, 4),
+)
+def test_ban_early_stops(rows: list[tuple[int, int, set[int]]], positions: int) -> None:
+    sequences = [
+        Sequence(
+            [0] * (2 + generated), 2, SamplingParams(min_tokens=least, max_tokens=9), Exact(), 0, 4, frozenset(stop)
+        )
+        for generated, least, stop in rows
+    ]
+    logits = torch.arange(len(rows) * positions * 5, dtype=torch.float32).reshape(len(rows), positions, 5)
+    before = logits.clone()
+    got = ban_early_stops(logits, sequences)
+    assert torch.equal(logits, before)
+    for b, (generated, least, stop) in enumerate(rows):
+        for j in range(positions):
+            for v in range(5):
+                banned = v in stop and generated + j < least
+                assert got[b, j, v] == (-math.inf if banned else before[b, j, v])

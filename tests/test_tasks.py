@@ -1,0 +1,319 @@
+"""The task generators, the sandbox that checks programs, and the bundled tokenizer."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import jinja2
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from fly.bundled import sandbox, tasks
+from fly.bundled import train as training
+from fly.bundled.tasks import KINDS, SPLITS, Problem, check, check_many, problems
+from fly.bundled.train import Round
+from fly.models import load_model
+
+CHECKPOINTS = Path(tasks.__file__).parent / "checkpoints"
+NAMES = ("fly-target", "fly-draft", "fly-tiny")
+
+seeds = st.integers(0, 2**32)
+
+
+# --- generators ------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.sampled_from([*KINDS, "all", None]), st.sampled_from(SPLITS), seeds)
+def test_the_same_seed_gives_the_same_problems(kind: str | None, split: str, seed: int) -> None:
+    first = list(problems(kind, split, seed, 6))
+    assert first == list(problems(kind, split, seed, 6))
+    assert first == list(islice(problems(kind, split, seed), 6))
+    assert first != list(problems(kind, split, seed + 1, 6))
+
+
+@pytest.mark.parametrize("split", SPLITS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_reference_solutions_pass(kind: str, split: str) -> None:
+    batch = list(problems(kind, split, 11, 300))
+    assert {p.kind for p in batch} == {kind}
+    assert [p for p, ok in zip(batch, check_many([(p, p.solution) for p in batch])) if not ok] == []
+
+
+@pytest.mark.parametrize("kind", ["arithmetic", "text"])
+def test_a_wrong_last_line_fails(kind: str) -> None:
+    for p in problems(kind, "heldout", 3, 100):
+        steps, _, _ = p.solution.rpartition("####")
+        assert check(p, f"{steps}#### {p.answer}\n")
+        assert not check(p, f"{steps}#### {p.answer}1")
+        assert not check(p, f"{p.solution}\n#### 1{p.answer}")
+        assert not check(p, steps)
+        assert not check(p, "")
+
+
+def test_changed_programs_fail() -> None:
+    swaps = (
+        (" > ", " >= "), (" < ", " <= "), ("== 0", "== 1"), ("% 2 == 1", "% 2 == 0"), ("!=", "=="),
+        ("return True", "return False"), (".append(", ".remove("), ("+= 1", "+= 2"), (" * ", " + "),
+        ("starts", "ends"), ("ends", "starts"), (" in ", " not in "),
+    )  # fmt: skip
+    pairs = []
+    for p in problems("code", "heldout", 5, 200):
+        head, fence, program = p.solution.partition("```python\n")
+        signature, _, body = program.partition(":\n")
+        comment, _, body = body.partition("\n")
+        for old, new in swaps:
+            # The loop header's "in" is not a wording of the test.
+            if old in body and not (old == " in " and '" in ' not in body):
+                changed = body.replace('" in ', '" not in ') if old == " in " else body.replace(old, new)
+                pairs.append((p, f"{head}{fence}{signature}:\n{comment}\n{changed}"))
+        pairs.append((p, head))
+        pairs.append((p, f"{head}{fence}{signature}:\n    return"))
+    passed = check_many(pairs)
+    # A change may be harmless for the inputs drawn, but rarely.
+    assert len(pairs) > 500
+    assert sum(passed) / len(pairs) < 0.08
+
+
+@settings(max_examples=15, deadline=None)
+@given(st.sampled_from(KINDS), seeds, seeds)
+def test_splits_share_no_prompt(kind: str, seed: int, other: int) -> None:
+    prompts = {
+        split: {p.prompt for p in problems(kind, split, s, 300)} for split, s in zip(SPLITS, (seed, other, seed))
+    }
+    assert not prompts["train"] & prompts["heldout"]
+    assert not prompts["train"] & prompts["ood"]
+    assert not prompts["heldout"] & prompts["ood"]
+
+
+def test_wording_is_free_but_the_facts_are_not() -> None:
+    openings = {p.solution.split(",")[0] for p in problems("arithmetic", "train", 0, 300)}
+    assert len(openings) >= 6
+
+
+@pytest.mark.parametrize(
+    ("kind", "split", "words"), [("poetry", "train", ("poetry", *KINDS)), ("code", "test", ("test", *SPLITS))]
+)
+def test_unknown_kind_or_split_names_the_choices(kind: str, split: str, words: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        problems(kind, split, 0)
+    assert all(word in str(caught.value) for word in words)
+
+
+def test_a_negative_count_is_refused() -> None:
+    with pytest.raises(ValueError, match="-1"):
+        problems("code", "train", 0, -1)
+
+
+def test_mixed_kinds_take_turns() -> None:
+    assert [p.kind for p in problems("all", "train", 0, 6)] == list(KINDS) * 2
+
+
+def test_programs_are_taken_from_the_block_or_the_whole_text() -> None:
+    p = Problem("code", "", "", "", ("f(2) == 3",))
+    program = "def f(x):\n    return x + 1\n"
+    assert check(p, program)
+    assert check(p, f"Sure.\n```python\n{program}```\nDone.")
+    assert check(p, f"```python\n{program}")
+    assert not check(p, f"Sure.\n{program}")
+
+
+# --- sandbox ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import os",
+        "from os import path",
+        "__import__('os')",
+        "x = ().__class__",
+        "x = '{0.__class__}'.format(1)",
+        "x = (i for i in []).gi_frame",
+        "open('x', 'w')",
+        "eval('1')",
+        "exec('1')",
+        "getattr(1, 'real')",
+        "globals()",
+        "class A: pass",
+        "try:\n    1\nexcept Exception:\n    pass",
+        "with 1: pass",
+        "def f(__x): pass",
+        "def __f(): pass",
+        "@print\ndef f(): pass",
+        "input()",
+        "1 / 0",
+        "def f(): return f()\nf()",
+        "x = 1 +",
+        "x = '" + "\ud800" + "'",
+        "(" * 5000 + ")" * 5000,
+        "raise ValueError",
+    ],
+)
+def test_the_sandbox_refuses(code: str) -> None:
+    result = sandbox.run_python(code, ["True"])
+    assert not result.ok
+    assert result.reason
+
+
+def test_the_sandbox_stops_endless_loops_and_goes_on() -> None:
+    jobs = [
+        ("x = 1", ["x == 1"]),
+        ("while True:\n    pass", ["True"]),
+        ("x = 9 ** 9 ** 9", ["True"]),
+        ("y = 2", ["y == 2"]),
+    ]
+    results = sandbox.run_many(jobs, timeout_s=0.5)
+    assert [r.ok for r in results] == [True, False, False, True]
+    assert results[1].reason == "timed out"
+
+
+def test_the_sandbox_limits_memory() -> None:
+    assert "MemoryError" in sandbox.run_python("x = [0] * 10 ** 10", ["True"]).reason
+    grow = "x = [0]\nwhile True:\n    x = x + x"
+    assert not sandbox.run_python(grow, ["True"]).ok
+
+
+def test_the_sandbox_writes_nothing_even_past_the_syntax_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # The limits of the process are a second wall: run a server whose syntax check lets everything through.
+    target = tmp_path / "written"
+    source = Path(sandbox.__file__).read_text(encoding="utf-8")
+    open_server = tmp_path / "server.py"
+    open_server.write_text(
+        source.replace("def _refusal(tree: ast.AST) -> str:\n", "def _refusal(tree):\n    return ''\n").replace(
+            '"abs", ', '"abs", "open", "__import__", '
+        ),
+        encoding="utf-8",
+    )
+    monkeypatch.setattr(sandbox, "__file__", str(open_server))
+    assert sandbox.run_python("x = 1", ["x == 1"]).ok
+    assert not sandbox.run_python(f"open({str(target)!r}, 'w').write('a')", ["True"]).ok
+    assert not target.exists()
+    assert sandbox.run_python("import os", ["dict(os.environ) == {} or set(os.environ) == {'LC_CTYPE'}"]).ok
+
+
+def test_a_failed_test_is_named_and_must_be_true_itself() -> None:
+    assert "f(1) == 3" in sandbox.run_python("def f(x):\n    return 2", ["f(1) == 2", "f(1) == 3"]).reason
+    assert not sandbox.run_python("def f(x):\n    return 2", ["f(1)"]).ok
+    assert sandbox.run_many([]) == []
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(max_size=80))
+def test_the_sandbox_never_raises(code: str) -> None:
+    assert isinstance(sandbox._run_job(code, []), tuple)
+
+
+# --- tokenizer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.from_file(str(CHECKPOINTS / "fly-target" / "tokenizer.json"))
+
+
+@pytest.mark.parametrize(("split", "usual", "most"), [("train", 250, 300), ("heldout", 250, 300), ("ood", 500, 600)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_problems_fit_their_token_limits(tokenizer: Tokenizer, kind: str, split: str, usual: int, most: int) -> None:
+    batch = list(problems(kind, split, 21, 400))
+    lengths = [len(e.ids) for e in tokenizer.encode_batch([p.prompt + p.solution for p in batch])]
+    assert sum(length <= usual for length in lengths) >= 0.99 * len(lengths)
+    assert max(lengths) <= most
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=200))
+def test_encoding_is_lossless_and_begins_once(tokenizer: Tokenizer, text: str) -> None:
+    begin = tokenizer.token_to_id("<|begin|>")
+    ids = tokenizer.encode(text).ids
+    assert ids[0] == begin
+    assert tokenizer.decode(ids[1:], skip_special_tokens=False) == text
+
+
+def test_each_digit_is_a_token(tokenizer: Tokenizer) -> None:
+    assert [t for t in tokenizer.encode("120 + 9", add_special_tokens=False).tokens if t.isdigit()] == [
+        "1",
+        "2",
+        "0",
+        "9",
+    ]
+    assert not [t for t in tokenizer.get_vocab() if any(c.isdigit() for c in t) and len(t) > 1]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_checkpoint_folders_share_the_tokenizer(name: str, tokenizer: Tokenizer) -> None:
+    folder = CHECKPOINTS / name
+    assert (folder / "tokenizer.json").read_text() == (CHECKPOINTS / "fly-target" / "tokenizer.json").read_text()
+    generation = json.loads((folder / "generation_config.json").read_text())
+    assert generation["eos_token_id"] == [tokenizer.token_to_id(t) for t in ("<|end|>", "<|endoftext|>")]
+    assert tokenizer.get_vocab_size() == json.loads((folder / "config.json").read_text())["vocab_size"] == 1024
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_chat_template(name: str) -> None:
+    def refuse(message: str) -> None:
+        raise ValueError(message)
+
+    config = json.loads((CHECKPOINTS / name / "tokenizer_config.json").read_text())
+    template = jinja2.Environment().from_string(config["chat_template"])
+    names = {"bos_token": config["bos_token"], "raise_exception": refuse}
+    messages = [{"role": "system", "content": "A"}, {"role": "user", "content": "B"}]
+    text = template.render(messages=messages, add_generation_prompt=True, **names)
+    assert text == "<|begin|><|system|>A<|end|><|user|>B<|end|><|assistant|>"
+    assert template.render(messages=messages[1:], **names) == "<|begin|><|user|>B<|end|>"
+    with pytest.raises(ValueError, match="tool"):
+        template.render(messages=[{"role": "tool", "content": "A"}], **names)
+
+
+# --- training --------------------------------------------------------------------------------------------
+
+
+def test_rows_hold_whole_conversations(tokenizer: Tokenizer) -> None:
+    recipe = replace(training.RECIPES["fly-tiny"], batch=8)
+    ids, weights = next(training._batches(tokenizer, recipe, 0, 0))
+    assert ids.shape == weights.shape == (8, recipe.length + 1)
+    assert (weights > 0).float().mean() > 0.85
+    end, begin, assistant = (tokenizer.token_to_id(t) for t in ("<|end|>", "<|begin|>", "<|assistant|>"))
+    for row, weight in zip(ids.tolist(), weights.tolist()):
+        used = sum(w > 0 for w in weight)
+        assert row[0] == begin
+        assert row[used - 1] == end
+        assert row.count(begin) == row.count(assistant)
+        assert weight[row.index(assistant)] == pytest.approx(training._PROMPT_WEIGHT)
+        assert weight[used - 1] == 1
+
+
+def test_training_repeats_itself_and_resumes(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    recipe = replace(training.RECIPES["fly-tiny"], rounds=(Round(3), Round(2, 0.5, (1, 2, 0))), batch=4)
+    first, facts = training.train(recipe, tokenizer, 7, tmp_path / "a")
+    training.train(replace(recipe, rounds=recipe.rounds[:1]), tokenizer, 7, tmp_path / "b")
+    second, resumed = training.train(recipe, tokenizer, 7, tmp_path / "b", resume=True)
+    for a, b in zip(first.parameters(), second.parameters()):
+        assert torch.equal(a, b)
+    assert {**facts, "minutes": 0} == {**resumed, "minutes": 0}
+    assert (facts["rounds"], facts["steps"]) == (2, 5)
+    assert load_model(tmp_path / "a", dtype="float32").config == recipe.config()
+
+
+def test_packed_conversations_do_not_see_each_other(tokenizer: Tokenizer) -> None:
+    model = load_model(CHECKPOINTS / "fly-tiny", dtype="float32")
+    begin = tokenizer.token_to_id("<|begin|>")
+    first, second, other = ([begin, *(range(start, start + 9))] for start in (300, 400, 500))
+
+    def hidden(*parts: list[int]) -> torch.Tensor:
+        row = torch.tensor([[token for part in parts for token in part]])
+        return model(row[0], torch.arange(row.shape[1]), training._PackedCausal(row, begin))
+
+    torch.testing.assert_close(hidden(first, second)[10:], hidden(other, second)[10:])
+
+
+def test_the_target_solves_held_out_problems(tokenizer: Tokenizer) -> None:
+    model = load_model(CHECKPOINTS / "fly-target", dtype="float32")
+    scores, _ = training.evaluate(model, tokenizer, n=12, seed=5, splits=["heldout"])
+    assert min(scores["heldout"].values()) >= 0.8
