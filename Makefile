@@ -9,7 +9,7 @@ demo: $(VENV)/.installed
 	$(BIN)/fly demo
 
 test: $(VENV)/.installed-dev lint types
-	$(BIN)/pytest
+	$(BIN)/pytest -n auto
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import PagedKVCache
+from fly.cache import OutOfBlocks, PagedKVCache
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.engine import Engine, Model, Runner
@@ -144,6 +144,7 @@ class LLM:
             raise ValueError("the draft has another vocabulary than the target: the same id would mean different text")
         cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
+        self._open: dict[int, Sequence] = {}  # rows that hold cache, of this and other unfinished calls
         self.engine = Engine(Runner(loaded, cache, control), draft)
 
     @classmethod
@@ -175,6 +176,7 @@ class LLM:
         Raises:
             ValueError: an empty or too long prompt, an id outside the vocabulary, a request no cache can hold.
                 Nothing has run then.
+            OutOfBlocks: other open streams hold the cache.
         """
         rows = self._rows(prompts, params, policy, k)
         streams = {row.id: self._text_stream(row) for row in rows if row.params.stop}
@@ -227,7 +229,10 @@ class LLM:
     def _run(
         self, rows: list[Sequence], streams: dict[int, TextStream]
     ) -> Iterator[dict[int, list[tuple[Token, str]]]]:
-        """Step until every row has ended. Yields, each step, the tokens of rows that stream with their text."""
+        """Step until every row has ended. Yields, each step, the tokens of rows that stream with their text.
+
+        Rows wait until all caches can hold them to their end, beside those of other open streams.
+        """
         waiting = deque(row for row in rows if not row.finish_reason)
         running: list[Sequence] = []
         texts: dict[int, list[str]] = {}
@@ -240,8 +245,13 @@ class LLM:
 
         try:
             while waiting or running:
-                while waiting and self._fits([*running, waiting[0]]):
-                    running.append(waiting.popleft())
+                while waiting and self._fits([*self._open.values(), waiting[0]]):
+                    running.append(row := waiting.popleft())
+                    self._open[row.id] = row
+                if not running:
+                    raise OutOfBlocks(
+                        f"{len(self._open)} other open streams hold the KV cache; close one, or give more cache_tokens"
+                    )
                 texts = {row.id: [] for row in running if row.id in streams}
                 emitted = self.engine.step(running, stopped)
                 settled = {
@@ -251,12 +261,16 @@ class LLM:
                 }
                 for row in running:
                     if row.finish_reason:
-                        self.engine.release(row)
+                        self._close(row)
                 running = [row for row in running if not row.finish_reason]
                 yield settled
         finally:
             for row in running:
-                self.engine.release(row)
+                self._close(row)
+
+    def _close(self, row: Sequence) -> None:
+        self._open.pop(row.id, None)
+        self.engine.release(row)
 
     def _allocators(self) -> list[tuple[Any, int]]:
         """Every allocator, with the most tokens one row takes of it."""

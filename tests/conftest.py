@@ -14,7 +14,8 @@ settings.register_profile("local", deadline=None, max_examples=60, suppress_heal
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "local")
 
-torch.set_num_threads(2)
+# Tiny tensors: a second thread only waits for the first. Two test processes run side by side instead.
+torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

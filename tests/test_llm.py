@@ -16,6 +16,7 @@ from pydantic import ValidationError
 import fly
 from fly import LLM, Piece, SamplingParams
 from fly.bundled import BUNDLED, CHECKPOINTS
+from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import CheckpointError
 from fly.models.loading import save_model
@@ -291,3 +292,18 @@ def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
     (text,), (ids,) = llm.generate("Hello", GREEDY), llm.generate([llm.tokenizer.encode("Hello")], GREEDY)
     assert text == ids and text.text == llm.tokenizer.decode(text.token_ids)
     assert fly.LLM is LLM
+
+
+def test_open_streams_share_the_cache_and_say_so_when_it_is_full() -> None:
+    """A request beside open streams waits for nothing that will not come: it is told, and works once one closes."""
+    llm = LLM(random_llama(0), SingleDraft(random_llama(1)), cache_tokens=64, block_size=4)
+    llm.tokenizer = LLM("fly-tiny").tokenizer
+    params = SamplingParams(temperature=0, max_tokens=40)
+    assert llm.tokenizer is not None
+    first = llm.stream([1, 2, 3], params)
+    next(first)
+    with pytest.raises(OutOfBlocks, match="1 other open stream"):
+        llm.generate([[4, 5, 6]], params)
+    first.close()
+    assert llm.generate([[4, 5, 6]], params)[0].stats.generated == 40
+    assert all(allocator.num_free == allocator.num_blocks for allocator, _ in llm._allocators())
