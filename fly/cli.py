@@ -115,7 +115,7 @@ def generate(
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps(_as_json(output, str(setup.policy))))
+            console.print_json(json.dumps(_as_json(output)))
             return
         stats, elapsed = _show_stream(llm, ids, params)
         if console.is_terminal:
@@ -166,14 +166,15 @@ def _summary(stats: Any, elapsed: float) -> str:
     return " · ".join(parts)
 
 
-def _as_json(output: Any, policy: str) -> dict[str, Any]:
+def _as_json(output: Any) -> dict[str, Any]:
     stats = output.stats
     return {
         "text": output.text,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
-        "policy": policy,
+        "policy": str(output.policy),
         "guarantee": output.guarantee.value,
+        "bound": output.bound and str(output.bound),
         "provenance": [
             {
                 "id": token.id,

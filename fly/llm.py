@@ -19,7 +19,7 @@ from fly.drafts import DraftStrategy, parse_draft
 from fly.engine import Engine, Model, Runner
 from fly.models import load_model
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
-from fly.policies import AcceptancePolicy, Exact
+from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 
 __all__ = ["LLM", "Output", "Piece", "Stream"]
@@ -33,7 +33,8 @@ class Output:
 
     ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
     ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
-    model's context). ``provenance`` says of every token why it stands. ``guarantee`` is the policy's.
+    model's context). ``provenance`` says of every token why it stands. ``policy`` decided, and promises ``guarantee``
+    (with its ``bound`` where that is ``BOUNDED``).
     """
 
     prompt_token_ids: list[int]
@@ -43,7 +44,9 @@ class Output:
     logprobs: list[dict[int, float]] | None
     provenance: list[Token]
     stats: Stats
+    policy: AcceptancePolicy
     guarantee: Guarantee
+    bound: Bound | None
 
 
 class Piece(str):
@@ -374,7 +377,9 @@ class LLM:
             logprobs=row.logprobs if row.params.logprobs is not None else None,
             provenance=row.provenance,
             stats=row.stats,
+            policy=row.policy,
             guarantee=row.policy.guarantee,
+            bound=row.policy.bound,
         )
 
 

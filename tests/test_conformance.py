@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fly.policies import (
     AcceptancePolicy,
@@ -19,6 +20,7 @@ from fly.policies import (
     FLy,
     LossySampling,
     policy_types,
+    verify,
 )
 from fly.policies.base import exact_accept_probs
 from fly.testing import ConformanceError, check_policy, parametrize_with_checks
@@ -229,3 +231,37 @@ def test_a_policy_that_raises_is_a_finding() -> None:
 
     report = check_policy(Broken(), raises=False)
     assert not report.passed and "KeyError" in str(report)
+
+
+@pytest.mark.parametrize("policy", OURS, ids=str)
+@pytest.mark.parametrize("kind", ["greedy", "sampled", "mixed"])
+@pytest.mark.parametrize("stochastic", [False, True])
+def test_a_decision_never_asks_the_host(policy: AcceptancePolicy, kind: str, stochastic: bool) -> None:
+    """On tensors without data, anything that needs a value (item, a branch, a data-dependent shape) raises."""
+    rows, longest, vocab = 3, 9, 600
+    with FakeTensorMode():
+        logits = torch.zeros(rows, longest + 1, vocab)
+        greedy = None if kind != "mixed" else torch.zeros(rows, dtype=torch.bool)
+        target = Target(
+            logits,
+            None if kind == "greedy" else logits.softmax(-1),
+            greedy_B=greedy,
+            control_V=torch.zeros(vocab, dtype=torch.bool),
+        )
+        tokens = torch.zeros(rows, longest, dtype=torch.int64)
+        law = logits[:, :-1].softmax(-1) if stochastic and kind != "greedy" else None
+        draft = Draft(tokens, torch.zeros(rows, dtype=torch.int64), law)
+        verdict = verify(policy, target, draft, Noise(torch.zeros(rows, longest), torch.zeros(rows)))
+        assert verdict.accepted_B.shape == verdict.next_token_B.shape == (rows,)
+
+
+def test_asking_the_host_is_noticed() -> None:
+    @dataclass(frozen=True)
+    class Asking(Exact):
+        def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+            return super().accept_probs(target, draft) * (2.0 if bool(target.logits_BKV.sum() > 0) else 1.0)
+
+    with FakeTensorMode(), pytest.raises(RuntimeError):
+        target = Target(torch.zeros(1, 2, 4))
+        draft = Draft(torch.zeros(1, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64))
+        verify(Asking(), target, draft, Noise(torch.zeros(1, 1), torch.zeros(1)))
