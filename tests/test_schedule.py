@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ from tests.toys import random_llama
 VOCAB = 5
 
 
+@dataclass(frozen=True)
 class Always(Condition):
     """Holds everywhere, so that a schedule alone decides."""
 
