@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from collections.abc import Sequence as Rows
 
 import pytest
@@ -34,15 +33,6 @@ def perturbed(model: Llama, noise: float, seed: int = 7) -> Llama:
 SMALL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64)
 MEDIUM = perturbed(SMALL, 0.05)
 LARGE = perturbed(SMALL, 0.05, seed=8)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small only lose by a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def make_row(

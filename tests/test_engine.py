@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -35,15 +35,6 @@ VOCAB, CONTEXT = 23, 128
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
 TARGET = random_llama(0, **SIZES)
 NEAR, NEARER, FAR = perturbed(TARGET, 0.05), perturbed(TARGET, 0.02), random_llama(5, **SIZES)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    """Models this small only lose by a second thread."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 STRATEGIES: dict[str, Callable[[], DraftStrategy | None]] = {

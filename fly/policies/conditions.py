@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
@@ -86,7 +86,7 @@ class Condition(ABC):
         return expression(self, first=True)  # type: ignore[arg-type]  # subclasses are dataclasses
 
 
-def _parts(condition: Condition, kind: type[All] | type[AnyOf]) -> tuple[Condition, ...]:
+def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
     """A chain of one operator is flat."""
     return condition.parts if isinstance(condition, kind) else (condition,)
 
@@ -99,11 +99,20 @@ class _Composite(Condition):
 
 
 @dataclass(frozen=True)
-class All(_Composite):
+class _Chain(_Composite):
+    """Parts under one operator."""
+
+    parts: tuple[Condition, ...]
+
+    def bind(self, token_id: Callable[[str], int]) -> Condition:
+        return replace(self, parts=tuple(part.bind(token_id) for part in self.parts))
+
+
+@dataclass(frozen=True)
+class All(_Chain):
     """Every part holds."""
 
     name: ClassVar[str] = "all"
-    parts: tuple[Condition, ...]
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).all(0)
@@ -112,19 +121,15 @@ class All(_Composite):
     def possible(self) -> bool:
         return all(part.possible for part in self.parts)
 
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        return All(tuple(part.bind(token_id) for part in self.parts))
-
     def __str__(self) -> str:
         return " & ".join(f"({p})" if isinstance(p, AnyOf) else str(p) for p in self.parts)
 
 
 @dataclass(frozen=True)
-class AnyOf(_Composite):
+class AnyOf(_Chain):
     """At least one part holds."""
 
     name: ClassVar[str] = "any"
-    parts: tuple[Condition, ...]
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).any(0)
@@ -132,9 +137,6 @@ class AnyOf(_Composite):
     @property
     def possible(self) -> bool:
         return any(part.possible for part in self.parts)
-
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        return AnyOf(tuple(part.bind(token_id) for part in self.parts))
 
     def __str__(self) -> str:
         return " | ".join(str(part) for part in self.parts)
