@@ -433,9 +433,16 @@ def check_written_and_read(policy: AcceptancePolicy) -> str:
     data = dump_policy(policy)
     again = load_policy(data, trusted=True)
     _require(again == policy, lambda: f"{data} reads as {again!r}")
-    if ":" not in str(data["name"]):
+    if _has_names(data):
         _require(parse_policy(str(policy)) == policy, lambda: f"'{policy}' reads as {parse_policy(str(policy))!r}")
     return str(policy)
+
+
+def _has_names(data: Any) -> bool:
+    """Whether every rule in a mapping is registered; those that are not are written ``module:Class``."""
+    if isinstance(data, dict):
+        return ":" not in str(data.get("name")) and all(_has_names(value) for value in data.values())
+    return all(_has_names(item) for item in data) if isinstance(data, list) else True
 
 
 def check_monotone(policy: AcceptancePolicy) -> str:
