@@ -201,10 +201,10 @@ def _as_json(output: Any) -> dict[str, Any]:
 def models() -> None:
     """List the bundled checkpoints."""
     with _plain_errors():
-        from fly.bundled import BUNDLED, resolve_checkpoint
+        from fly.bundled import BUNDLED, CHECKPOINTS, resolve_checkpoint
         from fly.models import LlamaConfig
 
-        table = Table("name", "layers × width", "context", "vocabulary", "size", "stored as", "directory")
+        table = Table("name", "layers × width", "context", "tokens", "size", "dtype")
         for name in BUNDLED:
             directory = resolve_checkpoint(name)
             config, raw = LlamaConfig.read(directory)
@@ -216,17 +216,9 @@ def models() -> None:
                 str(config.vocab_size),
                 f"{size / 1e6:.1f} MB",
                 str(raw.get("torch_dtype")),
-                str(_short(directory)),
             )
         console.print(table)
-
-
-def _short(path: Path) -> Path:
-    """The path relative to the working directory where it lies below it."""
-    try:
-        return path.relative_to(Path.cwd())
-    except ValueError:
-        return path
+        console.print(f"[dim]in {escape(str(CHECKPOINTS))}; each has a README.md with its training and accuracy[/]")
 
 
 @app.command()
