@@ -255,14 +255,19 @@ def check(
 ) -> None:
     """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on real models."""
     with _plain_errors():
+        import torch
+
         from fly.policies import parse_policy
         from fly.testing import CHECKS, check_policy
 
         sys.path.insert(0, "")  # a module in the working directory, as for python -m
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # blocks of a few numbers: more threads only wait for one another
         policy = parse_policy(rule, trusted=True)
         with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as progress:
             task = progress.add_task("checking", total=len(CHECKS))
             report = check_policy(policy, raises=False, advance=lambda: progress.advance(task))
+        torch.set_num_threads(threads)
         promise = f", {policy.bound}" if policy.bound else ""
         table = Table("", "check", "what was found", title=f"{policy}: declared {policy.guarantee.value}{promise}")
         for finding in report.findings:
