@@ -163,6 +163,7 @@ def _summary(stats: Any, elapsed: float) -> str:
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
         parts.append(f"{stats.relaxed} relaxed")
     parts += [f"{name} {passed}/{asked}" for name, (asked, passed) in stats.gates.items()]
+    parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
     return " · ".join(parts)
 
 

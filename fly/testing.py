@@ -24,7 +24,6 @@ import dataclasses
 import itertools
 import pickle
 import random
-import statistics
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -514,11 +513,11 @@ def check_gates(policy: AcceptancePolicy) -> str:
     silent = [name for name, count in passed.items() if not count]
     rates = ", ".join(f"{name} {count / max(asked, 1):.0%}" for name, count in passed.items())
     note = f"; NEVER OPENS: {', '.join(silent)}" if silent else ""
-    return f"excuses {relaxed} of {asked} mismatches ({rates}){note}"
+    return f"excuses {relaxed} of {asked} mismatches{f' ({rates})' if rates else ''}{note}"
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
-    """Microseconds a decision (median), for one row of 15 drafted tokens over 32,000."""
+    """Microseconds a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 16, 32_000, generator=generator)
     costs = []
@@ -535,7 +534,7 @@ def check_cost(policy: AcceptancePolicy) -> str:
             start = time.perf_counter()
             verify(policy, target, draft, noise)
             times.append(time.perf_counter() - start)
-        costs.append(statistics.median(times) * 1e6)
+        costs.append(min(times) * 1e6)
     return f"{costs[0]:,.0f} µs greedy, {costs[1]:,.0f} µs sampled (1 × 15 × 32,000)"
 
 
