@@ -125,7 +125,7 @@ class Runner:
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
             law = Law.of([row.params for row in rows], device)
-            probs, greedy_B = (lambda: law.probs(logits_BJV)), law.greedy_B
+            probs, greedy_B = law.on(logits_BJV), law.greedy_B if law.some_greedy else None
         target = Target(
             logits_BJV,
             probs,

@@ -9,15 +9,16 @@ depends on its own seed and text alone, never on the batch, and a round that is 
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from enum import IntEnum
 
 import torch
 from torch import Tensor
 
 from fly.types import SamplingParams, Sequence
+from fly.vocabulary import argmax, log_mass, top
 
-__all__ = ["Law", "Stream", "ban_early_stops", "derive", "draw", "uniforms"]
+__all__ = ["Law", "ProcessedLaw", "Stream", "ban_early_stops", "derive", "draw", "uniforms"]
 
 
 class Stream(IntEnum):
@@ -54,15 +55,21 @@ def derive(seed: int, position: int) -> int:
 
 @dataclass(frozen=True)
 class Law:
-    """The sampling parameters of a batch as columns, and what they make of logits."""
+    """The sampling parameters of a batch as columns, and what they make of logits.
 
-    temperature_B: Tensor
+    Temperature first, then top-k (tokens that fewer than k are likelier than), then top-p on what is left (tokens
+    whose likelier ones have less than a share p of the mass), then min-p (at least that share of the likeliest's
+    mass). Equally likely tokens are kept or cut together.
+    """
+
+    temperature_B: Tensor  # 1 where greedy
     top_k_B: Tensor
     top_p_B: Tensor
     min_p_B: Tensor
     greedy_B: Tensor
     some_greedy: bool
-    sorts: bool  # some row asks for top-k or top-p
+    most_k: int  # the largest top-k of any row; 0 if none asks for it
+    top_p: bool  # some row asks for it
     min_p: bool
 
     @staticmethod
@@ -74,50 +81,147 @@ class Law:
 
         limits = torch.finfo(torch.float32)  # beyond them a temperature would round to 0 or infinity: no law at all
         return Law(
-            temperature_B=column([min(max(p.temperature, limits.tiny), limits.max) for p in params]),
+            temperature_B=column([min(max(p.temperature or 1.0, limits.tiny), limits.max) for p in params]),
             top_k_B=column([p.top_k for p in params], torch.int64),
             top_p_B=column([p.top_p for p in params]),
             min_p_B=column([p.min_p for p in params]),
             greedy_B=column([p.temperature == 0 for p in params], torch.bool),
             some_greedy=any(p.temperature == 0 for p in params),
-            sorts=any(p.top_k or p.top_p < 1 for p in params),
+            most_k=max((p.top_k for p in params), default=0),
+            top_p=any(p.top_p < 1 for p in params),
             min_p=any(p.min_p > 0 for p in params),
         )
 
+    def rows(self, index_B: Tensor) -> Law:
+        """Some rows only, ``index_B`` int64."""
+        columns = {f.name: getattr(self, f.name)[index_B] for f in fields(self) if f.name.endswith("_B")}
+        return replace(self, **columns)
+
+    def on(self, logits_BJV: Tensor) -> ProcessedLaw:
+        """The processed law of ``logits_BJV`` [B, J, V]."""
+        return ProcessedLaw(self, logits_BJV)
+
     def probs(self, logits_BJV: Tensor) -> Tensor:
-        """The processed law [B, J, V], float32, rows summing to 1; one-hot on the argmax at temperature 0.
+        """The processed law [B, J, V], float32, rows summing to 1; one-hot on the argmax at temperature 0."""
+        return self.on(logits_BJV).dense()
 
-        Temperature first, then top-k (exactly k: ties by lower id), then top-p on what is left (the smallest
-        set of likeliest tokens whose mass reaches p), then min-p (at least that share of the likeliest's mass).
-        """
 
-        def per_row(column_B: Tensor) -> Tensor:
-            return column_B.view(-1, 1, 1)
+class ProcessedLaw:
+    """The law that sampling parameters make of logits, worked out only where somebody looks.
 
-        peak_BJ1 = logits_BJV.amax(-1, keepdim=True)
-        temperature = per_row(torch.where(self.greedy_B, 1.0, self.temperature_B))
-        probs = ((logits_BJV - peak_BJ1) / temperature).softmax(-1)
-        if self.sorts:
-            # Ranked by logits: softmax may round two different ones to the same probability.
-            order = logits_BJV.sort(dim=-1, descending=True, stable=True).indices
-            ordered = probs.gather(-1, order)
-            top_k = per_row(torch.where(self.top_k_B == 0, logits_BJV.shape[-1], self.top_k_B))
-            rank_V = torch.arange(logits_BJV.shape[-1], device=logits_BJV.device)
-            ordered = ordered.masked_fill(rank_V >= top_k, 0.0)
-            before = ordered.cumsum(-1) - ordered
-            reached = before >= per_row(self.top_p_B) * ordered.sum(-1, keepdim=True)
-            ordered = ordered.masked_fill(reached & (per_row(self.top_p_B) < 1) & (rank_V > 0), 0.0)
-            probs = torch.zeros_like(probs).scatter_(-1, order, ordered)
-        if self.min_p:
-            probs = probs.masked_fill(probs < per_row(self.min_p_B) * probs.amax(-1, keepdim=True), 0.0)
-        if self.sorts or self.min_p:
-            # Rows that filter nothing keep their bits, whatever shares the batch with them.
-            filters_B = (self.top_k_B > 0) | (self.top_p_B < 1) | (self.min_p_B > 0)
-            probs = probs / torch.where(per_row(filters_B), probs.sum(-1, keepdim=True), 1.0)
-        if self.some_greedy:
-            one_hot = torch.zeros_like(probs).scatter_(-1, logits_BJV.argmax(-1, keepdim=True), 1.0)
-            probs = torch.where(per_row(self.greedy_B), one_hot, probs)
-        return probs
+    A position's law is its least logit that is kept, its largest logit, and the mass above the least: three numbers.
+    """
+
+    def __init__(self, law: Law, logits_BJV: Tensor) -> None:
+        self.law, self.logits_BJV = law, logits_BJV
+        self._found: tuple[Tensor, Tensor | None, Tensor] | None = None
+
+    def dense(self) -> Tensor:
+        """[B, J, V] float32, rows summing to 1."""
+        rows, positions, _ = self.logits_BJV.shape
+        device = self.logits_BJV.device
+        rows_N = torch.arange(rows, device=device).repeat_interleave(positions)
+        return self.at(rows_N, torch.arange(positions, device=device).repeat(rows)).unflatten(0, (rows, positions))
+
+    def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """[N, V], the law at some positions of some rows."""
+        logits_NV = self.logits_BJV[rows_N, positions_N]
+        probs_NV = self._share(logits_NV.unsqueeze(1), rows_N, positions_N).squeeze(1)
+        if self.law.some_greedy:
+            one_hot_NV = torch.zeros_like(logits_NV).scatter_(1, argmax(logits_NV).unsqueeze(1), 1.0)
+            probs_NV = torch.where(self.law.greedy_B[rows_N].unsqueeze(1), one_hot_NV, probs_NV)
+        return probs_NV
+
+    def of(self, tokens_BK: Tensor) -> Tensor:
+        """[B, K], the probability of token j at position j."""
+        rows, longest = tokens_BK.shape
+        rows_N = torch.arange(rows, device=tokens_BK.device).repeat_interleave(longest)
+        positions_N = torch.arange(longest, device=tokens_BK.device).repeat(rows)
+        logits_N11 = self.logits_BJV[rows_N, positions_N, tokens_BK.flatten()].view(-1, 1, 1)
+        probs_BK = self._share(logits_N11, rows_N, positions_N).view(rows, longest)
+        if self.law.some_greedy:
+            one_hot_BK = (argmax(self.logits_BJV[:, :longest]) == tokens_BK).float()
+            probs_BK = torch.where(self.law.greedy_B.unsqueeze(1), one_hot_BK, probs_BK)
+        return probs_BK
+
+    def rows(self, index_B: Tensor) -> ProcessedLaw:
+        """The law of some rows only, ``index_B`` int64."""
+        return ProcessedLaw(self.law.rows(index_B), self.logits_BJV[index_B])
+
+    def _share(self, logits_N1V: Tensor, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """What each of the given logits has of the mass at its position."""
+        if self._found is None:
+            self._found = self._find()
+        peak_BJ, least_BJ, total_BJ = self._found
+
+        def column(values_BJ: Tensor) -> Tensor:
+            return values_BJ[rows_N, positions_N].view(-1, 1, 1)
+
+        shares = (logits_N1V - column(peak_BJ)).div_(self.law.temperature_B[rows_N].view(-1, 1, 1))
+        shares.sub_(column(total_BJ)).exp_()
+        return shares if least_BJ is None else shares.masked_fill_(logits_N1V < column(least_BJ), 0.0)
+
+    def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        """[B, J] each: the largest logit, the least that is kept (None if all are), ln of the mass kept."""
+        law, (rows, positions, width) = self.law, self.logits_BJV.shape
+        logits_NV = self.logits_BJV.flatten(0, 1)
+        peak_N = logits_NV.amax(-1)
+
+        def per_position(column_B: Tensor) -> Tensor:
+            return column_B.repeat_interleave(positions)
+
+        temperature_N = per_position(law.temperature_B)
+        least_N: Tensor | None = None
+        if law.most_k:
+            # Compared as logits: softmax may round two different ones to the same probability.
+            top_k_N = per_position(law.top_k_B)
+            likeliest = top(logits_NV, law.most_k)
+            last_N = likeliest.gather(1, (top_k_N.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
+            least_N = torch.where(top_k_N > 0, last_N, -torch.inf)
+        if law.top_p:
+            top_p_N = per_position(law.top_p_B)
+            total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
+            nucleus_N = _nucleus(logits_NV, peak_N, temperature_N, total_N, top_p_N)
+            nucleus_N = torch.where(top_p_N < 1, nucleus_N, -torch.inf)
+            least_N = nucleus_N if least_N is None else least_N.maximum(nucleus_N)
+        if law.min_p:
+            floor_N = peak_N + temperature_N * per_position(law.min_p_B).log()
+            least_N = floor_N if least_N is None else least_N.maximum(floor_N)
+        total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
+        shape = (rows, positions)
+        return peak_N.view(shape), None if least_N is None else least_N.view(shape), total_N.view(shape)
+
+
+_FIRST = 16  # most nuclei are within this many tokens
+
+
+def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: Tensor, top_p_N: Tensor) -> Tensor:
+    """[N] the least logit whose likelier tokens have less than ``top_p`` of the mass (``total`` is its ln).
+
+    On the CPU most positions are decided by a few of the likeliest tokens, and only the others look at more; an
+    accelerator sorts them all, since asking which are decided would make it wait.
+    """
+    width = logits_NV.shape[-1]
+
+    def among(n: int, at: Tensor | slice) -> tuple[Tensor, Tensor]:
+        """The answer if it is among the n likeliest, and whether it is."""
+        likeliest = top(logits_NV[at], n) if n < width else logits_NV[at].sort(-1, descending=True).values
+        mass = ((likeliest - peak_N[at, None]) / temperature_N[at, None] - total_N[at, None]).exp()
+        likelier = torch.nn.functional.pad(mass.cumsum(-1)[:, :-1], (1, 0))
+        count = (likelier < top_p_N[at, None]).sum(-1, keepdim=True)
+        return likeliest.gather(1, count - 1).squeeze(1), count.squeeze(1) < likeliest.shape[1]
+
+    if logits_NV.device.type != "cpu":
+        return among(width, slice(None))[0]
+    n = _FIRST
+    least_N, decided_N = among(n, slice(None))
+    while n < width:
+        at = (~decided_N & (top_p_N < 1)).nonzero().squeeze(1)
+        if not len(at):
+            break
+        n *= 16
+        least_N[at], decided_N[at] = among(n, at)
+    return least_N
 
 
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -9,11 +9,13 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
+
+from fly.vocabulary import argmax, pick
 
 if TYPE_CHECKING:
     from fly.policies.base import AcceptancePolicy
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Draft",
     "Guarantee",
+    "LazyLaw",
     "Noise",
     "SamplingParams",
     "Sequence",
@@ -121,20 +124,46 @@ class Draft:
         probs = None if self.probs_BKV is None else self.probs_BKV.to(device)
         return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), probs)
 
+    def own_probs_BK(self) -> Tensor:
+        """[B, K] the chance with which each token was drafted: 1 if the draft is deterministic, and never 0 (which
+        occurs on padding only)."""
+        if self.probs_BKV is None:
+            return torch.ones_like(self.tokens_BK, dtype=torch.float32)
+        return pick(self.probs_BKV, self.tokens_BK).clamp_min(torch.finfo(self.probs_BKV.dtype).tiny)
+
     def mask_BK(self) -> Tensor:
         """True where a token was drafted, False on padding."""
         columns_K = torch.arange(self.tokens_BK.shape[1], device=self.tokens_BK.device)
         return columns_K < self.lengths_B.unsqueeze(1)
 
 
+class LazyLaw(Protocol):
+    """A processed law [B, K+1, V] that is worked out only where somebody looks (``fly.sampling.ProcessedLaw``)."""
+
+    def dense(self) -> Tensor:
+        """[B, K+1, V], all of it."""
+
+    def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """[N, V], at some positions of some rows."""
+
+    def of(self, tokens_BK: Tensor) -> Tensor:
+        """[B, K], the probability of token j at position j."""
+
+    def rows(self, index_B: Tensor) -> LazyLaw:
+        """Some rows only."""
+
+
 class Target:
     """What the target says about a block: position j's law of the next token given the draft before it.
 
+    Ask ``probs_of`` and ``probs_at`` where they are enough: a whole ``probs_BKV`` costs passes over the vocabulary.
+    ``all_greedy`` and ``some_greedy`` say on the host whether all rows are, or some may be, at temperature 0.
+
     Args:
         logits_BKV: [B, K+1, V] float32, raw but for bans (a banned token has logit -inf).
-        probs_BKV: [B, K+1, V] the law after temperature, top-k, top-p and min-p (one-hot at temperature 0), or a
-            function that builds it when a rule first asks; None builds the one-hot law.
-        greedy_B: [B] bool, rows at temperature 0; None means all where ``probs_BKV`` is None, and none otherwise.
+        probs: the law after temperature, top-k, top-p and min-p (one-hot at temperature 0), as a tensor [B, K+1, V]
+            or a ``LazyLaw``; None builds the one-hot law.
+        greedy_B: [B] bool, rows at temperature 0; None means all where ``probs`` is None, and none otherwise.
         control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
         generated_B, relaxed_B, nats_B: [B], what each row has behind it: tokens emitted, how many of them were
             relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build
@@ -145,7 +174,7 @@ class Target:
     def __init__(
         self,
         logits_BKV: Tensor,
-        probs_BKV: Tensor | Callable[[], Tensor] | None = None,
+        probs: Tensor | LazyLaw | None = None,
         *,
         greedy_B: Tensor | None = None,
         control_V: Tensor | None = None,
@@ -156,11 +185,12 @@ class Target:
     ) -> None:
         rows, device = logits_BKV.shape[0], logits_BKV.device
         self.logits_BKV = logits_BKV
-        self._probs = probs_BKV
+        self._probs = probs
+        self.some_greedy = probs is None or greedy_B is not None
         if greedy_B is None:
-            greedy_B = torch.full((rows,), probs_BKV is None, dtype=torch.bool, device=device)
+            greedy_B = torch.full((rows,), probs is None, dtype=torch.bool, device=device)
         self.greedy_B = greedy_B
-        self.all_greedy = probs_BKV is None
+        self.all_greedy = probs is None
         self.control_V = control_V
         self.history = history
         self._generated, self._relaxed, self._nats = generated_B, relaxed_B, nats_B
@@ -170,17 +200,31 @@ class Target:
     def argmax_BK(self) -> Tensor:
         """[B, K+1] int64, the target's most likely token at each position (the lowest id among equals)."""
         if self._argmax is None:
-            self._argmax = self.logits_BKV.argmax(-1)
+            self._argmax = argmax(self.logits_BKV)
         return self._argmax
 
     @property
     def probs_BKV(self) -> Tensor:
-        """[B, K+1, V] the processed law; built on first use, so a greedy batch never pays for it."""
+        """[B, K+1, V] the processed law; built on first use."""
         if self._probs is None:
             self._probs = torch.zeros_like(self.logits_BKV).scatter_(-1, self.argmax_BK.unsqueeze(-1), 1.0)
-        elif callable(self._probs):
-            self._probs = self._probs()
+        elif not isinstance(self._probs, Tensor):
+            self._probs = self._probs.dense()
         return self._probs
+
+    def probs_of(self, tokens_BK: Tensor) -> Tensor:
+        """[B, K] the processed law's probability of token j at position j (as if the tokens before it stood)."""
+        if self._probs is None:
+            return (self.argmax_BK[:, : tokens_BK.shape[1]] == tokens_BK).to(self.logits_BKV.dtype)
+        if isinstance(self._probs, Tensor):
+            return pick(self._probs[:, : tokens_BK.shape[1]], tokens_BK)
+        return self._probs.of(tokens_BK)
+
+    def probs_at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """[N, V] the processed law at position ``positions_N`` of row ``rows_N`` (int64, 0-based)."""
+        if self._probs is None or isinstance(self._probs, Tensor):
+            return self.probs_BKV[rows_N, positions_N]
+        return self._probs.at(rows_N, positions_N)
 
     @property
     def generated_B(self) -> Tensor:
@@ -207,11 +251,13 @@ class Target:
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Target:
         """Some rows only, ``index_B`` int64 (``numbers`` are the same on the host, where the caller has them)."""
-        probs = None if self._probs is None else (lambda: self.probs_BKV[index_B])
+        probs = self._probs
+        if probs is not None:
+            probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (index_B.tolist() if numbers is None else numbers)]
-        return Target(
+        rows = Target(
             self.logits_BKV[index_B],
             probs,
             greedy_B=self.greedy_B[index_B],
@@ -221,6 +267,9 @@ class Target:
             nats_B=lambda: self.nats_B[index_B],
             history=history,
         )
+        # a one-hot law may have been built since
+        rows.all_greedy, rows.some_greedy = self.all_greedy, self.some_greedy
+        return rows
 
 
 @dataclass(frozen=True)

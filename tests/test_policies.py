@@ -232,8 +232,9 @@ class Case:
         control_V = torch.tensor([v in self.control for v in range(vocab)])
         if all(p.temperature == 0 for p in self.params):
             return Target(self.logits_BKV, control_V=control_V)
-        law, logits = Law.of(self.params), self.logits_BKV
-        return Target(logits, lambda: law.probs(logits), greedy_B=law.greedy_B, control_V=control_V)
+        law = Law.of(self.params)
+        greedy_B = law.greedy_B if law.some_greedy else None
+        return Target(self.logits_BKV, law.on(self.logits_BKV), greedy_B=greedy_B, control_V=control_V)
 
     def verify(self, policy: AcceptancePolicy) -> Verdict:
         return verify(policy, self.target, self.draft, self.noise)
@@ -509,6 +510,15 @@ def test_one_law_greedy_or_spelled_out(case: Case, policy: AcceptancePolicy) -> 
         control_V=case.target.control_V,
     )
     assert same(verify(policy, spelled, case.draft, case.noise), case.verify(policy), list(range(rows)), longest)
+
+
+@given(cases, policies)
+def test_one_law_worked_out_where_asked_or_everywhere(case: Case, policy: AcceptancePolicy) -> None:
+    rows, longest = case.draft.tokens_BK.shape
+    lazy = case.target
+    spelled = Target(case.logits_BKV, lazy.probs_BKV, greedy_B=lazy.greedy_B, control_V=lazy.control_V)
+    if not lazy.all_greedy:
+        assert same(verify(policy, spelled, case.draft, case.noise), case.verify(policy), list(range(rows)), longest)
 
 
 # --- laws of FLy and of lenience -------------------------------------------------------------------------

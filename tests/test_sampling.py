@@ -11,6 +11,7 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fly.vocabulary
 from fly.policies import Exact
 from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
 from fly.types import SamplingParams, Sequence
@@ -34,19 +35,12 @@ def twin_law(logits: list[float], params: SamplingParams) -> list[float]:
     mass = [math.exp((z - logits[best]) / params.temperature) for z in logits]
     total = sum(mass)
     mass = [m / total for m in mass]
-    order = sorted(ids, key=lambda i: (-logits[i], i))
-    kept = order[: params.top_k] if params.top_k else order
+    kept = [i for i in ids if not params.top_k or sum(z > logits[i] for z in logits) < params.top_k]
     if params.top_p < 1:
         needed = params.top_p * sum(mass[i] for i in kept)
-        smallest, reached = [], 0.0
-        for i in kept:
-            if smallest:
-                assume(not _near(reached, needed))
-                if reached >= needed:
-                    break
-            smallest.append(i)
-            reached += mass[i]
-        kept = smallest
+        likelier = {i: sum(mass[j] for j in kept if logits[j] > logits[i]) for i in kept}
+        assume(not any(_near(m, needed) for m in likelier.values()))
+        kept = [i for i in kept if likelier[i] < needed]
     floor = params.min_p * mass[best]
     assume(all(mass[i] == mass[best] or not _near(mass[i], floor) for i in kept) or params.min_p == 0)
     kept = [i for i in kept if mass[i] >= floor]
@@ -93,12 +87,51 @@ def test_probs_equal_the_literal_twin(batch: tuple[Tensor, list[SamplingParams]]
         torch.testing.assert_close(got[b : b + 1], alone, atol=1e-7, rtol=1e-6)
 
 
-@given(st.integers(1, 9), st.integers(1, 9), st.floats(0.1, 3))
-def test_top_k_keeps_exactly_k_of_equals_and_the_lowest_ids(vocab: int, k: int, temperature: float) -> None:
-    law = Law.of([SamplingParams(temperature=temperature, top_k=k)])
-    got = law.probs(torch.full((1, 1, vocab), 1.25))[0, 0]
-    kept = min(k, vocab)
-    torch.testing.assert_close(got, torch.tensor([1 / kept] * kept + [0.0] * (vocab - kept)))
+@pytest.mark.parametrize("params", [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.01}, {"min_p": 1.0}])
+def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, float]) -> None:
+    law = Law.of([SamplingParams(**params)])
+    got = law.probs(torch.tensor([[[1.25, -3.0, 1.25, 1.25, 0.0]]]))[0, 0]
+    torch.testing.assert_close(got, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 0]))
+
+
+@given(
+    st.integers(0, 10_000),
+    st.sampled_from([17, 300, 2100, 5000]),
+    st.sampled_from([0.0, 0.3, 1.0, 8.0]),
+    st.lists(params, min_size=1, max_size=3),
+    st.booleans(),
+)
+def test_a_law_is_the_same_wherever_one_looks(
+    seed: int, vocab: int, sharpness: float, rows: list[SamplingParams], small_steps: bool
+) -> None:
+    """All of it, some positions, some tokens, some rows; for flat and peaked laws, which decide a nucleus early or
+    late; and by the sums of large vocabularies as of small ones."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = sharpness * torch.randn(len(rows), 3, vocab, generator=generator)
+    law = Law.of(rows)
+    dense = law.probs(logits)
+    torch.testing.assert_close(dense.sum(-1), torch.ones(len(rows), 3))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fly.vocabulary, "_SMALL", 8 if small_steps else 8192)
+        lazy = law.on(logits)
+        tokens = torch.randint(0, vocab, (len(rows), 2), generator=generator)
+        close = {"atol": 1e-7, "rtol": 1e-4}
+        torch.testing.assert_close(lazy.of(tokens), dense[:, :2].gather(-1, tokens.unsqueeze(-1)).squeeze(-1), **close)
+        where = torch.tensor([len(rows) - 1, 0]), torch.tensor([0, 2])
+        torch.testing.assert_close(lazy.at(*where), dense[where], **close)
+        last = torch.tensor([len(rows) - 1])
+        torch.testing.assert_close(lazy.rows(last).dense(), dense[last], **close)
+    for b, p in enumerate(rows):
+        for j in range(3):
+            kept, likelihood = dense[b, j] > 0, logits[b, j]
+            if p.temperature and kept.any() and not kept.all():
+                # What is kept is all that is at least as likely as the least likely kept one.
+                assert likelihood[~kept].max() < likelihood[kept].min() or sharpness * p.temperature > 50
+            if p.temperature and p.top_p < 1 and not p.top_k and not p.min_p:
+                full = (logits[b, j].double() / max(p.temperature, 1e-30)).softmax(-1)
+                least = likelihood[kept].min()
+                assert full[kept].sum() >= p.top_p - 1e-4
+                assert full[likelihood > least].sum() < p.top_p + 1e-4
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-38, 1e-6, 1e6, 1e38, 1e40, 1.7e308])

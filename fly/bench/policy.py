@@ -5,6 +5,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -60,8 +61,9 @@ def measure_decisions(
 ) -> Iterator[Cost]:
     """For each ``(rows, k, vocab)`` of ``shapes``, the cost of ``policy`` and of the forward before it.
 
-    The model has random weights, the draft is its own greedy text with every fifth token replaced, so that every
-    clause of a rule has mismatches to look at. The decision includes all that happens between logits and verdict:
+    The model has random weights, with logits scaled until the law is about as sharp as a trained model's (one to two
+    nats); the draft is its own greedy text with every fifth token replaced, so that every clause of a rule has
+    mismatches to look at. The decision includes all that happens between logits and verdict:
     the processed law where the rule asks for it, coins, and the correction.
     """
     model: Llama | None = None
@@ -69,7 +71,19 @@ def measure_decisions(
         if model is None or model.config.vocab_size != vocab:
             torch.manual_seed(0)
             model = Llama(trunk_config(vocab)).to(device, dtype).eval().requires_grad_(False)
+            _sharpen(model)
         yield _measure(model, policy, rows, k, context, repeats)
+
+
+@torch.inference_mode()
+def _sharpen(model: Llama) -> None:
+    """Scale the last norm so that logits have a standard deviation of 1.3·sqrt(2 ln V): normal logits freeze into a
+    few likely tokens above sqrt(2 ln V), and spread over the vocabulary below it."""
+    vocab = model.config.vocab_size
+    hidden_TC = torch.randn(64, model.config.hidden_size, generator=torch.Generator().manual_seed(0))
+    hidden_TC = hidden_TC / hidden_TC.square().mean(-1, keepdim=True).sqrt()
+    spread = float(model.logits(hidden_TC.to(model.device, model.dtype)).std())
+    model.norm.weight.mul_(1.3 * math.sqrt(2 * math.log(vocab)) / spread)
 
 
 @torch.inference_mode()

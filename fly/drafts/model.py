@@ -21,6 +21,7 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence
+from fly.vocabulary import argmax
 
 __all__ = ["CascadeDraft", "SingleDraft", "parse_draft"]
 
@@ -133,7 +134,7 @@ class SingleDraft(DraftStrategy):
             return self._round(rows, left, self.draft)
         logits_BJV = ban_early_stops(self.runner.feed(rows, [[]] * len(rows)), rows)
         if all(row.greedy for row in rows):
-            for row, token in zip(rows, logits_BJV[:, 0].argmax(-1).tolist()):
+            for row, token in zip(rows, argmax(logits_BJV[:, 0]).tolist()):
                 row.tokens.append(token)
             return [[] for _ in rows]
         device = logits_BJV.device
@@ -160,7 +161,8 @@ class SingleDraft(DraftStrategy):
                 new = new[: next(ends, len(new))]  # what follows an end would be drafted in vain
                 rows[b].tokens += new
                 if not target.all_greedy:
-                    laws[b] += list(target.probs_BKV[b, : len(new)])
+                    positions_N = torch.arange(len(new), device=target.logits_BKV.device)
+                    laws[b] += list(target.probs_at(torch.full_like(positions_N, b), positions_N))
         self.runner.commit(rows)
         draft.commit(rows)
         return laws

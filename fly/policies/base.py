@@ -16,6 +16,7 @@ from torch import Tensor
 from fly.policies.conditions import Block, Condition, expression
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.vocabulary import pick
 
 __all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "exact_accept_probs", "verify"]
 
@@ -88,7 +89,7 @@ class AcceptancePolicy(ABC):
         Override it, instead of ``residual``, if the law depends on which token was rejected.
         """
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
-        target_BV = target.probs_BKV[rows_B, at_B]
+        target_BV = target.probs_at(rows_B, at_B)
         if draft.probs_BKV is None:
             draft_BV = torch.zeros_like(target_BV).scatter_(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 1.0)
         else:
@@ -110,7 +111,7 @@ class AcceptancePolicy(ABC):
         else:
             excused_BK = self.relaxation.holds(block)
         # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
-        logits_BK = target.logits_BKV[:, :-1].gather(-1, draft.tokens_BK.unsqueeze(-1)).squeeze(-1)
+        logits_BK = pick(target.logits_BKV[:, :-1], draft.tokens_BK)
         stands_BK = kept_BK | (excused_BK & mask_BK & (logits_BK > -torch.inf))
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
@@ -187,15 +188,8 @@ class Relaxed(AcceptancePolicy):
 
 def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
     """min(1, target/draft) at each drafted token [B, K]; at temperature 0 this is 1 where it is the argmax, else 0."""
-    if target.all_greedy:
-        return (draft.tokens_BK == target.argmax_BK[:, :-1]).float()
-    tokens_BK1 = draft.tokens_BK.unsqueeze(-1)
-    target_BK = target.probs_BKV[:, :-1].gather(-1, tokens_BK1).squeeze(-1)
-    if draft.probs_BKV is None:
-        return target_BK
-    draft_BK = draft.probs_BKV.gather(-1, tokens_BK1).squeeze(-1)
-    # A token the draft could not have drawn occurs on padding only; keep it finite.
-    return (target_BK / draft_BK.clamp_min(torch.finfo(draft_BK.dtype).tiny)).clamp_max(1.0)
+    target_BK = target.probs_of(draft.tokens_BK)
+    return target_BK if draft.probs_BKV is None else (target_BK / draft.own_probs_BK()).clamp_max(1.0)
 
 
 def decide(
@@ -210,11 +204,17 @@ def decide(
     """The verdict that follows from which tokens stand, and which of them the exact rule keeps (``match``; the others
     are ``relaxed``): longest prefix, then correction or bonus. Both are [B, K] bool, False on padding."""
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
-    columns_K = torch.arange(stands_BK.shape[1], device=stands_BK.device)
+    return verdict_of(accepted_B, _next_token(policy, target, draft, noise, accepted_B), exact_BK, draft, clauses)
+
+
+def verdict_of(
+    accepted_B: Tensor, next_token_B: Tensor, exact_BK: Tensor, draft: Draft, clauses: dict[str, Tensor] | None = None
+) -> Verdict:
+    """The verdict of a rule that has found prefixes and next tokens; ``exact_BK`` as in ``decide``."""
+    columns_K = torch.arange(exact_BK.shape[1], device=exact_BK.device)
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(columns_K < accepted_B.unsqueeze(1), codes_BK, int(Why.REJECTED)).to(torch.int8)
     asked_BK = ~exact_BK & draft.mask_BK() & (columns_K <= accepted_B.unsqueeze(1))
-    next_token_B = _next_token(policy, target, draft, noise, accepted_B)
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses or {})
 
 
@@ -223,7 +223,7 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
     if target.all_greedy:
         return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
-    law_BV = target.probs_BKV[rows_B, accepted_B]
+    law_BV = target.probs_at(rows_B, accepted_B)
     if draft.tokens_BK.shape[1]:
         at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
         residual_BV = policy.correction(target, draft, at_B)

@@ -25,10 +25,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs
+from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs, verdict_of
 from fly.policies.conditions import Block, Condition
 from fly.sampling import draw
-from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.types import Draft, Guarantee, Noise, Target, Verdict
+from fly.vocabulary import log_mass, pick, top
 
 __all__ = [
     "CATALOGUE",
@@ -66,11 +67,6 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name} {value!r} is unknown; choices: {list(choices)}")
 
 
-def _pick(values_NV: Tensor, token_N: Tensor) -> Tensor:
-    """[N] the value at each token."""
-    return values_NV.gather(-1, token_N.unsqueeze(-1)).squeeze(-1)
-
-
 def _drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
     """Chances as float, 0 on padding (whatever stood there, NaN included)."""
     return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
@@ -87,49 +83,39 @@ def _matches(target: Target, draft: Draft) -> Tensor:
 
 def _possible(target: Target, draft: Draft) -> Tensor:
     """[B, K] bool: the target gives the token some mass."""
-    open_BK = _pick(target.logits_BKV[:, :-1], draft.tokens_BK) > -torch.inf
+    open_BK = pick(target.logits_BKV[:, :-1], draft.tokens_BK) > -torch.inf
     if target.all_greedy:
         return open_BK
-    return torch.where(_per_row(target), open_BK, _pick(target.probs_BKV[:, :-1], draft.tokens_BK) > 0)
+    return torch.where(_per_row(target), open_BK, target.probs_of(draft.tokens_BK) > 0)
 
 
 def _gate_law(target: Target) -> Tensor:
     """[B, K, V] the law a gate looks at: processed, raw at temperature 0."""
-    logits_BKV = target.logits_BKV[:, :-1]
+    if not target.some_greedy:
+        return target.probs_BKV[:, :-1]
+    raw_BKV = target.logits_BKV[:, :-1].softmax(-1)
     if target.all_greedy:
-        return logits_BKV.softmax(-1)
-    return torch.where(target.greedy_B.view(-1, 1, 1), logits_BKV.softmax(-1), target.probs_BKV[:, :-1])
+        return raw_BKV
+    return torch.where(target.greedy_B.view(-1, 1, 1), raw_BKV, target.probs_BKV[:, :-1])
 
 
 def _gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
     """[B, K] twice, of the law a gate looks at: its probability of the token, and of the likeliest token."""
+    tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
+    if not target.some_greedy:
+        return target.probs_of(tokens_BK), target.probs_of(choice_BK)
     logits_BKV = target.logits_BKV[:, :-1]
-    total_BK = logits_BKV.logsumexp(-1)
-    token_BK = (_pick(logits_BKV, draft.tokens_BK) - total_BK).exp()
-    peak_BK = (_pick(logits_BKV, target.argmax_BK[:, :-1]) - total_BK).exp()
+    highest_BK = pick(logits_BKV, choice_BK)
+    total_BK = log_mass(logits_BKV.flatten(0, 1), highest_BK.flatten()).view_as(highest_BK)
+    token_BK = (pick(logits_BKV, tokens_BK) - highest_BK - total_BK).exp()
+    peak_BK = (-total_BK).exp()
     if target.all_greedy:
         return token_BK, peak_BK
-    processed_BKV, greedy_B1 = target.probs_BKV[:, :-1], _per_row(target)
+    greedy_B1 = _per_row(target)
     return (
-        torch.where(greedy_B1, token_BK, _pick(processed_BKV, draft.tokens_BK)),
-        torch.where(greedy_B1, peak_BK, processed_BKV.amax(-1)),
+        torch.where(greedy_B1, token_BK, target.probs_of(tokens_BK)),
+        torch.where(greedy_B1, peak_BK, target.probs_of(choice_BK)),
     )
-
-
-def _draft_probs(draft: Draft) -> Tensor:
-    """[B, K] the draft's probability of its token, never 0."""
-    if draft.probs_BKV is None:
-        return torch.ones_like(draft.tokens_BK, dtype=torch.float32)
-    return _pick(draft.probs_BKV, draft.tokens_BK).clamp_min(torch.finfo(draft.probs_BKV.dtype).tiny)
-
-
-def _prefix_verdict(agree_BK: Tensor, accepted_B: Tensor, next_token_B: Tensor, draft: Draft) -> Verdict:
-    """The verdict of a rule without relaxation that has found its prefix and next token itself."""
-    columns_K = torch.arange(agree_BK.shape[1], device=agree_BK.device)
-    kept_BK = columns_K < accepted_B.unsqueeze(1)
-    why_BK = torch.where(kept_BK, int(Why.MATCH), int(Why.REJECTED)).to(torch.int8)
-    asked_BK = ~agree_BK & draft.mask_BK() & (columns_K <= accepted_B.unsqueeze(1))
-    return Verdict(accepted_B, next_token_B, why_BK, asked_BK)
 
 
 class _Gate(AcceptancePolicy):
@@ -158,7 +144,7 @@ class _Reshaped(AcceptancePolicy):
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
-        target_BV, draft_BV = target.probs_BKV[rows_B, at_B], draft.probs_BKV[rows_B, at_B]
+        target_BV, draft_BV = target.probs_at(rows_B, at_B), draft.probs_BKV[rows_B, at_B]
         law_BV = self.reshape(target_BV, draft_BV, draft.tokens_BK[rows_B, at_B])
         return (torch.where(_per_row(target), target_BV, law_BV) - draft_BV).clamp_min(0)
 
@@ -199,8 +185,8 @@ class ExactSample(AcceptancePolicy):
         accepted_B = agree_BK.long().cumprod(-1).sum(-1)
         bonus_B = draw(law_BKV[torch.arange(rows, device=law_BKV.device), accepted_B], noise.sample_B)
         own_BJ = torch.cat([own_BK, bonus_B.unsqueeze(1)], dim=1)
-        next_token_B = torch.where(accepted_B < draft.lengths_B, _pick(own_BJ, accepted_B), bonus_B)
-        return _prefix_verdict(agree_BK, accepted_B, next_token_B, draft)
+        next_token_B = torch.where(accepted_B < draft.lengths_B, pick(own_BJ, accepted_B), bonus_B)
+        return verdict_of(accepted_B, next_token_B, agree_BK, draft)
 
 
 @dataclass(frozen=True)
@@ -226,12 +212,12 @@ class BlockVerification(AcceptancePolicy):
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         if target.all_greedy:
             return super().verdict(target, draft, noise)
-        mask_BK, law_BKV = draft.mask_BK(), target.probs_BKV
+        mask_BK = draft.mask_BK()
         rows, longest = mask_BK.shape
         rows_B = torch.arange(rows, device=mask_BK.device)
-        target_BK, draft_BK = _pick(law_BKV[:, :-1], draft.tokens_BK), _draft_probs(draft)
+        target_BK, draft_BK = target.probs_of(draft.tokens_BK), draft.own_probs_BK()
 
-        reach_B = torch.ones_like(noise.sample_B, dtype=law_BKV.dtype)  # p_i
+        reach_B = torch.ones_like(noise.sample_B, dtype=target_BK.dtype)  # p_i
         reaches = [reach_B]
         for j in range(longest):
             reach_B = torch.where(mask_BK[:, j], (reach_B * target_BK[:, j] / draft_BK[:, j]).clamp_max(1), reach_B)
@@ -242,6 +228,7 @@ class BlockVerification(AcceptancePolicy):
         if draft.probs_BKV is None:
             spare_BK = own_BK[:, :-1] * (1 - target_BK[:, 1:]).clamp_min(0)
         else:
+            law_BKV = target.probs_BKV
             spare_BK = (own_BK[:, :-1, None] * law_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
         below_BK = spare_BK + (1 - own_BK[:, :-1])
         # Nothing to spare and nothing short (0/0): the laws are equal from here, and keeping on is right.
@@ -253,17 +240,17 @@ class BlockVerification(AcceptancePolicy):
         # an accepted column carries all before it
         kept_BK = stands_BK.flip(-1).cummax(-1).values.flip(-1) if longest else stands_BK
         accepted_B = kept_BK.long().sum(-1)
-        law_BV = law_BKV[rows_B, accepted_B]
+        law_BV = target.probs_at(rows_B, accepted_B)
         if longest:
             at_B = accepted_B.clamp_max(longest - 1)
-            scaled_BV = law_BV * _pick(reach_BJ, accepted_B).unsqueeze(1)
+            scaled_BV = law_BV * pick(reach_BJ, accepted_B).unsqueeze(1)
             if draft.probs_BKV is None:
                 residual_BV = scaled_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
             else:
                 residual_BV = (scaled_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
             rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
             law_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, law_BV)
-        return _prefix_verdict(kept_BK, accepted_B, draw(law_BV, noise.sample_B), draft)
+        return verdict_of(accepted_B, draw(law_BV, noise.sample_B), kept_BK, draft)
 
 
 # ---- the token-wise test, loosened -----------------------------------------------------------------------------
@@ -321,7 +308,7 @@ class Ears(AcceptancePolicy):
         exact_BK = exact_accept_probs(target, draft)
         if target.all_greedy:
             return _drafted(exact_BK, draft)
-        slack_BK = self.beta * (1 - target.probs_BKV[:, :-1].amax(-1)).clamp_min(0)
+        slack_BK = self.beta * (1 - target.probs_of(target.argmax_BK[:, :-1])).clamp_min(0)
         loose_BK = (exact_BK + slack_BK).clamp_max(1)
         return _drafted(torch.where(_possible(target, draft), loose_BK, 0.0), draft)
 
@@ -384,7 +371,7 @@ class Typical(_Gate):
         law_BKV = _gate_law(target)
         entropy_BK = -torch.special.xlogy(law_BKV, law_BKV).sum(-1)
         threshold_BK = (self.delta * (-entropy_BK).exp()).clamp_max(self.eps)
-        return self.keep(target, draft, _pick(law_BKV, draft.tokens_BK) > threshold_BK)
+        return self.keep(target, draft, pick(law_BKV, draft.tokens_BK) > threshold_BK)
 
 
 @dataclass(frozen=True)
@@ -409,12 +396,10 @@ class RelaxedTopN(_Gate):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = _gate_probs(target, draft)
-        order_BKV = target.logits_BKV[:, :-1]  # that of the raw law, without a softmax
-        if not target.all_greedy:
-            order_BKV = torch.where(target.greedy_B.view(-1, 1, 1), order_BKV, target.probs_BKV[:, :-1])
-        ahead_BK = (order_BKV > _pick(order_BKV, draft.tokens_BK).unsqueeze(-1)).sum(-1)
+        logits_BKV = target.logits_BKV[:, :-1]  # their order is that of the law, without a softmax
+        among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n)[..., -1]
         near_BK = (token_BK >= peak_BK - self.delta) & (token_BK > 0)
-        return self.keep(target, draft, (ahead_BK < self.n) & near_BK)
+        return self.keep(target, draft, among_BK & near_BK)
 
 
 @dataclass(frozen=True)
@@ -527,7 +512,7 @@ class Cascade(_Reshaped):
 
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
         sure_N = draft_NV.amax(-1)
-        sure_N = torch.where(sure_N >= 1, _pick(target_NV, token_N), sure_N)
+        sure_N = torch.where(sure_N >= 1, pick(target_NV, token_N), sure_N)
         defers_N1 = self.defers(sure_N, target_NV.amax(-1)).unsqueeze(-1)
         # What the draft puts on tokens that the target excludes, the target draws.
         outside_N1 = torch.where(target_NV > 0, 0.0, draft_NV).sum(-1, keepdim=True)
@@ -563,8 +548,8 @@ class Cactus(_Reshaped):
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         if target.all_greedy:
             return _drafted(exact_accept_probs(target, draft), draft)
-        gamma_BK = self.raised(_pick(target.probs_BKV[:, :-1], draft.tokens_BK))
-        return _drafted((gamma_BK / _draft_probs(draft)).clamp_max(1), draft)
+        gamma_BK = self.raised(target.probs_of(draft.tokens_BK))
+        return _drafted((gamma_BK / draft.own_probs_BK()).clamp_max(1), draft)
 
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
         token_N1 = token_N.unsqueeze(-1)
@@ -616,12 +601,11 @@ class Mentored(_Reshaped):
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         if target.all_greedy:
             return _drafted(exact_accept_probs(target, draft), draft)
-        law_BKV = target.probs_BKV[:, :-1]
-        token_BK = _pick(law_BKV, draft.tokens_BK).double()
+        token_BK = target.probs_of(draft.tokens_BK).double()
         if draft.probs_BKV is None:
             return _drafted(self._raised(token_BK), draft)
-        alpha_BK, _ = self._limits(law_BKV, draft.probs_BKV)
-        return _drafted((token_BK / (alpha_BK * _draft_probs(draft).double())).clamp_max(1), draft)
+        alpha_BK, _ = self._limits(target.probs_BKV[:, :-1], draft.probs_BKV)
+        return _drafted((token_BK / (alpha_BK * draft.own_probs_BK().double())).clamp_max(1), draft)
 
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
         alpha_N, beta_N = self._limits(target_NV, draft_NV)
@@ -698,8 +682,8 @@ class LogMargin(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]
-        peak_BK = _pick(logits_BKV, block.target.argmax_BK[:, :-1])
-        return peak_BK - _pick(logits_BKV, block.draft.tokens_BK) < self.tau
+        peak_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1])
+        return peak_BK - pick(logits_BKV, block.draft.tokens_BK) < self.tau
 
 
 @dataclass(frozen=True)
@@ -720,9 +704,9 @@ class TopRatio(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]
-        top_BK2 = logits_BKV.topk(min(2, logits_BKV.shape[-1]), dim=-1).values
+        top_BK2 = top(logits_BKV, 2)
         first_BK, second_BK = top_BK2[..., 0], top_BK2[..., -1]
-        token_BK = _pick(logits_BKV, block.draft.tokens_BK)
+        token_BK = pick(logits_BKV, block.draft.tokens_BK)
         runner_up_BK = (token_BK >= second_BK) & (token_BK > self.theta * first_BK)  # never if first <= 0
         return runner_up_BK | _matches(block.target, block.draft)
 

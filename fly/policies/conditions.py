@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
+from fly.vocabulary import log_mass, top
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -36,6 +37,24 @@ class Block:
     draft: Draft
     agree_BK: Tensor  # bool, where the lossless core accepts; False on padding
     clauses: dict[str, Tensor] = field(default_factory=dict)
+
+    def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """[B, K]: ``measure(rows_N, positions_N)`` [N] at mismatches; elsewhere False or 0 on the CPU.
+
+        For conditions that read the whole vocabulary. On the CPU only the mismatches are read; an accelerator reads
+        every position, since asking it where they are would make it wait.
+        """
+        rows, longest = self.agree_BK.shape
+        device = self.agree_BK.device
+        if device.type == "cpu":
+            rows_N, positions_N = (~self.agree_BK & self.draft.mask_BK()).nonzero(as_tuple=True)
+        else:
+            rows_N = torch.arange(rows, device=device).repeat_interleave(longest)
+            positions_N = torch.arange(longest, device=device).repeat(rows)
+        found_N = measure(rows_N, positions_N)
+        found_BK = torch.zeros(rows, longest, dtype=found_N.dtype, device=device)
+        found_BK[rows_N, positions_N] = found_N
+        return found_BK
 
 
 class Condition(ABC):
@@ -179,32 +198,17 @@ def _literal(value: object) -> str:
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
-def top3(values_NV: Tensor, chunk: int = 64) -> Tensor:
-    """The three largest of the last dimension, largest first (all of them if there are fewer).
-
-    A large one lies in a chunk whose maximum is large: only the three best chunks, and what is left over at the end,
-    are sorted. One cheap pass instead of a selection over the vocabulary.
-    """
-    width = values_NV.shape[-1]
-    if width < 8 * chunk:
-        return values_NV.topk(min(3, width), dim=-1).values
-    whole = width - width % chunk
-    chunks = values_NV[..., :whole].unflatten(-1, (-1, chunk))
-    best = chunks.amax(-1).topk(3, dim=-1).indices
-    picked = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, chunk)).flatten(-2)
-    return torch.cat([picked, values_NV[..., whole:]], dim=-1).topk(3, dim=-1).values
-
-
 def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
-    """Entropy [N] of softmax(logits) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
+    """Entropy [N] of softmax(logits [N, V]) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
 
     ``top3``: -sum p ln p over the three most likely tokens, not renormalised, in nats (at most 3/e = 1.104): the
     authors' code. ``normalized``: the full entropy over ln V, in [0, 1]: the formula in their text.
     """
     if kind == "top3":
-        # logsumexp and three logits, not a full softmax; rounding must not take a sure token below zero
-        top_N3 = top3(logits_NV)
-        log_probs = top_N3 - logits_NV.logsumexp(-1, keepdim=True)
+        # the total and three logits, not a full softmax; rounding must not take a sure token below zero
+        top_N3 = top(logits_NV, 3)
+        peak_N = top_N3[:, 0]
+        log_probs = top_N3 - (peak_N + log_mass(logits_NV, peak_N)).unsqueeze(-1)
         return (-torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)).clamp_min(0)
     if kind == "normalized":
         probs = logits_NV.softmax(-1)
@@ -239,12 +243,18 @@ class EntropyGate(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         target = block.target
-        logits_BKV = target.logits_BKV[:, :-1]
-        if not self.processed or target.all_greedy:
-            return entropy(logits_BKV, self.entropy) >= self.theta
-        processed_BKV = target.probs_BKV[:, :-1].log()
-        chosen = torch.where(target.greedy_B.view(-1, 1, 1), logits_BKV, processed_BKV)
-        return entropy(chosen, self.entropy) >= self.theta
+
+        def undecided(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+            if not self.processed or target.all_greedy:
+                law_NV = target.logits_BKV[rows_N, positions_N]
+            else:
+                law_NV = target.probs_at(rows_N, positions_N).log()
+                if target.some_greedy:
+                    raw_NV = target.logits_BKV[rows_N, positions_N]
+                    law_NV = torch.where(target.greedy_B[rows_N].unsqueeze(1), raw_NV, law_NV)
+            return entropy(law_NV, self.entropy) >= self.theta
+
+        return block.at_mismatches(undecided)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from fly.policies.conditions import (
     Room,
 )
 from fly.types import Draft, Guarantee, Target
+from fly.vocabulary import pick
 
 __all__ = ["Exact", "FLy", "LossySampling"]
 
@@ -62,19 +63,16 @@ class LossySampling(AcceptancePolicy):
             raise ValueError(f"lenience {self.lenience!r} must be a finite number of at least 1")
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        logits_BKV, tokens_BK1 = target.logits_BKV[:, :-1], draft.tokens_BK.unsqueeze(-1)
-        # target(x) >= max target / l, in logits: no softmax over the vocabulary needed
-        gap_BK = logits_BKV.amax(-1) - logits_BKV.gather(-1, tokens_BK1).squeeze(-1)
-        near_BK = tokens_BK1.squeeze(-1) == target.argmax_BK[:, :-1]
+        logits_BKV, choice_BK = target.logits_BKV[:, :-1], target.argmax_BK[:, :-1]
+        near_BK = draft.tokens_BK == choice_BK
         if self.lenience > 1:  # at 1, a token as likely as the argmax is still not the argmax
+            # target(x) >= max target / l, in logits: no softmax over the vocabulary needed
+            gap_BK = pick(logits_BKV, choice_BK) - pick(logits_BKV, draft.tokens_BK)
             near_BK = near_BK | (gap_BK <= math.log(self.lenience))
-        near_BK = near_BK.float()
         if target.all_greedy:
-            return near_BK
-        target_BK = target.probs_BKV[:, :-1].gather(-1, tokens_BK1).squeeze(-1)
-        draft_BK = 1.0 if draft.probs_BKV is None else draft.probs_BKV.gather(-1, tokens_BK1).squeeze(-1)
-        sampled_BK = (self.lenience * target_BK / torch.as_tensor(draft_BK).clamp_min(1e-38)).clamp_max(1.0)
-        return torch.where(target.greedy_B.unsqueeze(1), near_BK, sampled_BK)
+            return near_BK.float()
+        sampled_BK = (self.lenience * target.probs_of(draft.tokens_BK) / draft.own_probs_BK()).clamp_max(1.0)
+        return torch.where(target.greedy_B.unsqueeze(1), near_BK.float(), sampled_BK)
 
 
 @dataclass(frozen=True)

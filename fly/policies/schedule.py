@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fly.policies.conditions import Block, Condition, check_count
+from fly.vocabulary import log_mass, pick
 
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
 
@@ -125,10 +126,15 @@ class NatsBudget(Condition):
         return self.nats > 0
 
     def evaluate(self, block: Block) -> Tensor:
-        logits_BKV, tokens_BK = block.target.logits_BKV[:, :-1], block.draft.tokens_BK
-        cost_BK = logits_BKV.logsumexp(-1) - logits_BKV.gather(-1, tokens_BK.unsqueeze(-1)).squeeze(-1)
-        spent_BK = cost_BK.masked_fill(block.agree_BK, 0.0).cumsum(-1)
-        return block.target.nats_B.unsqueeze(1) + spent_BK <= self.nats
+        target = block.target
+
+        def cost(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+            logits_NV = target.logits_BKV[rows_N, positions_N]
+            peak_N = logits_NV.amax(-1)
+            return peak_N + log_mass(logits_NV, peak_N) - pick(logits_NV, block.draft.tokens_BK[rows_N, positions_N])
+
+        spent_BK = block.at_mismatches(cost).masked_fill(block.agree_BK, 0.0).cumsum(-1)
+        return target.nats_B.unsqueeze(1) + spent_BK <= self.nats
 
 
 @dataclass(frozen=True)

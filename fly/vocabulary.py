@@ -1,0 +1,87 @@
+"""Passes over the vocabulary, as few and as cheap as they can be. Knows nothing of policies or models.
+
+Shape legend: N positions, V vocabulary, "..." any leading dimensions.
+
+On the CPU, fresh memory of the size of the logits costs more than the arithmetic done in it, and a selection over
+the vocabulary more than ten plain passes. So maxima are taken by chunks first, and sums in a small buffer.
+Accelerators have neither trouble, and must not be asked for intermediate results: there it is torch's own kernels.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["argmax", "log_mass", "pick", "top"]
+
+_CHUNK = 64
+_SMALL = 8192  # vocabularies up to this are done in one go
+
+
+def argmax(values: Tensor) -> Tensor:
+    """[...] int64: the index of the largest of the last dimension, the lowest among equals."""
+    width = values.shape[-1]
+    if values.device.type != "cpu" or width < 8 * _CHUNK:
+        return values.argmax(-1)
+    whole = width - width % _CHUNK
+    chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
+    best = chunks.amax(-1).argmax(-1, keepdim=True)
+    inside = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, _CHUNK)).squeeze(-2)
+    peak, at = inside.max(-1, keepdim=True)
+    at = best * _CHUNK + at
+    if whole < width:
+        last, last_at = values[..., whole:].max(-1, keepdim=True)
+        at = torch.where(last > peak, whole + last_at, at)
+    return at.squeeze(-1)
+
+
+def pick(values: Tensor, index: Tensor) -> Tensor:
+    """[...]: of each vector [..., V] of ``values``, the element at ``index`` [...]."""
+    return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def top(values: Tensor, n: int) -> Tensor:
+    """[..., min(n, V)]: the n largest of the last dimension, largest first.
+
+    A large one lies in a chunk whose maximum is large: only the n best chunks, and what is left over at the end, are
+    looked at twice.
+    """
+    width = values.shape[-1]
+    if values.device.type != "cpu" or width < 4 * n * _CHUNK:
+        return values.topk(min(n, width), dim=-1).values
+    whole = width - width % _CHUNK
+    chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
+    best = chunks.amax(-1).topk(n, dim=-1, sorted=False).indices
+    picked = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, _CHUNK)).flatten(-2)
+    return torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1).values
+
+
+def log_mass(
+    logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor | None = None, least_N: Tensor | None = None
+) -> Tensor:
+    """[N] ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``.
+
+    ``peak_N`` is the largest logit of each position; ``temperature_N`` None is 1, ``least_N`` None leaves nothing out.
+    """
+
+    def scaled(logits_NV: Tensor, rows: slice, out: Tensor | None) -> Tensor:
+        scaled_NV = torch.sub(logits_NV, peak_N[rows, None], out=out)
+        if temperature_N is not None:
+            scaled_NV /= temperature_N[rows, None]
+        if least_N is not None:
+            scaled_NV.masked_fill_(logits_NV < least_N[rows, None], -torch.inf)
+        return scaled_NV
+
+    positions, width = logits_NV.shape
+    if logits_NV.device.type != "cpu" or width <= _SMALL:
+        return scaled(logits_NV, slice(None), None).logsumexp(-1)
+    step = torch.get_num_threads()
+    buffers = torch.empty(2, step, width)
+    totals = []
+    for start in range(0, positions, step):
+        rows = slice(start, min(start + step, positions))
+        scaled_NV, law_NV = buffers[:, : rows.stop - start]
+        scaled(logits_NV[rows], rows, scaled_NV)
+        # The fused softmax is the fastest sum there is; the peak's share of it, exp(0) / sum, gives it away.
+        totals.append(-torch.softmax(scaled_NV, -1, out=law_NV).amax(-1).log())
+    return torch.cat(totals)
