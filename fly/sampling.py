@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.types import SamplingParams, Sequence
-from fly.vocabulary import argmax, log_mass, top
+from fly.vocabulary import argmax, log_mass, pick, top
 
 __all__ = ["Law", "ProcessedLaw", "Stream", "ban_early_stops", "derive", "draw", "uniforms"]
 
@@ -126,7 +126,7 @@ class ProcessedLaw:
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """[N, V], the law at some positions of some rows."""
         logits_NV = self.logits_BJV[rows_N, positions_N]
-        probs_NV = self._share(logits_NV.unsqueeze(1), rows_N, positions_N).squeeze(1)
+        probs_NV = self._share(logits_NV, rows_N, positions_N)
         if self.law.some_greedy:
             one_hot_NV = torch.zeros_like(logits_NV).scatter_(1, argmax(logits_NV).unsqueeze(1), 1.0)
             probs_NV = torch.where(self.law.greedy_B[rows_N].unsqueeze(1), one_hot_NV, probs_NV)
@@ -134,32 +134,41 @@ class ProcessedLaw:
 
     def of(self, tokens_BK: Tensor) -> Tensor:
         """[B, K], the probability of token j at position j."""
-        rows, longest = tokens_BK.shape
-        rows_N = torch.arange(rows, device=tokens_BK.device).repeat_interleave(longest)
-        positions_N = torch.arange(longest, device=tokens_BK.device).repeat(rows)
-        logits_N11 = self.logits_BJV[rows_N, positions_N, tokens_BK.flatten()].view(-1, 1, 1)
-        probs_BK = self._share(logits_N11, rows_N, positions_N).view(rows, longest)
+        longest = tokens_BK.shape[1]
+        logits_BKV = self.logits_BJV[:, :longest]
+        probs_BK = self._share(pick(logits_BKV, tokens_BK).unsqueeze(-1)).squeeze(-1)
         if self.law.some_greedy:
-            one_hot_BK = (argmax(self.logits_BJV[:, :longest]) == tokens_BK).float()
+            one_hot_BK = (argmax(logits_BKV) == tokens_BK).float()
             probs_BK = torch.where(self.law.greedy_B.unsqueeze(1), one_hot_BK, probs_BK)
         return probs_BK
+
+    def top(self, n: int) -> Tensor:
+        """[B, J, min(n, V)], the largest probabilities at each position, largest first."""
+        probs_BJN = self._share(top(self.logits_BJV, n))
+        if self.law.some_greedy:
+            one_hot_BJN = torch.zeros_like(probs_BJN)
+            one_hot_BJN[..., 0] = 1.0
+            probs_BJN = torch.where(self.law.greedy_B.view(-1, 1, 1), one_hot_BJN, probs_BJN)
+        return probs_BJN
 
     def rows(self, index_B: Tensor) -> ProcessedLaw:
         """The law of some rows only, ``index_B`` int64."""
         return ProcessedLaw(self.law.rows(index_B), self.logits_BJV[index_B])
 
-    def _share(self, logits_N1V: Tensor, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """What each of the given logits has of the mass at its position."""
+    def _share(self, logits: Tensor, rows_N: Tensor | None = None, positions_N: Tensor | None = None) -> Tensor:
+        """What each of the given logits has of the mass at its position: [N, ...] of those named, or [B, <= J, ...]."""
         if self._found is None:
             self._found = self._find()
         peak_BJ, least_BJ, total_BJ = self._found
 
         def column(values_BJ: Tensor) -> Tensor:
-            return values_BJ[rows_N, positions_N].view(-1, 1, 1)
+            if rows_N is None:
+                return values_BJ[:, : logits.shape[1], None]
+            return values_BJ[rows_N, positions_N].unsqueeze(1)
 
-        shares = (logits_N1V - column(peak_BJ)).div_(self.law.temperature_B[rows_N].view(-1, 1, 1))
+        shares = (logits - column(peak_BJ)).div_(column(self.law.temperature_B.unsqueeze(1).expand_as(peak_BJ)))
         shares.sub_(column(total_BJ)).exp_()
-        return shares if least_BJ is None else shares.masked_fill_(logits_N1V < column(least_BJ), 0.0)
+        return shares if least_BJ is None else shares.masked_fill_(logits < column(least_BJ), 0.0)
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """[B, J] each: the largest logit, the least that is kept (None if all are), ln of the mass kept."""

@@ -15,7 +15,7 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
-from fly.vocabulary import argmax, pick
+from fly.vocabulary import argmax, log_mass, pick, top
 
 if TYPE_CHECKING:
     from fly.policies.base import AcceptancePolicy
@@ -149,6 +149,9 @@ class LazyLaw(Protocol):
     def of(self, tokens_BK: Tensor) -> Tensor:
         """[B, K], the probability of token j at position j."""
 
+    def top(self, n: int) -> Tensor:
+        """[B, K+1, min(n, V)], the largest probabilities at each position, largest first."""
+
     def rows(self, index_B: Tensor) -> LazyLaw:
         """Some rows only."""
 
@@ -156,7 +159,8 @@ class LazyLaw(Protocol):
 class Target:
     """What the target says about a block: position j's law of the next token given the draft before it.
 
-    Ask ``probs_of`` and ``probs_at`` where they are enough: a whole ``probs_BKV`` costs passes over the vocabulary.
+    Ask ``probs_of``, ``top_probs`` and ``probs_at`` where they are enough: a whole ``probs_BKV`` costs passes over the
+    vocabulary.
     ``all_greedy`` and ``some_greedy`` say on the host whether all rows are, or some may be, at temperature 0.
 
     Args:
@@ -225,6 +229,19 @@ class Target:
         if self._probs is None or isinstance(self._probs, Tensor):
             return self.probs_BKV[rows_N, positions_N]
         return self._probs.at(rows_N, positions_N)
+
+    def top_probs(self, n: int) -> Tensor:
+        """[B, K+1, min(n, V)] the largest probabilities of the processed law at each position, largest first."""
+        if self._probs is None or isinstance(self._probs, Tensor):
+            return top(self.probs_BKV, n)
+        return self._probs.top(n)
+
+    def log_mass(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """[N] ln of the sum of exp(logit - largest logit) over the vocabulary: minus the log-probability, in the
+        unprocessed law, of the most likely token."""
+        logits_RV, positions = self.logits_BKV.flatten(0, 1), self.logits_BKV.shape[1]
+        peak_N = self.logits_BKV[rows_N, positions_N, self.argmax_BK[rows_N, positions_N]]
+        return log_mass(logits_RV, peak_N, at_N=rows_N * positions + positions_N)
 
     @property
     def generated_B(self) -> Tensor:

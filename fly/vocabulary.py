@@ -1,6 +1,6 @@
 """Passes over the vocabulary, as few and as cheap as they can be. Knows nothing of policies or models.
 
-Shape legend: N positions, V vocabulary, "..." any leading dimensions.
+Shape legend: R positions, N of them, V vocabulary, "..." any leading dimensions.
 
 On the CPU, fresh memory of the size of the logits costs more than the arithmetic done in it, and a selection over
 the vocabulary more than ten plain passes. So maxima are taken by chunks first, and sums in a small buffer.
@@ -57,31 +57,38 @@ def top(values: Tensor, n: int) -> Tensor:
 
 
 def log_mass(
-    logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor | None = None, least_N: Tensor | None = None
+    logits_RV: Tensor,
+    peak_N: Tensor,
+    temperature_N: Tensor | None = None,
+    least_N: Tensor | None = None,
+    at_N: Tensor | None = None,
 ) -> Tensor:
     """[N] ln of the sum of exp((logits - peak) / temperature) over logits of at least ``least``.
 
-    ``peak_N`` is the largest logit of each position; ``temperature_N`` None is 1, ``least_N`` None leaves nothing out.
+    ``at_N`` (int64) says which of the R positions; None is all of them. ``peak_N`` is the largest logit there;
+    ``temperature_N`` None is 1, ``least_N`` None leaves nothing out.
     """
 
-    def scaled(logits_NV: Tensor, rows: slice, out: Tensor | None) -> Tensor:
-        scaled_NV = torch.sub(logits_NV, peak_N[rows, None], out=out)
+    def scale(logits_NV: Tensor, rows: slice) -> Tensor:
+        """In place."""
+        cut_NV = None if least_N is None else logits_NV < least_N[rows, None]
+        logits_NV -= peak_N[rows, None]
         if temperature_N is not None:
-            scaled_NV /= temperature_N[rows, None]
-        if least_N is not None:
-            scaled_NV.masked_fill_(logits_NV < least_N[rows, None], -torch.inf)
-        return scaled_NV
+            logits_NV /= temperature_N[rows, None]
+        return logits_NV if cut_NV is None else logits_NV.masked_fill_(cut_NV, -torch.inf)
 
-    positions, width = logits_NV.shape
-    if logits_NV.device.type != "cpu" or width <= _SMALL:
-        return scaled(logits_NV, slice(None), None).logsumexp(-1)
+    width = logits_RV.shape[1]
+    if logits_RV.device.type != "cpu" or width <= _SMALL:
+        return scale(logits_RV.clone() if at_N is None else logits_RV[at_N], slice(None)).logsumexp(-1)
+    positions = len(peak_N)
+    at_N = torch.arange(positions) if at_N is None else at_N
     step = torch.get_num_threads()
     buffers = torch.empty(2, step, width)
-    totals = []
+    totals = [logits_RV.new_empty(0)]
     for start in range(0, positions, step):
         rows = slice(start, min(start + step, positions))
         scaled_NV, law_NV = buffers[:, : rows.stop - start]
-        scaled(logits_NV[rows], rows, scaled_NV)
+        scale(torch.index_select(logits_RV, 0, at_N[rows], out=scaled_NV), rows)
         # The fused softmax is the fastest sum there is; the peak's share of it, exp(0) / sum, gives it away.
         totals.append(-torch.softmax(scaled_NV, -1, out=law_NV).amax(-1).log())
     return torch.cat(totals)

@@ -29,7 +29,7 @@ from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs, verdi
 from fly.policies.conditions import Block, Condition
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict
-from fly.vocabulary import log_mass, pick, top
+from fly.vocabulary import pick, top
 
 __all__ = [
     "CATALOGUE",
@@ -106,7 +106,10 @@ def _gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
         return target.probs_of(tokens_BK), target.probs_of(choice_BK)
     logits_BKV = target.logits_BKV[:, :-1]
     highest_BK = pick(logits_BKV, choice_BK)
-    total_BK = log_mass(logits_BKV.flatten(0, 1), highest_BK.flatten()).view_as(highest_BK)
+    rows, longest = tokens_BK.shape
+    rows_N = torch.arange(rows, device=tokens_BK.device).repeat_interleave(longest)
+    positions_N = torch.arange(longest, device=tokens_BK.device).repeat(rows)
+    total_BK = target.log_mass(rows_N, positions_N).view(rows, longest)
     token_BK = (pick(logits_BKV, tokens_BK) - highest_BK - total_BK).exp()
     peak_BK = (-total_BK).exp()
     if target.all_greedy:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
-from fly.vocabulary import log_mass, top
+from fly.vocabulary import top
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
         name: ClassVar[str]
 
 
-__all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room", "entropy"]
+__all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room"]
 
 Entropy = Literal["top3", "normalized"]
 
@@ -198,31 +198,19 @@ def _literal(value: object) -> str:
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
 
 
-def entropy(logits_NV: Tensor, kind: Entropy) -> Tensor:
-    """Entropy [N] of softmax(logits [N, V]) as FLy measures it (arXiv 2511.22972; METHODS table of presets).
-
-    ``top3``: -sum p ln p over the three most likely tokens, not renormalised, in nats (at most 3/e = 1.104): the
-    authors' code. ``normalized``: the full entropy over ln V, in [0, 1]: the formula in their text.
-    """
-    if kind == "top3":
-        # the total and three logits, not a full softmax; rounding must not take a sure token below zero
-        top_N3 = top(logits_NV, 3)
-        peak_N = top_N3[:, 0]
-        log_probs = top_N3 - (peak_N + log_mass(logits_NV, peak_N)).unsqueeze(-1)
-        return (-torch.special.xlogy(log_probs.exp(), log_probs.exp()).sum(-1)).clamp_min(0)
-    if kind == "normalized":
-        probs = logits_NV.softmax(-1)
-        return (-torch.special.xlogy(probs, probs).sum(-1)).clamp_min(0) / math.log(max(logits_NV.shape[-1], 2))
-    raise ValueError(f"entropy {kind!r} is unknown; choices: ['top3', 'normalized']")
+def _entropy(probs_NV: Tensor) -> Tensor:
+    """[N] -sum p ln p; rounding must not take a sure token below zero."""
+    return (-torch.special.xlogy(probs_NV, probs_NV).sum(-1)).clamp_min(0)
 
 
 @dataclass(frozen=True)
 class EntropyGate(Condition):
-    """The target was undecided: its entropy is at least ``theta``.
+    """The target was undecided: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
 
-    ``entropy`` is ``"top3"`` (nats) or ``"normalized"`` (share of ln V), see ``entropy``. It is taken on the
-    processed law if ``processed``, else on the raw logits; rows at temperature 0 always use the raw logits,
-    since their processed law is one-hot.
+    ``entropy`` is ``"top3"``, -sum p ln p over the three most likely tokens, not renormalised, in nats (at most
+    3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in their
+    text). It is taken on the processed law if ``processed``, else on the raw logits; rows at temperature 0 always use
+    the raw logits, since their processed law is one-hot.
     """
 
     name: ClassVar[str] = "entropy"
@@ -243,18 +231,34 @@ class EntropyGate(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         target = block.target
+        raw = not self.processed or target.all_greedy
+        measure = self._top3 if self.entropy == "top3" else self._normalized
+        if raw or not target.some_greedy:
+            return measure(block, raw) >= self.theta
+        found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, True), measure(block, False))
+        return found_BK >= self.theta
 
-        def undecided(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            if not self.processed or target.all_greedy:
-                law_NV = target.logits_BKV[rows_N, positions_N]
+    def _top3(self, block: Block, raw: bool) -> Tensor:
+        """[B, K]; three logits and the total mass, no softmax over the vocabulary."""
+        if not raw:
+            return _entropy(block.target.top_probs(3)[:, :-1])
+        logits_BKV = block.target.logits_BKV
+        top_BK3 = top(logits_BKV, 3)[:, :-1]
+
+        total_BK = block.at_mismatches(block.target.log_mass)
+        return _entropy((top_BK3 - top_BK3[..., :1] - total_BK.unsqueeze(-1)).exp())
+
+    def _normalized(self, block: Block, raw: bool) -> Tensor:
+        target = block.target
+
+        def share(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+            if raw:
+                probs_NV = target.logits_BKV[rows_N, positions_N].softmax(-1)
             else:
-                law_NV = target.probs_at(rows_N, positions_N).log()
-                if target.some_greedy:
-                    raw_NV = target.logits_BKV[rows_N, positions_N]
-                    law_NV = torch.where(target.greedy_B[rows_N].unsqueeze(1), raw_NV, law_NV)
-            return entropy(law_NV, self.entropy) >= self.theta
+                probs_NV = target.probs_at(rows_N, positions_N)
+            return _entropy(probs_NV) / math.log(max(probs_NV.shape[-1], 2))
 
-        return block.at_mismatches(undecided)
+        return block.at_mismatches(share)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from fly.policies.conditions import Block, Condition, check_count
-from fly.vocabulary import log_mass, pick
 
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
 
@@ -129,9 +128,9 @@ class NatsBudget(Condition):
         target = block.target
 
         def cost(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            logits_NV = target.logits_BKV[rows_N, positions_N]
-            peak_N = logits_NV.amax(-1)
-            return peak_N + log_mass(logits_NV, peak_N) - pick(logits_NV, block.draft.tokens_BK[rows_N, positions_N])
+            peak_N = target.logits_BKV[rows_N, positions_N, target.argmax_BK[rows_N, positions_N]]
+            own_N = target.logits_BKV[rows_N, positions_N, block.draft.tokens_BK[rows_N, positions_N]]
+            return peak_N - own_N + target.log_mass(rows_N, positions_N)
 
         spent_BK = block.at_mismatches(cost).masked_fill(block.agree_BK, 0.0).cumsum(-1)
         return target.nats_B.unsqueeze(1) + spent_BK <= self.nats
