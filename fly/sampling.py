@@ -196,12 +196,26 @@ class ProcessedLaw:
         if law.min_p:
             floor_N = peak_N + temperature_N * per_position(law.min_p_B).log()
             least_N = floor_N if least_N is None else least_N.maximum(floor_N)
-        total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
+        total_N = _kept_mass(logits_NV, peak_N, temperature_N, least_N)
         shape = (rows, positions)
         return peak_N.view(shape), None if least_N is None else least_N.view(shape), total_N.view(shape)
 
 
 _FIRST = 16  # most nuclei are within this many tokens
+
+
+def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N: Tensor | None) -> Tensor:
+    """[N] ``log_mass``, on the CPU of the likeliest tokens alone where no others are kept."""
+    if least_N is None or logits_NV.device.type != "cpu":
+        return log_mass(logits_NV, peak_N, temperature_N, least_N)
+    likeliest = top(logits_NV, _FIRST)
+    mass = ((likeliest - peak_N.unsqueeze(1)) / temperature_N.unsqueeze(1)).exp()
+    total_N = mass.masked_fill(likeliest < least_N.unsqueeze(1), 0.0).sum(-1).log()
+    if likeliest.shape[1] < logits_NV.shape[1]:
+        at = (likeliest[:, -1] >= least_N).nonzero().squeeze(1)
+        if len(at):
+            total_N[at] = log_mass(logits_NV, peak_N[at], temperature_N[at], least_N[at], at)
+    return total_N
 
 
 def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: Tensor, top_p_N: Tensor) -> Tensor:
