@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -162,7 +163,10 @@ def _summary(stats: Any, elapsed: float) -> str:
         parts.append(f"τ {stats.tau:.2f}")
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
         parts.append(f"{stats.relaxed} relaxed")
-    parts += [f"{name} {passed}/{asked}" for name, (asked, passed) in stats.gates.items()]
+    parts += [
+        f"{name} held {gate.passed}/{gate.asked}{f', alone refused {gate.refused}' if gate.refused else ''}"
+        for name, gate in stats.gates.items()
+    ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
     return " · ".join(parts)
 
@@ -193,7 +197,7 @@ def _as_json(output: Any) -> dict[str, Any]:
             "accepted": stats.accepted,
             "relaxed": stats.relaxed,
             "tau": stats.tau,
-            "gates": {name: {"asked": asked, "passed": passed} for name, (asked, passed) in stats.gates.items()},
+            "gates": {name: asdict(gate) for name, gate in stats.gates.items()},
         },
     }
 
@@ -384,7 +388,7 @@ def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dt
     )
     for result in results:
         for gate in result.stats.silent_gates:
-            asked, _ = result.stats.gates[gate]
+            asked = result.stats.gates[gate].asked
             console.print(
                 f"[yellow]{escape(gate)} never held ({asked} mismatches): {result.setting.name} relaxes nothing[/]"
             )
@@ -401,7 +405,7 @@ def comparison_table(results: list[Any], title: str) -> Table:
 
     def gate(stats: Any) -> str:
         counts = [held for name, held in stats.gates.items() if name.startswith("entropy")]
-        asked, passed = sum(c[0] for c in counts), sum(c[1] for c in counts)
+        asked, passed = sum(c.asked for c in counts), sum(c.passed for c in counts)
         return f"{passed / asked:.0%}" if asked else "–"
 
     rows: dict[str, Any] = {

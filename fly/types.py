@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Draft",
+    "Gate",
     "Guarantee",
     "LazyLaw",
     "Noise",
@@ -326,6 +327,26 @@ class Token:
     target_choice: int | None = None  # the target's most likely token there
 
 
+@dataclass(frozen=True)
+class Gate:
+    """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
+    it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
+    stand because it held, ``refused`` ones fell because it alone did not."""
+
+    asked: int = 0
+    passed: int = 0
+    excused: int = 0
+    refused: int = 0
+
+    def __add__(self, other: Gate) -> Gate:
+        return Gate(
+            self.asked + other.asked,
+            self.passed + other.passed,
+            self.excused + other.excused,
+            self.refused + other.refused,
+        )
+
+
 @dataclass
 class Stats:
     """What speculation did for one request (or, added up, for many). Only emitted tokens count as accepted.
@@ -341,7 +362,7 @@ class Stats:
     accepted: int = 0
     relaxed: int = 0
     nats: float = 0.0  # sum of -ln target(x) over the relaxed tokens, of the unprocessed law
-    gates: dict[str, tuple[int, int]] = field(default_factory=dict)  # clause -> (asked, passed)
+    gates: dict[str, Gate] = field(default_factory=dict)  # by clause
 
     @property
     def tau(self) -> float:
@@ -356,13 +377,12 @@ class Stats:
     @property
     def silent_gates(self) -> list[str]:
         """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
-        return [name for name, (asked, passed) in self.gates.items() if asked >= 20 and not passed]
+        return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
     def __add__(self, other: Stats) -> Stats:
         gates = dict(self.gates)
-        for name, (asked, passed) in other.gates.items():
-            before = gates.get(name, (0, 0))
-            gates[name] = (before[0] + asked, before[1] + passed)
+        for name, gate in other.gates.items():
+            gates[name] = gates.get(name, Gate()) + gate
         return Stats(
             self.prompt_tokens + other.prompt_tokens,
             self.generated + other.generated,

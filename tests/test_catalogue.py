@@ -18,7 +18,6 @@ from hypothesis import assume, currently_in_test_context, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fly import sampling
 from fly.policies import AcceptancePolicy, Condition, Exact, Relaxed, verify
 from fly.policies.catalogue import (
     CATALOGUE,
@@ -38,7 +37,7 @@ from fly.policies.catalogue import (
     TopRatio,
     Typical,
 )
-from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Why
+from fly.types import Draft, Guarantee, Noise, Target, Why
 
 Law = list[float]
 CLOSE = 2e-5  # what float32 sums cannot tell apart
@@ -419,19 +418,6 @@ def test_row_alone_equals_row_in_padded_batch_and_inputs_stay(policy):
                 assert int(alone.next_token_B) == int(whole.next_token_B[b])
                 assert torch.equal(alone.why_BK[0], whole.why_BK[b, :n])
                 assert torch.equal(alone.asked_BK[0], whole.asked_BK[b, :n])
-
-
-@pytest.mark.parametrize("policy", POLICIES, ids=str)
-@pytest.mark.parametrize("stochastic", [False, True])
-def test_decisions_never_wait_for_the_device(policy, stochastic):
-    """On the meta device there are shapes and no values: anything that asks for one raises."""
-    logits, law = torch.empty(3, 5, 7, device="meta"), torch.empty(3, 4, 7, device="meta")
-    tokens, lengths = torch.zeros(3, 4, dtype=torch.int64, device="meta"), torch.ones(3, dtype=torch.int64).to("meta")
-    noise = Noise(torch.empty(3, 4, device="meta"), torch.empty(3, device="meta"))
-    params = [SamplingParams(temperature=t, top_k=k, top_p=0.9, min_p=0.1) for t, k in ((0, 0), (1, 3), (0.5, 0))]
-    for probs in (None, logits, sampling.Law.of(params, "meta").on(logits)):
-        verdict = verify(policy, Target(logits, probs), Draft(tokens, lengths, law if stochastic else None), noise)
-        assert verdict.accepted_B.shape == (3,)
 
 
 # ------------------------------------------------------------------------------------------------ exact sums

@@ -22,12 +22,12 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.engine import Engine, Runner
+from fly.engine import Engine, Runner, _count_gates
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.loading import save_model
-from fly.policies import AcceptancePolicy, ControlToken, EntropyGate, Exact, FLy, LossySampling, Room
-from fly.types import Draft, Sequence, Target
+from fly.policies import AcceptancePolicy, AgreeingWindow, ControlToken, EntropyGate, Exact, FLy, LossySampling, Room
+from fly.types import Draft, Gate, Sequence, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama
 
@@ -109,8 +109,8 @@ def check_counts(out: Output, params: SamplingParams, k: int) -> None:
         assert (token.clause is not None) == (token.why is Why.RELAXED)
         if params.temperature == 0:
             assert (token.target_choice != token.id) == (token.why is Why.RELAXED)
-    for asked, passed in stats.gates.values():
-        assert stats.relaxed <= passed <= asked or stats.relaxed == 0 <= passed <= asked
+    for gate in stats.gates.values():
+        assert 0 <= gate.excused <= gate.passed <= gate.asked and 0 <= gate.refused <= gate.asked - gate.excused
 
 
 prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12)
@@ -348,8 +348,31 @@ def test_relaxed_tokens_are_recorded() -> None:
         check_counts(out, params, 8)
         for token in out.provenance:
             assert token.clause is None or set(token.clause.split(" & ")) == names
-    asked = {asked for asked, _ in stats.gates.values()}
-    assert len(asked) == 1 and asked.pop() > min(passed for _, passed in stats.gates.values())
+    gates = stats.gates.values()
+    (asked,) = {gate.asked for gate in gates}
+    assert asked > min(gate.passed for gate in gates)
+    for gate in gates:  # in a conjunction every clause decides what stands, and each fall has at most one culprit
+        assert gate.excused == stats.relaxed
+        assert gate.refused <= gate.asked - gate.passed
+    assert 0 < sum(gate.refused for gate in gates) <= asked - stats.relaxed
+
+
+@given(st.lists(st.booleans(), min_size=3, max_size=3))
+def test_a_clause_decides_where_another_answer_would_change_the_outcome(said: list[bool]) -> None:
+    gate, window, room = EntropyGate(0.3), AgreeingWindow(2), Room(3)
+    held = dict(zip([gate.label, window.label, room.label], said))
+    stats = fly.Stats()
+    rule = (gate & window) | ~(gate | room)
+    _count_gates(stats, rule, held)
+
+    def outcome(g: bool, w: bool, r: bool) -> bool:
+        return (g and w) or not (g or r)
+
+    assert rule.decide(held) == outcome(*said)
+    for number, (name, passed) in enumerate(held.items()):
+        flipped = [not s if n == number else s for n, s in enumerate(said)]
+        decided = outcome(*said) != outcome(*flipped)
+        assert stats.gates[name] == Gate(1, passed, decided and outcome(*said), decided and not outcome(*said))
 
 
 def test_stats_add_up() -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
@@ -77,12 +78,20 @@ class Condition(ABC):
     def evaluate(self, block: Block) -> Tensor:
         """[B, K] bool. What it says on padding and on agreeing positions does not matter."""
 
+    @cached_property
+    def label(self) -> str:
+        """Its expression, under which it is noted in ``block.clauses``."""
+        return str(self)
+
     def holds(self, block: Block) -> Tensor:
         """``evaluate``, noted in ``block.clauses`` under the condition's expression, once a block."""
-        name = str(self)
-        if name not in block.clauses:
-            block.clauses[name] = self.evaluate(block)
-        return block.clauses[name]
+        if self.label not in block.clauses:
+            block.clauses[self.label] = self.evaluate(block)
+        return block.clauses[self.label]
+
+    def decide(self, held: Mapping[str, bool]) -> bool:
+        """What follows for one position from what its clauses said there."""
+        return held[self.label]
 
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         """The same condition with texts of tokens replaced by their ids; most have none."""
@@ -116,6 +125,9 @@ class _Composite(Condition):
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
 
+    @abstractmethod
+    def decide(self, held: Mapping[str, bool]) -> bool: ...
+
 
 @dataclass(frozen=True)
 class _Chain(_Composite):
@@ -136,6 +148,9 @@ class All(_Chain):
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).all(0)
 
+    def decide(self, held: Mapping[str, bool]) -> bool:
+        return all(part.decide(held) for part in self.parts)
+
     @property
     def possible(self) -> bool:
         return all(part.possible for part in self.parts)
@@ -152,6 +167,9 @@ class AnyOf(_Chain):
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.stack([part.holds(block) for part in self.parts]).any(0)
+
+    def decide(self, held: Mapping[str, bool]) -> bool:
+        return any(part.decide(held) for part in self.parts)
 
     @property
     def possible(self) -> bool:
@@ -176,6 +194,9 @@ class Not(Condition):
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
+
+    def decide(self, held: Mapping[str, bool]) -> bool:
+        return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
 
     def __str__(self) -> str:
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"

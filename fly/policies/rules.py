@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -128,8 +129,8 @@ class FLy(AcceptancePolicy):
     def core(self) -> AcceptancePolicy:
         return Exact()
 
-    @property
-    def relaxation(self) -> Condition:
+    @cached_property
+    def relaxation(self) -> Condition:  # worked out once
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
 
