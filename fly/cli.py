@@ -233,26 +233,40 @@ def policies() -> None:
         import inspect
 
         from fly.policies import condition_types, policy_types
+        from fly.policies.registry import PRESETS
 
         def summary(rule: Any) -> str:
             return " ".join((inspect.getdoc(rule) or "").split("\n\n")[0].split()).replace("``", "")
 
+        def call(name: str, rule: Any) -> str:
+            shown = [
+                p.name if p.default is p.empty else f"{p.name}={p.default}"
+                for p in inspect.signature(rule).parameters.values()
+            ]
+            return f"{name}({', '.join(shown)})" if shown else name
+
         table = Table("policy", "guarantee", "what it is", title="Policies", title_justify="left", show_lines=True)
+        presets = {name: make() for name, make in PRESETS.items()}
         for name, rule in policy_types().items():
             instance = rule()
             promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-            table.add_row(name, promise, escape(summary(rule)))
+            table.add_row(call(name, rule), promise, escape(summary(rule)))
+            for preset, made in presets.items():
+                if isinstance(made, rule):
+                    table.add_row(preset, made.guarantee.value, f"{made}: {summary(PRESETS[preset])}")
         console.print(table)
         table = Table("condition", "when it holds", title="Conditions: combine with & | ~", title_justify="left")
         for name, condition in condition_types().items():
-            parameters = ", ".join(inspect.signature(condition).parameters)
-            table.add_row(f"{name}({parameters})", escape(summary(condition)))
+            table.add_row(call(name, condition), escape(summary(condition)))
         console.print(table)
 
 
 @app.command()
 def check(
-    rule: Annotated[str, typer.Argument(help="module:Class (with parameters if you like), or any policy expression.")],
+    rule: Annotated[
+        str,
+        typer.Argument(help="module:Class (with parameters if you like), module:instance, or any policy expression."),
+    ],
     problems: Annotated[
         int, typer.Option(min=0, help="Held-out problems to show what it gains and breaks; 0 skips that.")
     ] = 24,

@@ -31,9 +31,13 @@ class Config(BaseModel):
     def read(path: str | Path) -> Config:
         """Read a file the user trusts: its policy may name a ``module:Class``, which is imported.
 
-        Raises ``ValueError`` naming the file and every field that is wrong, ``OSError`` if it cannot be read.
+        Raises ``ValueError`` naming the file and every field that is wrong, or why it cannot be read.
         """
-        text = Path(path).read_text(encoding="utf-8")
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ValueError(f"configuration {str(path)!r} cannot be read: {reason}") from error
         try:
             data = yaml.safe_load(text)  # JSON is YAML
             return Config.model_validate(data or {}, context={"trusted": True})

@@ -18,9 +18,9 @@ from torch import Tensor
 from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
-from fly.policies import Condition, verify
+from fly.policies import verify
 from fly.sampling import Law, Stream, ban_early_stops, uniforms
-from fly.types import Draft, Gate, Noise, Sequence, Stats, Target, Token, Verdict, Why
+from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
@@ -300,21 +300,12 @@ class Engine:
             if relaxation is not None and names:
                 for j in range(min(lengths[b], count)):
                     if asked[i][j]:
-                        _count_gates(stats, relaxation, {name: held[i][j] for name, held in zip(names, held_CBK)})
+                        stats.count_gates(relaxation.decide, {name: held[i][j] for name, held in zip(names, held_CBK)})
         if relaxed:
             b_N, j_N, token_N = torch.tensor(relaxed, device=target.logits_BKV.device).unbind(1)
             log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)
             for (b, _, _), cost in zip(relaxed, (-log_NV.gather(1, token_N.unsqueeze(1))).squeeze(1).tolist()):
                 rows[b].stats.nats += cost
-
-
-def _count_gates(stats: Stats, relaxation: Condition, held: dict[str, bool]) -> None:
-    """Note what the clauses of ``relaxation`` said of one mismatch, and which of them decided it."""
-    excused = relaxation.decide(held)
-    for name, passed in held.items():
-        decided = relaxation.decide({**held, name: not passed}) != excused
-        gate = Gate(1, passed, decided and excused, decided and not excused)
-        stats.gates[name] = stats.gates.get(name, Gate()) + gate
 
 
 def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:

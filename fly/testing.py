@@ -36,8 +36,9 @@ from torch import Tensor
 
 from fly.policies import AcceptancePolicy, Exact, dump_policy, load_policy, parse_policy, verify
 from fly.policies.base import exact_accept_probs
+from fly.policies.registry import check_types
 from fly.sampling import Law
-from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
+from fly.types import Draft, Guarantee, Noise, SamplingParams, Stats, Target, Verdict, Why
 
 __all__ = ["CHECKS", "ConformanceError", "Finding", "Report", "check_policy", "parametrize_with_checks"]
 
@@ -84,6 +85,14 @@ def check_policy(
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
     report = Report(policy)
+    try:
+        if dataclasses.is_dataclass(policy):
+            check_types(policy)
+    except ValueError as error:  # nothing else that could be found out would be of interest
+        report.findings.append(Finding("types of the parameters", False, str(error)))
+        if raises:
+            raise ConformanceError(str(report)) from error
+        return report
     raised: dict[str, str] = {}  # an error, and the check in which it was seen first
     for check in CHECKS:
         try:
@@ -571,20 +580,25 @@ def _shares(law_BV: Tensor) -> Tensor:
 def check_gates(policy: AcceptancePolicy) -> str:
     """How often each clause of a relaxation is asked and holds on random blocks; one that never opens is named."""
     asked = relaxed = 0
-    passed: dict[str, int] = {}
+    stats, relaxation = Stats(), policy.relaxation
     for seed in range(60):
         case = _block(seed, 6, 15, 6, (0.0, 1.0)[seed % 2])
         verdict = case.verdict(policy)
         asked += int(verdict.asked_BK.sum())
         relaxed += int((verdict.why_BK == Why.RELAXED).sum())
-        for name, held in verdict.clauses.items():
-            passed[name] = passed.get(name, 0) + int((held & verdict.asked_BK).sum())
-    if not passed and not relaxed:
+        if relaxation is not None and verdict.clauses:
+            for b, j in verdict.asked_BK.nonzero().tolist():
+                held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
+                stats.count_gates(relaxation.decide, held)
+    if not stats.gates and not relaxed:
         return "excuses nothing"
-    silent = [name for name, count in passed.items() if not count]
-    rates = ", ".join(f"{name} {count / max(asked, 1):.0%}" for name, count in passed.items())
-    note = f"; NEVER OPENS: {', '.join(silent)}" if silent else ""
-    return f"excuses {relaxed} of {asked} mismatches{f' ({rates})' if rates else ''}{note}"
+    shares = [
+        f"{name} holds at {gate.passed / gate.asked:.0%}, alone refuses {gate.refused / gate.asked:.0%}"
+        for name, gate in stats.gates.items()
+    ]
+    note = f"; NEVER OPENS: {', '.join(stats.silent_gates)}" if stats.silent_gates else ""
+    told = f" ({'; '.join(shares)})" if shares else ""
+    return f"excuses {relaxed} of {asked} mismatches{told}{note}"
 
 
 def check_cost(policy: AcceptancePolicy) -> str:

@@ -379,6 +379,15 @@ class Stats:
         """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
+    def count_gates(self, decide: Callable[[dict[str, bool]], bool], held: dict[str, bool]) -> None:
+        """Note what clauses said of one mismatch (``held``), and which of them decided it: ``decide`` gives the outcome
+        of a relaxation from what its clauses say."""
+        excused = decide(held)
+        for name, passed in held.items():
+            decided = decide({**held, name: not passed}) != excused
+            gate = Gate(1, passed, decided and excused, decided and not excused)
+            self.gates[name] = self.gates.get(name, Gate()) + gate
+
     def __add__(self, other: Stats) -> Stats:
         gates = dict(self.gates)
         for name, gate in other.gates.items():

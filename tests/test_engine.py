@@ -22,7 +22,7 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.engine import Engine, Runner, _count_gates
+from fly.engine import Engine, Runner
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.loading import save_model
@@ -363,7 +363,7 @@ def test_a_clause_decides_where_another_answer_would_change_the_outcome(said: li
     held = dict(zip([gate.label, window.label, room.label], said))
     stats = fly.Stats()
     rule = (gate & window) | ~(gate | room)
-    _count_gates(stats, rule, held)
+    stats.count_gates(rule.decide, held)
 
     def outcome(g: bool, w: bool, r: bool) -> bool:
         return (g and w) or not (g or r)

@@ -7,12 +7,13 @@ import sys
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pydantic
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
 from fly.policies import (
     AboveContext,
@@ -38,7 +39,9 @@ from fly.policies import (
     policy_types,
     registry,
 )
-from fly.types import Guarantee
+from fly.policies.base import exact_accept_probs
+from fly.testing import check_policy
+from fly.types import Draft, Guarantee, Target
 
 counts = st.integers(0, 9)
 shares = st.floats(0, 1)
@@ -115,7 +118,10 @@ def test_presets_and_operators_mean_what_python_means() -> None:
         ("fly(window=1.5)", ["window", "1.5"]),
         ("after(2)", ["condition", "exact | after(2)"]),
         ("exact & after(2)", ["exact", "nothing to restrict"]),
-        ("fly | exact", ["cannot combine", "fly", "exact"]),
+        ("fly | exact", ["cannot combine", "fly", "exact", "both are policies"]),
+        ("exact | fly", ["both are policies", "entropy(0.3) & window(6)"]),
+        ("entropy(0.3) | exact", ["policy stands first", "exact | entropy(0.3)"]),
+        ("exact & entropy(0.3) &", ["expression", "invalid syntax"]),
         ("~fly", ["negated", "fly"]),
         ("fly(", ["expression"]),
         ("", ["expression"]),
@@ -212,6 +218,45 @@ def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
             policy_types()
     finally:
         registry._types.cache_clear()
+
+
+@dataclass(frozen=True)
+class Typed(AcceptancePolicy):
+    """Checks nothing itself; its annotations are checked for it."""
+
+    share: float = 0.5
+    kind: Literal["a", "b"] = "a"
+    count: int = 1
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, draft)
+
+
+FINISHED = Typed(0.25) | AfterTokens(3)
+
+
+def test_the_parameters_of_a_plug_in_have_the_types_it_declares() -> None:
+    path = f"{__name__}:Typed"
+    assert parse_policy(f"{path}(share=1, kind=b)", trusted=True) == Typed(1, "b")
+    for text in ("share='x'", "kind=c", "count=1.5", "count=True", "share=None"):
+        name, value = text.split("=")
+        with pytest.raises(ValueError, match=name) as caught:
+            parse_policy(f"{path}({text})", trusted=True)
+        assert value.strip("'") in str(caught.value)
+    report = check_policy(Typed(share="x"), raises=False)  # type: ignore[arg-type]  # what is tested
+    assert [finding.passed for finding in report.findings] == [False] and "share" in str(report)
+
+
+def test_a_module_may_keep_finished_rules() -> None:
+    path = f"{__name__}:FINISHED"
+    assert parse_policy(path, trusted=True) == FINISHED
+    assert parse_policy(f"{path} & control", trusted=True) == FINISHED & ControlToken()
+    with pytest.raises(ValueError, match="not allowed"):
+        parse_policy(path)
+    with pytest.raises(ValueError, match="finished rule"):
+        parse_policy(f"{path}(3)", trusted=True)
+    with pytest.raises(ValueError, match="instance of one"):
+        parse_policy(f"{__name__}:pytest", trusted=True)
 
 
 def test_every_registered_rule_works_with_its_defaults_and_has_a_docstring() -> None:

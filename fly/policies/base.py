@@ -120,7 +120,11 @@ class AcceptancePolicy(ABC):
         return decide(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
-        """Excuse mismatches under ``condition``, besides those this policy excuses already."""
+        """Excuse mismatches under ``condition``, besides those this policy excuses already.
+
+        Raises ``TypeError`` for another policy: two of them have no common core.
+        """
+        self._check_operand("|", condition)
         if not isinstance(condition, Condition):
             return NotImplemented
         return Relaxed(self.core, condition if self.relaxation is None else self.relaxation | condition)
@@ -128,13 +132,34 @@ class AcceptancePolicy(ABC):
     def __and__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches only where ``condition`` holds as well.
 
-        Raises ``TypeError`` for a policy that excuses none: there is nothing to restrict.
+        Raises ``TypeError`` for a policy that excuses none, where there is nothing to restrict, and for another
+        policy.
         """
+        self._check_operand("&", condition)
         if not isinstance(condition, Condition):
             return NotImplemented
         if self.relaxation is None:
             raise TypeError(f"{self} excuses no mismatch, so '& {condition}' has nothing to restrict")
         return Relaxed(self.core, self.relaxation & condition)
+
+    def __ror__(self, other: object) -> AcceptancePolicy:
+        return self._wrong_side("|", other)
+
+    def __rand__(self, other: object) -> AcceptancePolicy:
+        return self._wrong_side("&", other)
+
+    def _check_operand(self, symbol: str, other: object) -> None:
+        if isinstance(other, AcceptancePolicy):
+            parts = "" if other.relaxation is None else f"; what '{other}' excuses is '{other.relaxation}'"
+            raise TypeError(
+                f"both are policies, and '{symbol}' takes a policy and a condition under which it excuses mismatches"
+                f"{parts}"
+            )
+
+    def _wrong_side(self, symbol: str, other: object) -> AcceptancePolicy:
+        if not isinstance(other, Condition):
+            return NotImplemented
+        raise TypeError(f"the policy stands first: '{self} {symbol} {other}'")
 
     def __str__(self) -> str:
         return expression(self)  # type: ignore[arg-type]  # subclasses are dataclasses

@@ -15,23 +15,42 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import entry_points
-from typing import Annotated, Any
+from typing import Annotated, Any, get_type_hints
 
-from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
+from pydantic import (
+    BeforeValidator,
+    ConfigDict,
+    InstanceOf,
+    PlainSerializer,
+    TypeAdapter,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+)
 
+from fly.errors import explain
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
 
-__all__ = ["PolicyField", "condition_types", "dump_policy", "load_policy", "parse_policy", "policy_types"]
+__all__ = [
+    "PRESETS",
+    "PolicyField",
+    "check_types",
+    "condition_types",
+    "dump_policy",
+    "load_policy",
+    "parse_policy",
+    "policy_types",
+]
 
 # A colon is no part of an expression, so class paths are replaced before parsing; quoted texts keep theirs.
 _CLASS_PATH = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|\b[A-Za-z_][\w.]*:[A-Za-z_]\w*""")
 Rule = AcceptancePolicy | Condition
 _ENTRY_POINTS = "fly.policies"
-_PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
+PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.reference": FLy.reference,
     "fly.paper": FLy.paper,
     "fly.vllm": FLy.vllm,
@@ -93,7 +112,8 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
     try:
         tree = ast.parse(_CLASS_PATH.sub(stand_in, text.strip()), mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ValueError(f"policy {text!r} is not an expression such as 'fly(theta=0.3) & after(2)'") from error
+        where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
+        raise ValueError(f"policy {text!r} is not an expression such as 'fly(theta=0.3) & after(2)'{where}") from error
     rule = _build(tree.body, text, imports, trusted)
     if not isinstance(rule, AcceptancePolicy):
         raise ValueError(f"policy {text!r} is a condition; attach it to a core: 'exact | {rule}'")
@@ -168,7 +188,8 @@ def _build(node: ast.expr, text: str, imports: dict[str, str], trusted: bool) ->
             return left & right if isinstance(node.op, ast.BitAnd) else left | right
         except TypeError as error:
             symbol = "&" if isinstance(node.op, ast.BitAnd) else "|"
-            reason = f": {error}" if "nothing to restrict" in str(error) else ""
+            # Python's own words for operands that are no rules ("unsupported operand") would add nothing.
+            reason = "" if "operand" in str(error) else f": {error}"
             raise ValueError(f"policy {text!r}: cannot combine '{left}' {symbol} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
         part = _build(node.operand, text, imports, trusted)
@@ -193,40 +214,69 @@ def _literal(node: ast.expr, text: str) -> Any:
         raise ValueError(f"policy {text!r}: {ast.unparse(node)!r} is not a plain value") from None
 
 
-def _look_up(name: str, source: str, trusted: bool) -> Callable[..., Any]:
+def _look_up(name: str, source: str, trusted: bool) -> Callable[..., Any] | Rule:
     if _CLASS_PATH.fullmatch(name):
         if not trusted:
             raise ValueError(f"policy {source}: {name!r} would import code, which is not allowed from here")
         return _import(name)
-    make = _PRESETS.get(name) or _types().get(name)
+    make = PRESETS.get(name) or _types().get(name)
     if make is None:
         raise ValueError(
-            f"policy {source}: {name!r} is unknown; policies: {sorted([*policy_types(), *_PRESETS])}, "
+            f"policy {source}: {name!r} is unknown; policies: {sorted([*policy_types(), *PRESETS])}, "
             f"conditions: {sorted(condition_types())}"
         )
     return make
 
 
-def _make(make: Callable[..., Any], name: str, arguments: Any, options: dict[str, Any], source: str) -> Any:
+def _make(make: Callable[..., Any] | Rule, name: str, arguments: Any, options: dict[str, Any], source: str) -> Any:
+    if isinstance(make, (AcceptancePolicy, Condition)):  # an instance that a module keeps under a name
+        if arguments or options:
+            raise ValueError(f"policy {source}: {name} is a finished rule, '{make}', and takes no parameters")
+        return make
     known = list(inspect.signature(make).parameters)
     if unknown := [option for option in options if option not in known]:
         raise ValueError(f"policy {source}: {name} has no parameter {unknown[0]!r}; choices: {known}")
     try:
-        return make(*arguments, **options)
+        rule = make(*arguments, **options)
+        check_types(rule)
+        return rule
     except (TypeError, ValueError) as error:
         raise ValueError(f"policy {source}: {name}: {error}") from error
 
 
-def _import(path: str) -> type[Any]:
+def check_types(rule: Rule) -> None:
+    """Whether the parameters of a rule are what its annotations say (an integer may stand for a float).
+
+    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
+    names that are imported for type checkers only, are not checked.
+    """
+    try:
+        hints = get_type_hints(type(rule))
+    except (NameError, TypeError):
+        return
+    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+    for parameter in fields(rule):  # type: ignore[arg-type]  # rules are dataclasses
+        hint, value = hints[parameter.name], getattr(rule, parameter.name)
+        try:
+            TypeAdapter(hint, config=config).validate_python(value)
+        except ValidationError as error:
+            raise ValueError(f"{parameter.name} {value!r}: {explain(error)}") from error
+
+
+def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         rule = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise ValueError(f"policy class {path!r} cannot be imported: {error}") from error
-    _check_rule_class(rule, path)
+        raise ValueError(f"policy {path!r} cannot be imported: {error}") from error
+    if not isinstance(rule, (AcceptancePolicy, Condition)):
+        _check_rule_class(rule, path)
     return rule
 
 
 def _check_rule_class(rule: object, source: str) -> None:
     if not (isinstance(rule, type) and issubclass(rule, (AcceptancePolicy, Condition)) and is_dataclass(rule)):
-        raise ValueError(f"{source}: must be a dataclass that subclasses AcceptancePolicy or Condition, got {rule!r}")
+        raise ValueError(
+            f"{source}: must be a dataclass that subclasses AcceptancePolicy or Condition, or an instance of one, "
+            f"got {rule!r}"
+        )
