@@ -187,6 +187,8 @@ class Engine:
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
+        if strategy is not None:
+            strategy.attach(runner)
         self.context = runner.model.config.max_position_embeddings
 
     @torch.inference_mode()
@@ -205,6 +207,8 @@ class Engine:
             draft = self._propose(rows, prompts)
             target, raw_BJV = self.runner.score(rows, draft)
             verdicts = judge(rows, target, draft)
+            if self.strategy is not None:
+                self.strategy.observe(rows, draft, target)
         except BaseException:
             self._commit(rows)  # forget what was speculated
             raise

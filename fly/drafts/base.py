@@ -4,29 +4,48 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
+from typing import TYPE_CHECKING
 
 import torch
 
 from fly.cache import BlockAllocator
 from fly.models.tokenizer import Tokenizer
-from fly.types import Draft, Sequence
+from fly.types import Draft, Sequence, Target
+
+if TYPE_CHECKING:
+    from fly.engine import Runner
 
 __all__ = ["DraftStrategy", "pad"]
 
 
 class DraftStrategy(ABC):
-    """Who proposes. A strategy may keep state by ``row.id``; it must never change a row."""
+    """Who proposes. A strategy may keep state by ``row.id``; it must never change a row.
+
+    ``row.tokens`` is always the truth. A level above may call ``propose`` with forks of a row (same ``id``, other
+    tokens at the end) several times before it commits: state follows the tokens it is given, by comparing them.
+    """
 
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
     tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
 
+    def attach(self, target: Runner) -> None:
+        """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
+
+        Raises ``ValueError`` if it cannot draft for this target, with the reason.
+        """
+
     @abstractmethod
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        """A draft of at most ``max_len[b]`` tokens for each row, to follow the row's last token.
+        """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
+        last token.
 
-        Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the law it was drawn from.
+        Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the law it was drawn from. How
+        much it proposes must not depend on what it drew, other than by ending after a token that ends the row.
         """
+
+    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+        """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
 
     def commit(self, rows: Rows[Sequence]) -> None:
         """The rows' tokens are now the truth: roll own state back to it. The default has no state."""

@@ -65,6 +65,8 @@ class SingleDraft(DraftStrategy):
         self.context: int = model.config.max_position_embeddings
         self._check_vocabulary(draft)
         self.runner = Runner(model, PagedKVCache.for_model(model, cache_tokens, block_size), control)
+        if draft is not None:
+            draft.attach(self.runner)
 
     def over(self, draft: DraftStrategy) -> SingleDraft:
         """The same model and cache, with ``draft`` proposing for it."""
@@ -73,6 +75,7 @@ class SingleDraft(DraftStrategy):
         self._check_vocabulary(draft)
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
+        draft.attach(self.runner)
         return level
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
@@ -151,6 +154,7 @@ class SingleDraft(DraftStrategy):
         # A round emits one token beyond its draft.
         below = draft.propose(rows, [n - 1 for n in left])
         target, _ = self.runner.score(rows, below)
+        draft.observe(rows, below, target)
         proposed = below.tokens_BK.tolist()
         laws: list[list[Tensor]] = [[] for _ in rows]
         for numbers, verdict in judge(rows, target, below):
