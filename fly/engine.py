@@ -20,7 +20,7 @@ from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
 from fly.sampling import Law, Stream, ban_early_stops, uniforms
-from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why
+from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why, depths
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
@@ -54,8 +54,8 @@ class Runner:
 
     ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials).
 
-    The one rule of bookkeeping: what is cached is a prefix of the row's tokens. ``commit`` restores it after
-    speculation, whatever was speculated and by whom, by comparing tokens.
+    The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation behind it.
+    ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
     """
 
     def __init__(self, model: Model, cache: PagedKVCache, control_ids: Iterable[int] = ()) -> None:
@@ -63,32 +63,41 @@ class Runner:
         self.control_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
+        self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
 
     def pending(self, row: Sequence) -> int:
         """Tokens of ``row`` that are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
-    def feed(self, rows: Rows[Sequence], drafts: Rows[list[int]]) -> Tensor:
+    def feed(self, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None) -> Tensor:
         """Run one forward over every row's uncached tokens and then its draft.
 
-        Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j
-        its j-th drafted one. Rows with shorter drafts repeat their last position.
+        ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
+        behind them. Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token,
+        position j its j-th drafted one. Rows with shorter drafts repeat their last position.
 
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
-        new = [row.tokens[len(self._cached.get(row.id, ())) :] + draft for row, draft in zip(rows, drafts)]
         starts = [len(self._cached.get(row.id, ())) for row in rows]
+        new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
         counts = [len(tokens) for tokens in new]
-        kv = self._reserve(rows, starts, counts)
         device = self.model.device
+        positions = [list(range(start, start + count)) for start, count in zip(starts, counts)]
+        masks: list[Tensor | None] | None = None
+        if parents is not None:
+            masks = []
+            for at, row, start, tree in zip(positions, rows, starts, parents):
+                at[len(at) - len(tree) :] = [len(row.tokens) + depth for depth in depths(tree)]
+                masks.append(_tree_mask(start, len(row.tokens), tree).to(device) if tree else None)
+        kv = self._reserve(rows, starts, counts, masks)
         tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
-        positions_T = torch.tensor(
-            [at for start, count in zip(starts, counts) for at in range(start, start + count)], device=device
-        )
+        positions_T = torch.tensor([at for row_positions in positions for at in row_positions], device=device)
         hidden_TC = self.model(tokens_T, positions_T, kv)
-        for row, tokens in zip(rows, new):
+        for b, (row, tokens) in enumerate(zip(rows, new)):
             self._cached.setdefault(row.id, []).extend(tokens)
+            if parents is not None and parents[b]:
+                self._trees[row.id] = (len(row.tokens), parents[b])
         longest = max(map(len, drafts))
         kept, end = [], 0
         for draft, count in zip(drafts, counts):
@@ -99,7 +108,9 @@ class Runner:
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
-    def _reserve(self, rows: Rows[Sequence], starts: list[int], counts: list[int]) -> KV:
+    def _reserve(
+        self, rows: Rows[Sequence], starts: list[int], counts: list[int], masks: list[Tensor | None] | None
+    ) -> KV:
         """Room for every row's new tokens, or for none."""
         try:
             for row, start, count in zip(rows, starts, counts):
@@ -111,16 +122,19 @@ class Runner:
                 else:
                     self.cache.allocator.release(row.id)
             raise
-        return self.cache.batch([row.id for row in rows], starts, counts)
+        return self.cache.batch([row.id for row in rows], starts, counts, masks)
 
     def score(self, rows: Rows[Sequence], draft: Draft) -> tuple[Target, Tensor]:
         """The target's view of a block, and the raw logits [B, J, V] it was made from."""
         drafts = [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
-        raw_BJV = self.feed(rows, drafts)
+        trees = None
+        if draft.parents_BK is not None:
+            trees = [tree[: len(tokens)] for tree, tokens in zip(draft.parents_BK.tolist(), drafts)]
+        raw_BJV = self.feed(rows, drafts, trees)
         missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
-        logits_BJV = ban_early_stops(raw_BJV, rows)
+        logits_BJV = ban_early_stops(raw_BJV, rows, trees)
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
@@ -141,15 +155,46 @@ class Runner:
     def commit(self, rows: Iterable[Sequence]) -> None:
         """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
         for row in rows:
-            if (cached := self._cached.get(row.id)) is not None:
-                keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
-                del cached[keep:]
-                self.cache.resize(row.id, keep)
+            if (cached := self._cached.get(row.id)) is None:
+                continue
+            if (tree := self._trees.pop(row.id, None)) is not None:
+                start, parents = tree
+                path = _descend(cached[start:], parents, row.tokens[start:])
+                cached[start:] = [cached[start + node] for node in path]
+                self.cache.keep(row.id, start, path)
+            keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
+            del cached[keep:]
+            self.cache.resize(row.id, keep)
 
     def release(self, row: Sequence) -> None:
         """Forget ``row`` and free its pages."""
         self._cached.pop(row.id, None)
+        self._trees.pop(row.id, None)
         self.cache.allocator.release(row.id)
+
+
+def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Numbers of the tree's tokens that spell the longest prefix of ``text``."""
+    path: list[int] = []
+    for wanted in text:
+        at = path[-1] if path else -1
+        after = (node for node, parent in enumerate(parents) if parent == at and tokens[node] == wanted)
+        if (node := next(after, None)) is None:
+            break
+        path.append(node)
+    return path
+
+
+def _tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
+    """[N, S] bool: what each new token sees, for a row of ``root`` tokens (``start`` of them stored before), with a
+    tree behind: causally all before it in the row, and its ancestors in the tree."""
+    total = root + len(parents)
+    mask_SS = torch.ones(total, total, dtype=torch.bool).tril_()
+    mask_SS[root:, root:] = torch.eye(len(parents), dtype=torch.bool)
+    for node, parent in enumerate(parents):
+        if parent >= 0:
+            mask_SS[root + node] |= mask_SS[root + parent]
+    return mask_SS[start:]
 
 
 def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
@@ -256,29 +301,35 @@ class Engine:
         emitted: list[list[Token]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
-        accepted, following = verdict.accepted_B.tolist(), verdict.next_token_B.tolist()
+        accepted, following = verdict.paths(), verdict.next_token_B.tolist()
         whys, choices = verdict.why_BK.tolist(), target.argmax_BK.tolist()
         tokens, lengths = draft.tokens_BK.tolist(), draft.lengths_B.tolist()
+        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
         names = list(verdict.clauses)
         held_CBK = torch.stack([verdict.clauses[name] for name in names]).tolist() if names else []
         asked = verdict.asked_BK.tolist()
         relaxation = rows[numbers[0]].policy.relaxation
         relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
-            row, n = rows[b], accepted[i]
-            last = Why.BONUS if n == lengths[b] else Why.CORRECTION
+            row, path = rows[b], accepted[i]
+            drafted = range(lengths[b])
+            tree = [node - 1 for node in drafted] if parents is None else parents[b][: lengths[b]]
+            end = path[-1] if path else -1
+            # Position 0 follows the row's last token, position j + 1 the drafted token j.
+            positions = [0 if tree[node] < 0 else tree[node] + 1 for node in path] + [end + 1]
             block = [
                 Token(
-                    tokens[b][j],
-                    Why(whys[i][j]),
-                    (" & ".join(name for name, held in zip(names, held_CBK) if held[i][j]) or str(row.policy))
-                    if whys[i][j] == Why.RELAXED
+                    tokens[b][node],
+                    Why(whys[i][node]),
+                    (" & ".join(name for name, held in zip(names, held_CBK) if held[i][node]) or str(row.policy))
+                    if whys[i][node] == Why.RELAXED
                     else None,
-                    choices[b][j],
+                    choices[b][position],
                 )
-                for j in range(n)
+                for node, position in zip(path, positions)
             ]
-            block.append(Token(following[i], last, None, choices[b][n]))
+            last = Why.CORRECTION if end in tree else Why.BONUS
+            block.append(Token(following[i], last, None, choices[b][end + 1]))
             left = self.left(row)
             for token in block:
                 row.tokens.append(token.id)
@@ -297,14 +348,19 @@ class Engine:
                 stats.rounds += 1
                 stats.emitted += count
             stats.drafted += lengths[b]
-            stats.accepted += min(count, n)
-            excused = [(b, j, token.id) for j, token in enumerate(emitted[b]) if token.why == Why.RELAXED]
+            stats.accepted += min(count, len(path))
+            excused = [
+                (b, position, token.id) for position, token in zip(positions, emitted[b]) if token.why == Why.RELAXED
+            ]
             stats.relaxed += len(excused)
             relaxed += excused
             if relaxation is not None and names:
-                for j in range(min(lengths[b], count)):
-                    if asked[i][j]:
-                        stats.count_gates(relaxation.decide, {name: held[i][j] for name, held in zip(names, held_CBK)})
+                emitted_here = set(path[:count])
+                tried = set() if count <= len(path) else set(drafted) - set(path)  # unless the row ended before them
+                for node in drafted:
+                    if asked[i][node] and (node in emitted_here or node in tried):
+                        said = {name: held[i][node] for name, held in zip(names, held_CBK)}
+                        stats.count_gates(relaxation.decide, said)
         if relaxed:
             b_N, j_N, token_N = torch.tensor(relaxed, device=target.logits_BKV.device).unbind(1)
             log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)

@@ -285,8 +285,9 @@ class LLM:
 
     def _fits(self, rows: list[Sequence]) -> bool:
         """Whether all caches hold ``rows`` to their very end, so that no step can run out of blocks."""
+        spare = 0 if self.draft is None else self.draft.spare
         return all(
-            sum(allocator.blocks_for(min(_most_tokens(row), most)) for row in rows) <= allocator.num_blocks
+            sum(allocator.blocks_for(min(_most_tokens(row), most) + spare) for row in rows) <= allocator.num_blocks
             for allocator, most in self._allocators()
         )
 

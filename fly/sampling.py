@@ -15,7 +15,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fly.types import SamplingParams, Sequence
+from fly.types import SamplingParams, Sequence, depths
 from fly.vocabulary import argmax, log_mass, pick, top
 
 __all__ = ["Law", "ProcessedLaw", "Stream", "ban_early_stops", "derive", "draw", "uniforms"]
@@ -144,7 +144,7 @@ class ProcessedLaw:
 
     def top(self, n: int) -> Tensor:
         """[B, J, min(n, V)], the largest probabilities at each position, largest first."""
-        probs_BJN = self._share(top(self.logits_BJV, n))
+        probs_BJN = self._share(top(self.logits_BJV, n).values)
         if self.law.some_greedy:
             one_hot_BJN = torch.zeros_like(probs_BJN)
             one_hot_BJN[..., 0] = 1.0
@@ -184,7 +184,7 @@ class ProcessedLaw:
         if law.most_k:
             # Compared as logits: softmax may round two different ones to the same probability.
             top_k_N = per_position(law.top_k_B)
-            likeliest = top(logits_NV, law.most_k)
+            likeliest = top(logits_NV, law.most_k).values
             last_N = likeliest.gather(1, (top_k_N.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
             least_N = torch.where(top_k_N > 0, last_N, -torch.inf)
         if law.top_p:
@@ -208,7 +208,7 @@ def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N
     """[N] ``log_mass``, on the CPU of the likeliest tokens alone where no others are kept."""
     if least_N is None or logits_NV.device.type != "cpu":
         return log_mass(logits_NV, peak_N, temperature_N, least_N)
-    likeliest = top(logits_NV, _FIRST)
+    likeliest = top(logits_NV, _FIRST).values
     mass = ((likeliest - peak_N.unsqueeze(1)) / temperature_N.unsqueeze(1)).exp()
     total_N = mass.masked_fill(likeliest < least_N.unsqueeze(1), 0.0).sum(-1).log()
     if likeliest.shape[1] < logits_NV.shape[1]:
@@ -228,7 +228,7 @@ def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: 
 
     def among(n: int, at: Tensor | slice) -> tuple[Tensor, Tensor]:
         """The answer if it is among the n likeliest, and whether it is."""
-        likeliest = top(logits_NV[at], n) if n < width else logits_NV[at].sort(-1, descending=True).values
+        likeliest = top(logits_NV[at], n).values if n < width else logits_NV[at].sort(-1, descending=True).values
         mass = ((likeliest - peak_N[at, None]) / temperature_N[at, None] - total_N[at, None]).exp()
         likelier = torch.nn.functional.pad(mass.cumsum(-1)[:, :-1], (1, 0))
         count = (likelier < top_p_N[at, None]).sum(-1, keepdim=True)
@@ -258,15 +258,18 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.where(total_B > 0, at, 0)
 
 
-def ban_early_stops(logits_BJV: Tensor, rows: Rows[Sequence]) -> Tensor:
+def ban_early_stops(logits_BJV: Tensor, rows: Rows[Sequence], parents: Rows[list[int]] | None = None) -> Tensor:
     """Logits with -inf for stop tokens at positions that come before a row's ``min_tokens`` (a copy if any are).
 
-    Position j of a row is the token after ``generated + j`` emitted ones, drafted ones counted in.
+    Position j of a row is the token after ``generated + j`` emitted ones, drafted ones counted in; in a tree (with
+    ``parents``, as in ``Draft``) after ``generated`` and those on the path to it.
     """
     banned = logits_BJV
     for b, row in enumerate(rows):
-        early = min(row.params.min_tokens - row.generated, logits_BJV.shape[1])
+        early = row.params.min_tokens - row.generated
         if early > 0 and row.stop_ids:
             banned = logits_BJV.clone() if banned is logits_BJV else banned
-            banned[b, :early, sorted(row.stop_ids)] = -torch.inf
+            before = range(logits_BJV.shape[1]) if parents is None else [0, *(d + 1 for d in depths(parents[b]))]
+            positions = torch.tensor([j for j, count in enumerate(before) if count < early])
+            banned[b, positions[:, None], torch.tensor(sorted(row.stop_ids))] = -torch.inf
     return banned

@@ -38,7 +38,7 @@ from fly.policies import AcceptancePolicy, Exact, dump_policy, load_policy, pars
 from fly.policies.base import exact_accept_probs
 from fly.policies.registry import check_types
 from fly.sampling import Law
-from fly.types import Draft, Guarantee, Noise, SamplingParams, Stats, Target, Verdict, Why
+from fly.types import Draft, Guarantee, Noise, SamplingParams, Stats, Target, Verdict, Why, depths
 
 __all__ = ["CHECKS", "ConformanceError", "Finding", "Report", "check_policy", "parametrize_with_checks"]
 
@@ -577,6 +577,78 @@ def _shares(law_BV: Tensor) -> Tensor:
     return law_BV / law_BV.sum(-1, keepdim=True)
 
 
+def check_trees(policy: AcceptancePolicy) -> str:
+    """On trees: a chain written as a tree is judged as a chain, and a lossless rule stays lossless with several
+    candidates for a place, certain ones and sampled ones (an exact sum, as for chains)."""
+    if type(policy).verdict is AcceptancePolicy.verdict:
+        for case in _cases():
+            rows, longest = case.draft.tokens_BK.shape
+            parents = torch.arange(-1, longest - 1).expand(rows, -1)
+            tree = dataclasses.replace(case, draft=dataclasses.replace(case.draft, parents_BK=parents))
+            chain, found = case.verdict(policy), tree.verdict(policy)
+            for b in range(rows):
+                n = int(case.draft.lengths_B[b])
+                _require(
+                    _outcome(found, b, n) == _outcome(chain, b, n),
+                    lambda: (
+                        f"as a chain (accepted, next, why) {_outcome(chain, b, n)}, as a tree "  # noqa: B023
+                        f"{_outcome(found, b, n)}: {_show(case, b)}"  # noqa: B023
+                    ),
+                )
+    if policy.guarantee is not Guarantee.LOSSLESS:
+        return "chains written as trees"
+    worst = 0.0
+    for shape, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
+        for story, gap in _tree_gaps(policy, shape, vocab):
+            _require(gap <= _TOLERANCE, lambda: f"declared lossless, but a tree of parents {shape}, {story}")  # noqa: B023
+            worst = max(worst, gap)
+    return f"lossless: exact sum over trees of up to 3 tokens (largest gap {worst:.1e})"
+
+
+def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list[tuple[str, float]]:
+    """For a shape of tree, the largest difference between emitted and target law of any string: for siblings drawn
+    independently from a law, and for every certain tree (of different siblings)."""
+    longest = max(depths(parents)) + 1
+    logits, targets, laws = _law_table(longest, vocab, len(parents))
+    drawn = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
+    tree_BK = torch.tensor(parents).expand(len(drawn), -1)
+    draft = Draft(drawn, torch.full((len(drawn),), len(parents)), None, tree_BK)
+    prefixes = [[_spelled(draft, b, place) for place in range(len(parents) + 1)] for b in range(len(drawn))]
+
+    def at(tables: list[Tensor], prefix: list[int]) -> Tensor:
+        index = 0
+        for token in prefix:
+            index = index * vocab + token
+        return tables[len(prefix)][index]
+
+    raw_BMV, target_BMV = (
+        torch.stack([torch.stack([at(tables, prefix) for prefix in places]) for places in prefixes])
+        for tables in (logits, targets)
+    )
+    draft_BKV = torch.stack([torch.stack([at(laws, places[p + 1]) for p in parents]) for places in prefixes])
+    chance_B = draft_BKV.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).double().prod(-1)
+    wanted = _joint(targets, longest + 1, vocab)
+
+    def law_of(rows_N: Tensor, probs_BKV: Tensor | None) -> Tensor:
+        target = Target(raw_BMV[rows_N], target_BMV[rows_N], history=[[0]] * len(rows_N))
+        some = dataclasses.replace(draft, probs_BKV=probs_BKV).rows(rows_N)
+        return _emitted_law(policy, target, some, targets, vocab)
+
+    possible = (chance_B > 0).nonzero().squeeze(1)
+    emitted = (law_of(possible, draft_BKV) * chance_B[possible].unsqueeze(1)).sum(0)
+    found = [("siblings drawn from one law", float((emitted - wanted).abs().max()))]
+    different = torch.tensor(
+        [
+            b
+            for b, tokens in enumerate(drawn.tolist())
+            if len(set(zip(parents, tokens))) == len(parents)  # no two siblings alike
+        ]
+    )
+    for b, law in zip(different.tolist(), law_of(different, None)):
+        found.append((f"certain tokens {drawn[b].tolist()}", float((law - wanted).abs().max())))
+    return found
+
+
 def check_gates(policy: AcceptancePolicy) -> str:
     """How often each clause of a relaxation is asked and holds on random blocks; one that never opens is named."""
     asked = relaxed = 0
@@ -646,6 +718,7 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str], ...] = (
     check_written_and_read,
     check_monotone,
     check_guarantee,
+    check_trees,
     check_gates,
     check_cost,
 )
@@ -791,12 +864,13 @@ def _compare(
 
 
 def _emitted_law(policy: AcceptancePolicy, target: Target, draft: Draft, targets: list[Tensor], vocab: int) -> Tensor:
-    """[B, V^(K+1)] law of K+1 tokens: those the verdict emits, the rest by the target; exact over all noise."""
-    rows, longest = draft.tokens_BK.shape
+    """[B, V^(D+1)] law of D+1 tokens, D the longest draft: those the verdict emits, the rest by the target; exact over
+    all noise."""
+    rows, longest = draft.tokens_BK.shape[0], len(targets) - 1
     cells = _cells(policy, target, draft)
     law = torch.zeros(rows, vocab ** (longest + 1), dtype=torch.float64)
-    for b, volume, accepted, token in cells:
-        prefix = [*draft.tokens_BK[b, :accepted].tolist(), token]
+    for b, volume, place, token in cells:
+        prefix = [*_spelled(draft, b, place), token]
         index = 0
         for t in prefix:
             index = index * vocab + t
@@ -812,7 +886,8 @@ def _emitted_law(policy: AcceptancePolicy, target: Target, draft: Draft, targets
 
 
 def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:
-    """``(row, volume, accepted, next token)`` of every cell of the noise cube on which a row's verdict is constant."""
+    """``(row, volume, place, next token)`` of every cell of the noise cube on which a row's verdict is constant; the
+    place is what the next token follows: 0 the row, j + 1 the drafted token j."""
     rows, longest = draft.tokens_BK.shape
     axes = longest + 1
     steps = _steps(policy, target, draft)
@@ -834,10 +909,25 @@ def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple
 def _evaluate(
     policy: AcceptancePolicy, target: Target, draft: Draft, index_N: Tensor, noise_NA: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Accepted lengths and next tokens [N] of the rows ``index_N`` under N points of noise."""
+    """Places and next tokens [N] of the rows ``index_N`` under N points of noise."""
     noise_NA = noise_NA.float().clamp_max(1 - _TICK)
     verdict = verify(policy, target.rows(index_N), draft.rows(index_N), Noise(noise_NA[:, :-1], noise_NA[:, -1]))
-    return verdict.accepted_B, verdict.next_token_B
+    place_N = verdict.accepted_B
+    if verdict.path_BK is not None:
+        place_N = torch.tensor([path[-1] + 1 if path else 0 for path in verdict.paths()])
+    return place_N, verdict.next_token_B
+
+
+def _spelled(draft: Draft, b: int, place: int) -> list[int]:
+    """The drafted tokens of a row on the way to a place."""
+    tokens = draft.tokens_BK[b].tolist()
+    if draft.parents_BK is None:
+        return tokens[:place]
+    spelled, parents = [], draft.parents_BK[b].tolist()
+    while place:
+        spelled.append(tokens[place - 1])
+        place = parents[place - 1] + 1
+    return spelled[::-1]
 
 
 def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[list[list[float]]]:

@@ -33,6 +33,7 @@ __all__ = [
     "Token",
     "Verdict",
     "Why",
+    "depths",
 ]
 
 
@@ -96,13 +97,27 @@ class SamplingParams(BaseModel):
         return self
 
 
+def depths(parents: list[int]) -> list[int]:
+    """How many tokens of its tree come before each token: 0 for those that follow the row itself."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
 @dataclass(frozen=True)
 class Draft:
-    """What a strategy proposes for a batch: ragged chains of tokens, right-padded."""
+    """What a strategy proposes for a batch, right-padded: chains of tokens, or trees.
+
+    In a tree every token names the one it follows: ``parents_BK`` [B, K] is its number, which is smaller than the
+    token's own, or -1 for the row's last token. Siblings stand in the order in which they are to be tried, and are
+    different tokens if the draft is deterministic. None is the special case of a chain: each follows the one before.
+    """
 
     tokens_BK: Tensor  # int64
     lengths_B: Tensor  # int64, 0..K
     probs_BKV: Tensor | None = None  # the *processed* law each token was drawn from; None = deterministic
+    parents_BK: Tensor | None = None  # int64; None = chains
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -118,12 +133,14 @@ class Draft:
             self.tokens_BK[index_B],
             self.lengths_B[index_B],
             None if self.probs_BKV is None else self.probs_BKV[index_B],
+            None if self.parents_BK is None else self.parents_BK[index_B],
         )
 
     def to(self, device: torch.device) -> Draft:
         """The proposal on ``device``: a strategy may live on another than the target."""
         probs = None if self.probs_BKV is None else self.probs_BKV.to(device)
-        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), probs)
+        parents = None if self.parents_BK is None else self.parents_BK.to(device)
+        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), probs, parents)
 
     def own_probs_BK(self) -> Tensor:
         """[B, K] the chance with which each token was drafted: 1 if the draft is deterministic, and never 0 (which
@@ -234,7 +251,7 @@ class Target:
     def top_probs(self, n: int) -> Tensor:
         """[B, K+1, min(n, V)] the largest probabilities of the processed law at each position, largest first."""
         if self._probs is None or isinstance(self._probs, Tensor):
-            return top(self.probs_BKV, n)
+            return top(self.probs_BKV, n).values
         return self._probs.top(n)
 
     def log_mass(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
@@ -307,14 +324,22 @@ class Verdict:
     """What stands of a block.
 
     ``clauses`` names each condition of a relaxation and where it held ([B, K] bool); ``asked_BK`` marks the
-    mismatches on which the outcome of the block hung, at most the accepted prefix and the first rejection.
+    mismatches on which the outcome of the block hung: those in the accepted path, and what was tried after it.
     """
 
-    accepted_B: Tensor  # int64, length of the accepted prefix
-    next_token_B: Tensor  # int64, correction (accepted < length) or bonus
+    accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
+    next_token_B: Tensor  # int64, correction or, where nothing was drafted to follow the accepted prefix, bonus
     why_BK: Tensor  # int8, a ``Why`` for each drafted token
     asked_BK: Tensor
     clauses: dict[str, Tensor] = field(default_factory=dict)
+    path_BK: Tensor | None = None  # in a tree, numbers of the tokens of the accepted path; None = 0, 1, 2, ...
+
+    def paths(self) -> list[list[int]]:
+        """For each row, the numbers of the drafted tokens that stand, in order. Asks the host."""
+        accepted = self.accepted_B.tolist()
+        if self.path_BK is None:
+            return [list(range(n)) for n in accepted]
+        return [path[:n] for path, n in zip(self.path_BK.tolist(), accepted)]
 
 
 @dataclass(frozen=True)

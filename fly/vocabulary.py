@@ -9,10 +9,12 @@ Accelerators have neither trouble, and must not be asked for intermediate result
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
-__all__ = ["argmax", "log_mass", "pick", "top"]
+__all__ = ["Top", "argmax", "log_mass", "pick", "top"]
 
 _CHUNK = 64
 _SMALL = 8192  # vocabularies up to this are done in one go
@@ -40,20 +42,29 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
-def top(values: Tensor, n: int) -> Tensor:
-    """[..., min(n, V)]: the n largest of the last dimension, largest first.
+class Top(NamedTuple):
+    """The largest of the last dimension, largest first."""
+
+    values: Tensor
+    indices: Tensor
+
+
+def top(values: Tensor, n: int) -> Top:
+    """The min(n, V) largest of each vector [..., V], and where they are (int64).
 
     A large one lies in a chunk whose maximum is large: only the n best chunks, and what is left over at the end, are
     looked at twice.
     """
     width = values.shape[-1]
     if values.device.type != "cpu" or width < 4 * n * _CHUNK:
-        return values.topk(min(n, width), dim=-1).values
+        return Top(*values.topk(min(n, width), dim=-1))
     whole = width - width % _CHUNK
     chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
-    best = chunks.amax(-1).topk(n, dim=-1, sorted=False).indices
-    picked = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, _CHUNK)).flatten(-2)
-    return torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1).values
+    best = chunks.amax(-1).topk(n, dim=-1, sorted=False).indices.unsqueeze(-1)
+    picked = chunks.gather(-2, best.expand(*best.shape[:-1], _CHUNK)).flatten(-2)
+    found, at = torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1)
+    inside = (best.squeeze(-1).gather(-1, (at // _CHUNK).clamp_max(n - 1))) * _CHUNK + at % _CHUNK
+    return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
 
 
 def log_mass(

@@ -34,7 +34,10 @@ def test_argmax_is_the_first_of_the_largest(values: Tensor, transposed: bool) ->
 
 @given(values(), st.sampled_from([1, 2, 3, 16, 700]))
 def test_top_is_topk(values: Tensor, n: int) -> None:
-    assert torch.equal(top(values, n), values.topk(min(n, values.shape[-1]), dim=-1).values)
+    found = top(values, n)
+    assert torch.equal(found.values, values.topk(min(n, values.shape[-1]), dim=-1).values)
+    assert torch.equal(values.gather(-1, found.indices), found.values)
+    assert all(len(set(row)) == len(row) for row in found.indices.flatten(0, 1).tolist())
 
 
 @given(values(), st.sampled_from([None, 0.3, 1.0, 5.0]), st.booleans(), st.booleans())

@@ -141,14 +141,38 @@ class PagedKVCache:
             return slice(first, first + stop - start)
         return [table[at // size] * size + at % size for at in range(start, stop)]
 
-    def batch(self, seqs: Sequence[Hashable], starts: Sequence[int], counts: Sequence[int]) -> PagedBatch:
+    def keep(self, seq: Hashable, start: int, kept: Sequence[int]) -> None:
+        """Roll ``seq`` back to its first ``start`` tokens, followed by those of its later ones that are numbered in
+        ``kept`` (ascending, 0 is the token at ``start``): what stands of a tree moves up to where it belongs."""
+        if list(kept) != list(range(len(kept))):
+            size, table = self.allocator.block_size, self.allocator.table(seq)
+
+            def slots(numbers: Sequence[int]) -> Tensor:
+                at = [start + number for number in numbers]
+                return torch.tensor([table[i // size] * size + i % size for i in at], device=self.device)
+
+            source, destination = slots(kept), slots(range(len(kept)))
+            for stored in (self.keys, self.values):
+                stored[:, destination] = stored[:, source]
+        self.resize(seq, start + len(kept))
+
+    def batch(
+        self,
+        seqs: Sequence[Hashable],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        masks: Sequence[Tensor | None] | None = None,
+    ) -> PagedBatch:
         """The ``kv`` of a forward that adds ``counts[b]`` tokens at position ``starts[b]`` of each sequence.
 
-        Every count is at least 1. Raises ``ValueError`` where ``resize`` has not reserved the room: the slots
-        behind a sequence's last page may be another's.
+        ``masks[b]`` [N, S], bool, says which of the S = starts[b] + counts[b] stored tokens each of the N = counts[b]
+        new ones sees; None is causal. Every count is at least 1.
+
+        Raises ``ValueError`` where ``resize`` has not reserved the room: the slots behind a sequence's last page may be
+        another's.
         """
         rows, written, at = [], [], 0
-        for seq, start, count in zip(seqs, starts, counts, strict=True):
+        for b, (seq, start, count) in enumerate(zip(seqs, starts, counts, strict=True)):
             length = start + count
             if length > (room := self.allocator.length(seq)):
                 raise ValueError(f"sequence {seq!r} has room for {room} tokens, not for {length}: resize it first")
@@ -158,9 +182,9 @@ class PagedKVCache:
             else:
                 stored = torch.tensor(stored, device=self.device)
                 written.append(stored[start:])
-            fresh = count > 1 and start == 0
-            mask_NS = None
-            if count > 1 and not fresh:
+            mask_NS = None if masks is None else masks[b]
+            fresh = mask_NS is None and count > 1 and start == 0
+            if mask_NS is None and count > 1 and not fresh:
                 mask_NS = torch.ones(count, length, dtype=torch.bool, device=self.device).tril_(start)
             rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
             at += count

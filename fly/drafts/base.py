@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,7 @@ from fly.types import Draft, Sequence, Target
 if TYPE_CHECKING:
     from fly.engine import Runner
 
-__all__ = ["DraftStrategy", "pad"]
+__all__ = ["DraftStrategy", "pad", "pad_trees"]
 
 
 class DraftStrategy(ABC):
@@ -28,6 +29,7 @@ class DraftStrategy(ABC):
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
     tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
+    spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def attach(self, target: Runner) -> None:
         """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
@@ -66,4 +68,14 @@ def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:
     return Draft(
         torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(drafts), longest),
         torch.tensor(lengths, dtype=torch.int64, device=device),
+    )
+
+
+def pad_trees(drafts: Rows[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:
+    """A deterministic ``Draft`` of ragged trees: the tokens of each row, and their parents."""
+    draft = pad([tokens for tokens, _ in drafts], device)
+    longest = draft.tokens_BK.shape[1]
+    parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
+    return replace(
+        draft, parents_BK=torch.tensor(parents, dtype=torch.int64, device=device).reshape(len(drafts), longest)
     )

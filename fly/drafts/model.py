@@ -117,6 +117,10 @@ class SingleDraft(DraftStrategy):
         if self.draft is not None:
             self.draft.release(row)
 
+    @property
+    def spare(self) -> int:  # type: ignore[override]  # that of the level below
+        return 0 if self.draft is None else self.draft.spare
+
     def allocators(self) -> list[BlockAllocator]:
         below = [] if self.draft is None else self.draft.allocators()
         return [self.runner.cache.allocator, *below]
@@ -158,14 +162,15 @@ class SingleDraft(DraftStrategy):
         proposed = below.tokens_BK.tolist()
         laws: list[list[Tensor]] = [[] for _ in rows]
         for numbers, verdict in judge(rows, target, below):
-            accepted, following = verdict.accepted_B.tolist(), verdict.next_token_B.tolist()
+            paths, following = verdict.paths(), verdict.next_token_B.tolist()
             for i, b in enumerate(numbers):
-                new = [*proposed[b][: accepted[i]], following[i]]
+                new = [*(proposed[b][node] for node in paths[i]), following[i]]
                 ends = (at for at, token in enumerate(new, start=1) if token in rows[b].stop_ids)
                 new = new[: next(ends, len(new))]  # what follows an end would be drafted in vain
                 rows[b].tokens += new
                 if not target.all_greedy:
-                    positions_N = torch.arange(len(new), device=target.logits_BKV.device)
+                    at = [0, *(node + 1 for node in paths[i])][: len(new)]
+                    positions_N = torch.tensor(at, device=target.logits_BKV.device)
                     laws[b] += list(target.probs_at(torch.full_like(positions_N, b), positions_N))
         self.runner.commit(rows)
         draft.commit(rows)

@@ -1,6 +1,6 @@
 """Acceptance policies: which drafted tokens may stand, and the conditions they are composed of."""
 
-from fly.policies.base import AcceptancePolicy, Bound, Relaxed, verify
+from fly.policies.base import AcceptancePolicy, Bound, Relaxed
 from fly.policies.catalogue import (
     AdditiveSlack,
     BiLD,
@@ -28,6 +28,7 @@ from fly.policies.registry import (
 )
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
+from fly.policies.verification import verify
 
 __all__ = [
     "AboveContext",

@@ -1,4 +1,4 @@
-"""What an acceptance policy is, and the one function that applies it. Knows nothing of models, caches or ranks.
+"""What an acceptance policy is, and how it judges a chain of tokens. Knows nothing of models, caches or ranks.
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here, papers count from 1.
 """
@@ -18,7 +18,7 @@ from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import pick
 
-__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "exact_accept_probs", "verify"]
+__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "exact_accept_probs", "verdict_of"]
 
 
 @dataclass(frozen=True)
@@ -256,27 +256,3 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
         rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
         law_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, law_BV)
     return draw(law_BV, noise.sample_B)
-
-
-def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
-    """Apply ``policy`` to a block: flip the coins (``noise < accept_probs``, strictly), OR the relaxation, take the
-    longest prefix, draw the correction or the bonus, and say why each token stands.
-
-    Args:
-        target: laws of K+1 positions. draft: [B, K] tokens. noise: one coin a drafted token, one draw a row.
-
-    Raises:
-        ValueError: the shapes of target, draft and noise do not belong together.
-    """
-    rows, longest = draft.tokens_BK.shape
-    if target.logits_BKV.shape[:2] != (rows, longest + 1):
-        raise ValueError(
-            f"target covers {tuple(target.logits_BKV.shape[:2])} (rows, positions), "
-            f"a draft of shape {(rows, longest)} needs {(rows, longest + 1)}"
-        )
-    if noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
-        raise ValueError(
-            f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
-            f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
-        )
-    return policy.verdict(target, draft, noise)

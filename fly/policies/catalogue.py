@@ -400,7 +400,7 @@ class RelaxedTopN(_Gate):
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = _gate_probs(target, draft)
         logits_BKV = target.logits_BKV[:, :-1]  # their order is that of the law, without a softmax
-        among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n)[..., -1]
+        among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n).values[..., -1]
         near_BK = (token_BK >= peak_BK - self.delta) & (token_BK > 0)
         return self.keep(target, draft, among_BK & near_BK)
 
@@ -707,7 +707,7 @@ class TopRatio(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]
-        top_BK2 = top(logits_BKV, 2)
+        top_BK2 = top(logits_BKV, 2).values
         first_BK, second_BK = top_BK2[..., 0], top_BK2[..., -1]
         token_BK = pick(logits_BKV, block.draft.tokens_BK)
         runner_up_BK = (token_BK >= second_BK) & (token_BK > self.theta * first_BK)  # never if first <= 0

@@ -264,7 +264,7 @@ class EntropyGate(Condition):
         if not raw:
             return _entropy(block.target.top_probs(3)[:, :-1])
         logits_BKV = block.target.logits_BKV
-        top_BK3 = top(logits_BKV, 3)[:, :-1]
+        top_BK3 = top(logits_BKV, 3).values[:, :-1]
 
         total_BK = block.at_mismatches(block.target.log_mass)
         return _entropy((top_BK3 - top_BK3[..., :1] - total_BK.unsqueeze(-1)).exp())

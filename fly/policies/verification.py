@@ -1,0 +1,258 @@
+"""Applying a policy to what was drafted, chains and trees. Knows nothing of models, caches or ranks.
+
+Shape legend: B rows, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1 the
+drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fly.policies.base import AcceptancePolicy, exact_accept_probs
+from fly.policies.conditions import Block
+from fly.sampling import draw
+from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.vocabulary import pick
+
+__all__ = ["verify"]
+
+
+def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
+    """Apply ``policy`` to a block: flip the coins (``noise < accept_probs``, strictly), OR the relaxation, take the
+    longest prefix, draw the correction or the bonus, and say why each token stands.
+
+    Args:
+        target: laws of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token, one draw
+            a row.
+
+    Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children.
+
+    Raises:
+        ValueError: the shapes of target, draft and noise do not belong together.
+    """
+    rows, longest = draft.tokens_BK.shape
+    if target.logits_BKV.shape[:2] != (rows, longest + 1):
+        raise ValueError(
+            f"target covers {tuple(target.logits_BKV.shape[:2])} (rows, positions), "
+            f"a draft of shape {(rows, longest)} needs {(rows, longest + 1)}"
+        )
+    if noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
+        raise ValueError(
+            f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
+            f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
+        )
+    if draft.parents_BK is None:
+        return policy.verdict(target, draft, noise)
+    if type(policy).verdict is AcceptancePolicy.verdict:
+        return _verify_tree(policy, target, draft, noise)
+    return _verify_first_path(policy, target, draft, noise)
+
+
+def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
+    """The verdict on a tree: siblings are tried in order, and the accepted path goes from one that stands to the next.
+
+    Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the rule in the place of the p/q
+    test: each sibling is a draft of one token, and a rejection leaves the rule's correction as the law that the next
+    one is tried against, and that the correction is drawn from in the end. Where the rule is lossless for one token,
+    each of these steps replaces a law by "keep the token, or go on with what is left of the law", so the tree is
+    lossless too, whatever was drafted.
+
+    A relaxation is asked along every path as if it were a chain; a token it excuses stands only if the rule keeps none
+    of its siblings. The shape of a tree is looked up on the host.
+    """
+    rows, longest = draft.tokens_BK.shape
+    device = draft.tokens_BK.device
+    assert draft.parents_BK is not None
+    trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), draft.lengths_B.tolist())]
+    child_RBM = _children(trees, longest).to(device)
+    kept_BK, exact_BK, law_BMV = _try_siblings(policy, target, draft, noise, child_RBM)
+    excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
+    path_BD, accepted_B = _walk(child_RBM, kept_BK, excused_BK & draft.mask_BK())
+
+    on_path_BK = torch.zeros_like(kept_BK)
+    for d in range(path_BD.shape[1]):
+        on_path_BK |= torch.arange(longest, device=device) == path_BD[:, d : d + 1]
+    codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
+    why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
+    last_B = (path_BD + 1).amax(1) if path_BD.shape[1] else torch.zeros_like(accepted_B)
+    tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
+    asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
+    if law_BMV is None:
+        next_token_B = pick(target.argmax_BK, last_B)
+    else:
+        next_token_B = draw(law_BMV[torch.arange(rows, device=device), last_B], noise.sample_B)
+    return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses, path_BD)
+
+
+def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
+    """The verdict of a rule that judges chains only, on the first children of each tree."""
+    assert draft.parents_BK is not None
+    chains = []
+    for parents, n in zip(draft.parents_BK.tolist(), draft.lengths_B.tolist()):
+        chain: list[int] = []
+        for node in range(n):
+            if parents[node] == (chain[-1] if chain else -1):
+                chain.append(node)
+        chains.append(chain)
+    path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
+    rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
+    probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
+    first = Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV)
+    coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
+    verdict = policy.verdict(_along(target, rows_B1, path_BD), first, coins)
+    mask_BD = first.mask_BK()
+    b_N, node_N = rows_B1.expand_as(path_BD)[mask_BD], path_BD[mask_BD]
+
+    def spread(found_BD: Tensor) -> Tensor:
+        found_BK = torch.zeros(draft.tokens_BK.shape, dtype=found_BD.dtype, device=found_BD.device)
+        return found_BK.index_put_((b_N, node_N), found_BD[mask_BD])
+
+    clauses = {name: spread(held_BD) for name, held_BD in verdict.clauses.items()}
+    why_BK, asked_BK = spread(verdict.why_BK), spread(verdict.asked_BK)
+    return Verdict(verdict.accepted_B, verdict.next_token_B, why_BK, asked_BK, clauses, path_BD)
+
+
+def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
+    """[P, D] int64 padded with the number 0, and the lengths [P]."""
+    longest = max(map(len, paths), default=0)
+    padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths], dtype=torch.int64, device=device)
+    return padded.view(len(paths), longest), torch.tensor([len(path) for path in paths], device=device)
+
+
+def _along(target: Target, rows_P1: Tensor, path_PD: Tensor) -> Target:
+    """What the target says along paths, as of a chain: P rows."""
+    places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
+    row_P = rows_P1.squeeze(1)
+    return Target(
+        target.logits_BKV[rows_P1, places_PJ],
+        None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ],
+        greedy_B=target.greedy_B[row_P] if target.some_greedy else None,
+        control_V=target.control_V,
+        generated_B=lambda: target.generated_B[row_P],
+        relaxed_B=lambda: target.relaxed_B[row_P],
+        nats_B=lambda: target.nats_B[row_P],
+        history=None if target.history is None else [target.history[b] for b in row_P.tolist()],
+    )
+
+
+def _children(trees: list[list[int]], longest: int) -> Tensor:
+    """[R, B, M] int64: the number of the token that is the r-th to follow each place, -1 where there is none."""
+    after: list[list[list[int]]] = [[[] for _ in range(longest + 1)] for _ in trees]
+    for places, tree in zip(after, trees):
+        for node, parent in enumerate(tree):
+            places[parent + 1].append(node)
+    widest = max((len(nodes) for places in after for nodes in places), default=0)
+    listed = [[[*nodes, *[-1] * (widest - len(nodes))] for nodes in places] for places in after]
+    return torch.tensor(listed, dtype=torch.int64).view(len(trees), longest + 1, widest).permute(2, 0, 1)
+
+
+def _try_siblings(
+    policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, child_RBM: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Which tokens the rule and which the exact rule keeps, once those before them among their siblings are rejected
+    ([B, K] bool), and the law [B, M, V] at each place when all that follow it are rejected (None at temperature 0)."""
+    rows, longest = draft.tokens_BK.shape
+    places = longest + 1
+    logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
+    law_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
+    row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
+    kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=row_N.device) for _ in range(2))
+    for child_BM in child_RBM:
+        there_BM, node_BM = child_BM >= 0, child_BM.clamp_min(0)
+        there_N, node_N = there_BM.flatten(), node_BM.flatten()
+        one = Draft(
+            draft.tokens_BK[row_N, node_N].unsqueeze(1),
+            there_N.long(),
+            None if draft.probs_BKV is None else draft.probs_BKV[row_N, node_N].unsqueeze(1),
+        )
+        block = Target(
+            logits_N2V,
+            None if law_NV is None else law_NV.unsqueeze(1).expand(-1, 2, -1),
+            greedy_B=target.greedy_B[row_N] if target.some_greedy else None,
+            control_V=target.control_V,
+            generated_B=lambda: target.generated_B[row_N],
+            relaxed_B=lambda: target.relaxed_B[row_N],
+            nats_B=lambda: target.nats_B[row_N],
+            history=None if target.history is None else [target.history[b] for b in row_N.tolist()],
+        )
+        coin_N = noise.accept_BK[row_N, node_N]
+        keeps_N = there_N & (coin_N < policy.accept_probs(block, one).squeeze(1))
+        exact_N = keeps_N
+        if policy.core.guarantee is not Guarantee.LOSSLESS:
+            exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
+        for found_BK, found_N in ((kept_BK, keeps_N), (exact_BK, exact_N)):
+            found_BK[row_N[there_N], node_N[there_N]] = found_N[there_N]
+        if law_NV is not None:
+            rest_NV = policy.correction(block, one, torch.zeros_like(node_N))
+            mass_N1 = rest_NV.sum(-1, keepdim=True)
+            # Equal laws leave no mass; a rejection is then a rounding matter, and the law as it was is right.
+            law_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, law_NV)
+    return kept_BK, exact_BK, None if law_NV is None else law_NV.unflatten(0, (rows, places))
+
+
+def _excuse(
+    policy: AcceptancePolicy, target: Target, draft: Draft, trees: list[list[int]], kept_BK: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """[B, K] bool, which tokens are excused along some path through them, and where the clauses held."""
+    excused_BK = torch.zeros_like(kept_BK)
+    paths = [(b, path) for b, tree in enumerate(trees) for path in _leaf_paths(tree)]
+    if not paths:
+        return excused_BK, {}
+    device = kept_BK.device
+    path_PD, lengths_P = _padded([path for _, path in paths], device)
+    rows_P1 = torch.tensor([[b] for b, _ in paths], device=device)
+    chain = Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P)
+    agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
+    block = Block(_along(target, rows_P1, path_PD), chain, agree_PD)
+    if policy.relaxation is None:
+        excused_PD = policy.relax(block.target, chain, agree_PD)
+    else:
+        excused_PD = policy.relaxation.holds(block)
+    # A banned token has logit -inf, and nothing excuses it.
+    excused_PD = excused_PD & (pick(block.target.logits_BKV[:, :-1], chain.tokens_BK) > -torch.inf)
+
+    def anywhere(found_PD: Tensor) -> Tensor:
+        found_BK = torch.zeros_like(kept_BK, dtype=torch.int64)
+        mask_PD = chain.mask_BK()
+        b_N, node_N = rows_P1.expand_as(path_PD)[mask_PD], path_PD[mask_PD]
+        return found_BK.index_put_((b_N, node_N), found_PD[mask_PD].long(), accumulate=True) > 0
+
+    return anywhere(excused_PD), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
+
+
+def _leaf_paths(tree: list[int]) -> list[list[int]]:
+    """The numbers of the tokens on the way to each token that none follows."""
+    leaves = sorted(set(range(len(tree))) - set(tree))
+    paths = []
+    for leaf in leaves:
+        path = [leaf]
+        while tree[path[-1]] >= 0:
+            path.append(tree[path[-1]])
+        paths.append(path[::-1])
+    return paths
+
+
+def _walk(child_RBM: Tensor, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """The accepted path [B, D], padded with -1, and its length [B]: at each place the first token to follow that is
+    kept, or else the first that is excused."""
+    widest, rows, _ = child_RBM.shape
+    device = kept_BK.device
+    at_B, going_B = (
+        torch.zeros(rows, dtype=torch.int64, device=device),
+        torch.ones(rows, dtype=torch.bool, device=device),
+    )
+    path: list[Tensor] = []
+    while widest and bool(going_B.any()):
+        children_BR = child_RBM[:, torch.arange(rows, device=device), at_B].T
+        there_BR, node_BR = children_BR >= 0, children_BR.clamp_min(0)
+        kept_BR, excused_BR = there_BR & kept_BK.gather(1, node_BR), there_BR & excused_BK.gather(1, node_BR)
+        # the largest score, and the first among equals
+        score_BR = 2 * kept_BR.long() + excused_BR.long() * ~kept_BR
+        best_B1 = score_BR.argmax(1, keepdim=True)
+        going_B = going_B & (score_BR.gather(1, best_B1).squeeze(1) > 0)
+        node_B = torch.where(going_B, node_BR.gather(1, best_B1).squeeze(1), -1)
+        path.append(node_B)
+        at_B = torch.where(going_B, node_B + 1, at_B)
+    path_BD = torch.stack(path, dim=1) if path else torch.zeros(rows, 0, dtype=torch.int64, device=device)
+    return path_BD, (path_BD >= 0).sum(1)
