@@ -69,6 +69,16 @@ class Runner:
         """Tokens of ``row`` that are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
+    def adopt(self, other: Runner, rows: Rows[Sequence]) -> None:
+        """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
+        for row in rows:
+            self._cached[row.id] = list(other._cached.get(row.id, ()))
+
+    def forget(self, rows: Rows[Sequence]) -> None:
+        """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
+        for row in rows:
+            self._cached.pop(row.id, None)
+
     def feed(self, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None) -> Tensor:
         """Run one forward over every row's uncached tokens and then its draft.
 

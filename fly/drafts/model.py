@@ -5,6 +5,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Rows
 from pathlib import Path
 
@@ -36,6 +37,11 @@ class SingleDraft(DraftStrategy):
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
+        confidence: it stops before a token if none has at least this probability there (usually 0.4; 0 never stops).
+        entropy: it stops before a token if the entropy there exceeds this many nats (SVIP, arXiv 2411.18462, stops
+            where a function of the draft's entropy exceeds a threshold; infinity never stops). Both look at the law
+            that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a lossless rule
+            stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: see ``PagedKVCache.for_model``).
         dtype, device: how a path is loaded.
     """
@@ -46,13 +52,14 @@ class SingleDraft(DraftStrategy):
         draft: DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
+        confidence: float = 0.0,
+        entropy: float = math.inf,
         cache_tokens: int | None = None,
         block_size: int = 16,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
     ) -> None:
-        if k is not None and k < 1:
-            raise ValueError(f"k {k} must be at least 1")
+        self._set_limits(k, confidence, entropy)
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
@@ -60,13 +67,23 @@ class SingleDraft(DraftStrategy):
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
             control |= self.tokenizer.control_ids if self.tokenizer else frozenset()
-        self.draft, self.policy, self.k = draft, policy or Exact(), k
+        self.draft, self.policy = draft, policy or Exact()
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
         self._check_vocabulary(draft)
         self.runner = Runner(model, PagedKVCache.for_model(model, cache_tokens, block_size), control)
         if draft is not None:
             draft.attach(self.runner)
+
+    def _set_limits(self, k: int | None, confidence: float, entropy: float) -> None:
+        if k is not None and k < 1:
+            raise ValueError(f"k {k} must be at least 1")
+        if not 0 <= confidence <= 1:
+            raise ValueError(f"confidence {confidence} must be in [0, 1]")
+        if not entropy >= 0:
+            raise ValueError(f"entropy {entropy} must be a number of nats, at least 0")
+        self.k, self.confidence, self.entropy = k, confidence, entropy
+        self._stops = confidence > 0 or entropy < math.inf
 
     def over(self, draft: DraftStrategy) -> SingleDraft:
         """The same model and cache, with ``draft`` proposing for it."""
@@ -93,10 +110,10 @@ class SingleDraft(DraftStrategy):
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
-            group = [scratch[b] for b in active]
-            for b, row_laws in zip(active, self._advance(group, left)):
+            new_laws, sure = self._advance([scratch[b] for b in active], left)
+            for b, row_laws in zip(active, new_laws):
                 laws[b] += row_laws
-            active = [b for b in active if len(scratch[b].tokens) < starts[b] + most[b]]
+            active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
             active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
         proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], self.runner.model.device)
         if all(row.greedy for row in rows):
@@ -135,46 +152,67 @@ class SingleDraft(DraftStrategy):
                 "a level cannot draft for one with another tokenizer: the same id would mean different text"
             )
 
-    def _advance(self, rows: list[Sequence], left: list[int]) -> list[list[Tensor]]:
-        """Extend every row by at least one token, at most ``left``; the laws they were drawn from (sampling only)."""
+    def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
+        """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws
+        they were drawn from (sampling only), and whether it was sure all the way."""
         if self.draft is not None:
             return self._round(rows, left, self.draft)
-        logits_BJV = ban_early_stops(self.runner.feed(rows, [[]] * len(rows)), rows)
+        logits_BV = ban_early_stops(self.runner.feed(rows, [[]] * len(rows)), rows)[:, 0]
         if all(row.greedy for row in rows):
-            for row, token in zip(rows, argmax(logits_BJV[:, 0]).tolist()):
-                row.tokens.append(token)
-            return [[] for _ in rows]
-        device = logits_BJV.device
-        probs_BV = Law.of([row.params for row in rows], device).probs(logits_BJV)[:, 0]
+            sure = self._sure(logits_BV, None)
+            for row, token, stands in zip(rows, argmax(logits_BV).tolist(), sure):
+                row.tokens += [token] * stands
+            return [[] for _ in rows], sure
+        device = logits_BV.device
+        law = Law.of([row.params for row in rows], device)
+        probs_BV = law.probs(logits_BV.unsqueeze(1))[:, 0]
         seed_B = torch.tensor([row.seed for row in rows], device=device)
         round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         tokens = draw(probs_BV, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1)).tolist()
-        for row, token in zip(rows, tokens):
-            row.tokens.append(token)
-        return [[law_V] for law_V in probs_BV]
+        sure = self._sure(logits_BV, torch.where(law.greedy_B.unsqueeze(1), logits_BV.softmax(-1), probs_BV))
+        for row, token, stands in zip(rows, tokens, sure):
+            row.tokens += [token] * stands
+        return [[law_V] * stands for law_V, stands in zip(probs_BV, sure)], sure
 
-    def _round(self, rows: list[Sequence], left: list[int], draft: DraftStrategy) -> list[list[Tensor]]:
+    def _sure(self, logits_NV: Tensor, probs_NV: Tensor | None) -> list[bool]:
+        """Whether to draft on, by the law at each of N places: ``probs_NV``, or that of the logits."""
+        if not self._stops:
+            return [True] * len(logits_NV)
+        if probs_NV is None:
+            probs_NV = logits_NV.softmax(-1)
+        entropy_N = -torch.special.xlogy(probs_NV, probs_NV).sum(-1)
+        return ((probs_NV.amax(-1) >= self.confidence) & (entropy_N <= self.entropy)).tolist()
+
+    def _round(
+        self, rows: list[Sequence], left: list[int], draft: DraftStrategy
+    ) -> tuple[list[list[Tensor]], list[bool]]:
         """One round of this level's own speculation."""
         # A round emits one token beyond its draft.
         below = draft.propose(rows, [n - 1 for n in left])
         target, _ = self.runner.score(rows, below)
         draft.observe(rows, below, target)
-        proposed = below.tokens_BK.tolist()
+        proposed, device = below.tokens_BK.tolist(), target.logits_BKV.device
         laws: list[list[Tensor]] = [[] for _ in rows]
+        surely = [True] * len(rows)
         for numbers, verdict in judge(rows, target, below):
             paths, following = verdict.paths(), verdict.next_token_B.tolist()
             for i, b in enumerate(numbers):
                 new = [*(proposed[b][node] for node in paths[i]), following[i]]
                 ends = (at for at, token in enumerate(new, start=1) if token in rows[b].stop_ids)
                 new = new[: next(ends, len(new))]  # what follows an end would be drafted in vain
+                places_N = torch.tensor([0, *(node + 1 for node in paths[i])][: len(new)], device=device)
+                at_N = torch.full_like(places_N, b), places_N
+                probs_NV = None if target.all_greedy else target.probs_at(*at_N)
+                if self._stops:
+                    sure = self._sure(target.logits_BKV[at_N], None if rows[b].greedy else probs_NV)
+                    surely[b] = all(sure)
+                    new = new if surely[b] else new[: sure.index(False)]
                 rows[b].tokens += new
-                if not target.all_greedy:
-                    at = [0, *(node + 1 for node in paths[i])][: len(new)]
-                    positions_N = torch.tensor(at, device=target.logits_BKV.device)
-                    laws[b] += list(target.probs_at(torch.full_like(positions_N, b), positions_N))
+                if probs_NV is not None:
+                    laws[b] += list(probs_NV)[: len(new)]
         self.runner.commit(rows)
         draft.commit(rows)
-        return laws
+        return laws, surely
 
 
 class CascadeDraft(DraftStrategy):

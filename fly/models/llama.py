@@ -9,6 +9,7 @@ before them, is the business of the ``kv`` object, whose ``attend(layer, q, k, v
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -149,15 +150,16 @@ class Llama(nn.Module):
             table = self._rotary = tuple(t.unsqueeze(1).to(self.device, self.dtype) for t in (cos, sin))  # type: ignore[assignment]
         return table  # type: ignore[return-value]
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]).
+    def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
+        layers or those numbered in ``layers`` only.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
         cos, sin = self.rotary()
         cos_T1D, sin_T1D = cos[positions_T], sin[positions_T]
         x_TC = self.embed_tokens(tokens_T)
-        for layer in self.layers:
+        for layer in self.layers if layers is None else [self.layers[number] for number in layers]:
             x_TC = layer(x_TC, cos_T1D, sin_T1D, kv)
         return self.norm(x_TC)
 

@@ -1,0 +1,163 @@
+"""The target drafts for itself, with some of its layers skipped.
+
+Shape legend: T packed tokens, C hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Rows
+
+import torch
+from torch import Tensor
+
+from fly.cache import BlockAllocator, PagedKVCache
+from fly.drafts.model import SingleDraft
+from fly.engine import Runner
+from fly.models import Llama
+from fly.models.llama import KV
+from fly.policies import Exact
+from fly.types import Draft, Sequence
+
+__all__ = ["LayerSkipDraft", "expected_speedup"]
+
+
+class _Part:
+    """Some layers of a model, as a model of its own."""
+
+    def __init__(self, model: Llama, layers: list[int]) -> None:
+        self.model, self.layers, self.config = model, layers, model.config
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        return self.model(tokens_T, positions_T, kv, self.layers)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        return self.model.logits(hidden_TC)
+
+
+def expected_speedup(acceptance: float, cost: float, k: int) -> float:
+    """Of speculation over autoregression, with independent acceptance and a drafter that takes ``cost`` of a target
+    step: (1 - a^(k+1)) / ((1 - a)(k·cost + 1)) (Leviathan et al. 2023, theorem 3.8), at the best length up to ``k``."""
+
+    def at(length: int) -> float:
+        emitted = length + 1 if acceptance >= 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
+        return emitted / (length * cost + 1)
+
+    return max(at(length) for length in range(k + 1))
+
+
+class LayerSkipDraft(SingleDraft):
+    """Self-speculation (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916): the target drafts with a set of its
+    layers skipped. No second model, and no second cache: the layers that are not skipped read the target's keys and
+    values, and what drafting writes behind them is overwritten by verification.
+
+    Args:
+        skip: numbers of the layers to leave out. None finds them on the first row with ``calibration`` tokens, and
+            drafts nothing until then.
+        k: tokens it proposes at most.
+        confidence, entropy: where it stops, as for ``SingleDraft``.
+        calibration: tokens of text that the search for layers looks at.
+
+    The search takes two forwards a layer: first each layer's own effect, as the share of tokens on which the model
+    without it still agrees with itself; then the sets of the most harmless 1, 2, 3, ... layers. The best by
+    ``expected_speedup`` stays, or none, if none is expected to gain.
+
+    Raises ``ValueError`` when it is attached to a model that is no ``Llama``, or one without such layers.
+    """
+
+    def __init__(
+        self,
+        skip: Rows[int] | None = None,
+        k: int | None = None,
+        confidence: float = 0.0,
+        entropy: float = float("inf"),
+        calibration: int = 64,
+    ) -> None:
+        if calibration < 2:
+            raise ValueError(f"calibration {calibration} must be at least 2 tokens")
+        self._set_limits(k, confidence, entropy)
+        self.draft, self.policy = None, Exact()
+        self.skip = None if skip is None else tuple(sorted(set(skip)))
+        self.calibration = calibration
+        self._target: Runner | None = None
+
+    def attach(self, target: Runner) -> None:
+        model = target.model
+        if not isinstance(model, Llama):
+            raise ValueError(f"layers can be skipped in a Llama, not in {type(model).__name__}")
+        layers = range(len(model.layers))
+        if self.skip is not None and (bad := [number for number in self.skip if number not in layers]):
+            raise ValueError(f"skip {bad}: this model has the layers 0 to {len(layers) - 1}")
+        self._target, self._model = target, model
+        self.vocab_size, self.context = model.config.vocab_size, model.config.max_position_embeddings
+        self._use(self.skip or ())
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        if self._target is None:
+            raise ValueError("this strategy drafts with the layers of a target, and is attached to none")
+        if self.skip is None:
+            longest = max(rows, key=lambda row: len(row.tokens))
+            if len(longest.tokens) >= self.calibration:
+                self.calibrate(longest.tokens[-self.calibration :])
+        if not self.skip:
+            return Draft.empty(len(rows), self._model.device)
+        target = self._target
+        # What the target has cached is a prefix of every row; it is cached here as well, in the same place.
+        most = [n if target.pending(row) == 1 else 0 for row, n in zip(rows, max_len)]
+        drafted = [row for row, n in zip(rows, most) if n]
+        self.runner.adopt(target, drafted)
+        try:
+            return super().propose(rows, most)
+        finally:
+            self.runner.commit(drafted)  # back to what the target knows of
+            self.runner.forget(drafted)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        """The cache is the target's, which rolls it back itself."""
+
+    def release(self, row: Sequence) -> None:
+        """The cache is the target's, which frees it itself."""
+
+    def allocators(self) -> list[BlockAllocator]:
+        return []
+
+    def calibrate(self, tokens: list[int]) -> dict[tuple[int, ...], float]:
+        """Find the layers to skip on a text of token ids, at least 2. Returns the sets that were tried, and the share
+        of tokens on which the model without them agrees with the whole model."""
+        count = len(self._model.layers)
+        whole = self._choices(tokens, list(range(count)))
+        tried: dict[tuple[int, ...], float] = {(): 1.0}
+
+        def agreement(skip: tuple[int, ...]) -> float:
+            if skip not in tried:
+                choices = self._choices(tokens, [number for number in range(count) if number not in skip])
+                tried[skip] = float((choices == whole).float().mean())
+            return tried[skip]
+
+        harmless = sorted(range(count), key=lambda number: -agreement((number,)))
+        sets = [()] + [tuple(sorted(harmless[:n])) for n in range(1, count)]
+        length = self.k or 8
+
+        def gain(skip: tuple[int, ...]) -> float:
+            return 1.0 if not skip else expected_speedup(agreement(skip), 1 - len(skip) / count, length)
+
+        self.skip = max(sets, key=gain)
+        self._use(self.skip)
+        return tried
+
+    def _use(self, skip: Rows[int]) -> None:
+        assert self._target is not None
+        layers = [number for number in range(len(self._model.layers)) if number not in skip]
+        self.runner = Runner(_Part(self._model, layers), self._target.cache)
+
+    def _choices(self, tokens: list[int], layers: list[int]) -> Tensor:
+        """[T] the most likely token after each of ``tokens``, by some layers alone."""
+        model = self._model
+        cache = PagedKVCache(model.config, 1, len(tokens), model.dtype, model.device)
+        cache.resize(0, len(tokens))
+        at_T = torch.arange(len(tokens), device=model.device)
+        hidden_TC = model(torch.tensor(tokens, device=model.device), at_T, cache.batch([0], [0], [len(tokens)]), layers)
+        return model.logits(hidden_TC).argmax(-1)
