@@ -341,6 +341,69 @@ def bench_policy(
         )
 
 
+@bench.command("drafts")
+def bench_drafts(
+    draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
+    policy: Policy = "exact",
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and random texts.")] = 8,
+    k: K = 15,
+    model: Model = "fly-target",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+) -> None:
+    """Every draft strategy on every kind of task, and on text that nobody can predict."""
+    with _plain_errors():
+        from fly.bench.drafts import STRATEGIES, measure_drafts
+        from fly.bundled.tasks import KINDS
+        from fly.policies import parse_policy
+
+        names = tuple(draft or STRATEGIES)
+        rule = parse_policy(policy, trusted=True)
+        total = (len(names) + 1) * (len(KINDS) + 1) * problems
+        columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=total)
+            rows = measure_drafts(
+                names, rule, problems, k, model, dtype, device, advance=lambda: progress.advance(task)
+            )
+        console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
+        console.print(
+            "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: "
+            "prompts of random tokens, temperature 1.5, where nothing can be predicted[/]",
+            highlight=False,
+        )
+
+
+def drafts_table(rows: list[Any], title: str) -> Table:
+    """τ and speed-up by kind; the first row is autoregressive, the second what the others are held to."""
+    plain, single = rows[0], rows[1]
+
+    def speed(row: Any) -> float:
+        results = row.kinds.values()
+        return sum(r.stats.generated for r in results) / sum(r.seconds for r in results)
+
+    table = Table(title=title, title_justify="left")
+    table.add_column("draft")
+    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        cells = [
+            f"τ {r.stats.tau:.2f}\n{r.tokens_per_second / plain.kinds[kind].tokens_per_second:.2f}×"
+            for kind, r in row.kinds.items()
+        ]
+        right = [answer for r in row.kinds.values() for answer in r.right]
+        table.add_row(
+            escape(row.name),
+            *cells,
+            f"{speed(row):,.0f}",
+            f"{speed(row) / speed(plain):.2f}×",
+            f"{speed(row) / speed(single):.2f}×",
+            f"{sum(right)}/{len(right)}",
+            f"τ {row.random.stats.tau:.2f}\n{row.random.tokens_per_second / plain.random.tokens_per_second:.3f}×",
+        )
+    return table
+
+
 @app.command()
 def demo(
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems, of all kinds in turn.")] = 48,

@@ -7,6 +7,7 @@ from pathlib import Path
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fly.cache import DEFAULT_BYTES
 from fly.errors import explain
 from fly.policies import Exact, PolicyField
 
@@ -25,6 +26,7 @@ class Config(BaseModel):
     dtype: str = "auto"
     device: str = "auto"
     cache_tokens: int | None = Field(default=None, gt=0)
+    cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     block_size: int = Field(default=16, gt=0)
 
     @staticmethod

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import OutOfBlocks, PagedKVCache
+from fly.cache import DEFAULT_BYTES, OutOfBlocks, PagedKVCache
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.engine import Engine, Model, Runner
@@ -97,8 +97,10 @@ class LLM:
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.
         deterministic: results bit for bit independent of batch and draft length. Not available yet.
-        cache_tokens: tokens the target's KV cache holds over all requests; None is eight full contexts, or as much
-            of that as 4 GiB hold.
+        cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
+            eight full contexts, or as much of that as ``cache_bytes`` hold.
+        cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
+            a size of its own is not counted.
         block_size: tokens a page of the cache.
 
     Raises:
@@ -117,6 +119,7 @@ class LLM:
         deterministic: bool = False,
         *,
         cache_tokens: int | None = None,
+        cache_bytes: int = DEFAULT_BYTES,
         block_size: int = 16,
     ) -> None:
         if deterministic:
@@ -145,6 +148,17 @@ class LLM:
             )
         if draft is not None and self.tokenizer and draft.tokenizer and not self.tokenizer.same_as(draft.tokenizer):
             raise ValueError("the draft has another vocabulary than the target: the same id would mean different text")
+        if cache_tokens is None:
+            each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
+            each += 0 if draft is None else draft.bytes_per_token()
+            affordable = cache_bytes // each // block_size * block_size
+            if (cache_tokens := min(8 * config.max_position_embeddings, affordable)) < 1:
+                raise ValueError(
+                    f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target and "
+                    "draft together"
+                )
+        if draft is not None:
+            draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self._open: dict[int, Sequence] = {}  # rows that hold cache, of this and other unfinished calls

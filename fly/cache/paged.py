@@ -18,10 +18,10 @@ from torch import Tensor
 from fly.cache.allocator import BlockAllocator
 from fly.models.config import LlamaConfig
 
-__all__ = ["PagedBatch", "PagedKVCache"]
+__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache"]
 
 
-DEFAULT_BYTES = 4 << 30
+DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
 
 
 class Cacheable(Protocol):

@@ -175,6 +175,12 @@ class AdaptiveDraft(DraftStrategy):
     def allocators(self) -> list[BlockAllocator]:
         return self.strategy.allocators()
 
+    def bytes_per_token(self) -> int:
+        return self.strategy.bytes_per_token()
+
+    def reserve(self, tokens: int) -> None:
+        self.strategy.reserve(tokens)
+
     def _settle(self, rows: Rows[Sequence], begin: float, end: float, round_: list[tuple[int, int, int]]) -> None:
         """Learn from a round that is over."""
         now = self._clock()

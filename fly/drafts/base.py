@@ -59,6 +59,14 @@ class DraftStrategy(ABC):
         """The allocators of its caches, so that requests are admitted only if all of them have room."""
         return []
 
+    def bytes_per_token(self) -> int:
+        """Bytes that its caches take for one token, those of a size of their own left out: its part of a budget that it
+        shares with the target's cache."""
+        return 0
+
+    def reserve(self, tokens: int) -> None:
+        """How many tokens its caches are to hold, unless they have a size of their own; called before ``attach``."""
+
 
 def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:
     """A deterministic ``Draft`` of ragged token lists."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
-from fly.types import Draft, Guarantee, Sequence
+from fly.types import Draft, Guarantee, Sequence, Target
 from fly.vocabulary import argmax
 
 __all__ = ["CascadeDraft", "SingleDraft", "parse_draft"]
@@ -42,7 +43,7 @@ class SingleDraft(DraftStrategy):
             where a function of the draft's entropy exceeds a threshold; infinity never stops). Both look at the law
             that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a lossless rule
             stays lossless.
-        cache_tokens: tokens its cache holds over all rows (None: see ``PagedKVCache.for_model``).
+        cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device: how a path is loaded.
     """
 
@@ -71,9 +72,36 @@ class SingleDraft(DraftStrategy):
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
         self._check_vocabulary(draft)
-        self.runner = Runner(model, PagedKVCache.for_model(model, cache_tokens, block_size), control)
-        if draft is not None:
-            draft.attach(self.runner)
+        self._model, self._control = model, control
+        self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
+        self._attached = False
+
+    @cached_property
+    def runner(self) -> Runner:
+        """The model with its cache, which is made when it is first needed: by then its size is known."""
+        cache = PagedKVCache.for_model(self._model, self._cache_tokens, self._block_size)
+        return Runner(self._model, cache, self._control)
+
+    def attach(self, target: Runner) -> None:
+        self._attach_below()
+
+    def _attach_below(self) -> None:
+        if self.draft is not None and not self._attached:
+            self._attached = True
+            self.draft.attach(self.runner)
+
+    def bytes_per_token(self) -> int:
+        below = 0 if self.draft is None else self.draft.bytes_per_token()
+        if self._own_size:
+            return below
+        dtype = getattr(self._model, "dtype", torch.float32)
+        return below + PagedKVCache.bytes_per_token(self._model.config, dtype)
+
+    def reserve(self, tokens: int) -> None:
+        if not self._own_size:
+            self._cache_tokens = tokens
+        if self.draft is not None:
+            self.draft.reserve(tokens)
 
     def _set_limits(self, k: int | None, confidence: float, entropy: float) -> None:
         if k is not None and k < 1:
@@ -92,7 +120,6 @@ class SingleDraft(DraftStrategy):
         self._check_vocabulary(draft)
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
-        draft.attach(self.runner)
         return level
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
@@ -105,6 +132,7 @@ class SingleDraft(DraftStrategy):
             return Draft.empty(len(rows), self.runner.model.device)
         if self.policy.guarantee is not Guarantee.LOSSLESS and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
+        self._attach_below()  # where nobody attached this level itself
         scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
         starts = [len(row.tokens) for row in rows]
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
@@ -119,8 +147,10 @@ class SingleDraft(DraftStrategy):
         if all(row.greedy for row in rows):
             return proposal
         probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.vocab_size, device=self.runner.model.device)
-        for b, row_laws in enumerate(laws):
-            if row_laws:
+        for b, (row, row_laws) in enumerate(zip(rows, laws)):
+            if row.greedy:
+                probs_BKV[b].scatter_(1, proposal.tokens_BK[b].unsqueeze(1), 1.0)
+            elif row_laws:
                 probs_BKV[b, : len(row_laws)] = torch.stack(row_laws)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
@@ -238,6 +268,13 @@ class CascadeDraft(DraftStrategy):
             top = level.over(top)
         self.top = top
         self.vocab_size, self.context, self.tokenizer = top.vocab_size, top.context, top.tokenizer
+        self.spare = top.spare
+
+    def attach(self, target: Runner) -> None:
+        self.top.attach(target)
+
+    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+        self.top.observe(rows, draft, target)
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
@@ -247,6 +284,12 @@ class CascadeDraft(DraftStrategy):
 
     def release(self, row: Sequence) -> None:
         self.top.release(row)
+
+    def bytes_per_token(self) -> int:
+        return self.top.bytes_per_token()
+
+    def reserve(self, tokens: int) -> None:
+        self.top.reserve(tokens)
 
     def allocators(self) -> list[BlockAllocator]:
         return self.top.allocators()

@@ -83,6 +83,7 @@ class LayerSkipDraft(SingleDraft):
         self.skip = None if skip is None else tuple(sorted(set(skip)))
         self.calibration = calibration
         self._target: Runner | None = None
+        self._attached = True  # nothing drafts for it
 
     def attach(self, target: Runner) -> None:
         model = target.model
@@ -91,7 +92,7 @@ class LayerSkipDraft(SingleDraft):
         layers = range(len(model.layers))
         if self.skip is not None and (bad := [number for number in self.skip if number not in layers]):
             raise ValueError(f"skip {bad}: this model has the layers 0 to {len(layers) - 1}")
-        self._target, self._model = target, model
+        self._target, self._llama = target, model
         self.vocab_size, self.context = model.config.vocab_size, model.config.max_position_embeddings
         self._use(self.skip or ())
 
@@ -103,7 +104,7 @@ class LayerSkipDraft(SingleDraft):
             if len(longest.tokens) >= self.calibration:
                 self.calibrate(longest.tokens[-self.calibration :])
         if not self.skip:
-            return Draft.empty(len(rows), self._model.device)
+            return Draft.empty(len(rows), self._llama.device)
         target = self._target
         # What the target has cached is a prefix of every row; it is cached here as well, in the same place.
         most = [n if target.pending(row) == 1 else 0 for row, n in zip(rows, max_len)]
@@ -124,10 +125,16 @@ class LayerSkipDraft(SingleDraft):
     def allocators(self) -> list[BlockAllocator]:
         return []
 
+    def bytes_per_token(self) -> int:
+        return 0
+
+    def reserve(self, tokens: int) -> None:
+        """It has no cache of its own."""
+
     def calibrate(self, tokens: list[int]) -> dict[tuple[int, ...], float]:
         """Find the layers to skip on a text of token ids, at least 2. Returns the sets that were tried, and the share
         of tokens on which the model without them agrees with the whole model."""
-        count = len(self._model.layers)
+        count = len(self._llama.layers)
         whole = self._choices(tokens, list(range(count)))
         tried: dict[tuple[int, ...], float] = {(): 1.0}
 
@@ -150,12 +157,12 @@ class LayerSkipDraft(SingleDraft):
 
     def _use(self, skip: Rows[int]) -> None:
         assert self._target is not None
-        layers = [number for number in range(len(self._model.layers)) if number not in skip]
-        self.runner = Runner(_Part(self._model, layers), self._target.cache)
+        layers = [number for number in range(len(self._llama.layers)) if number not in skip]
+        self.runner = Runner(_Part(self._llama, layers), self._target.cache)
 
     def _choices(self, tokens: list[int], layers: list[int]) -> Tensor:
         """[T] the most likely token after each of ``tokens``, by some layers alone."""
-        model = self._model
+        model = self._llama
         cache = PagedKVCache(model.config, 1, len(tokens), model.dtype, model.device)
         cache.resize(0, len(tokens))
         at_T = torch.arange(len(tokens), device=model.device)

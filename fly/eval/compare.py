@@ -11,7 +11,7 @@ from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams, Stats
 
-__all__ = ["Result", "Setting", "compare"]
+__all__ = ["Result", "Setting", "compare", "decode"]
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,8 @@ class Setting:
 
 @dataclass
 class Result:
-    """What a setting did over all problems. ``seconds`` is the time of generation alone, prompts included."""
+    """What a setting did over all prompts. ``seconds`` is the time of generation alone, prefill included; ``right``
+    is empty where there was nothing to check."""
 
     setting: Setting
     stats: Stats
@@ -43,36 +44,47 @@ class Result:
         return sum(self.right) / len(self.right)
 
 
+def decode(
+    settings: Sequence[Setting],
+    prompts: Sequence[str | list[int]],
+    params: SamplingParams,
+    advance: Callable[[str], None] = lambda name: None,
+) -> list[Result]:
+    """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
+
+    Settings take turns prompt by prompt, so that a busy moment of the machine falls on all of them alike; each is
+    warmed up on the first prompt before any clock runs. ``advance(name)`` is called after every completion.
+    """
+    if not settings or not prompts:
+        raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")
+    results = [Result(setting, Stats(), 0.0, [], []) for setting in settings]
+    for result in results:
+        _decode(result.setting, prompts[0], params)
+    for prompt in prompts:
+        for result in results:
+            start = time.perf_counter()
+            text, stats = _decode(result.setting, prompt, params)
+            result.seconds += time.perf_counter() - start
+            result.stats += stats
+            result.texts.append(text)
+            advance(result.setting.name)
+    return results
+
+
 def compare(
     settings: Sequence[Setting],
     problems: Sequence[Problem],
     params: SamplingParams,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Result]:
-    """Decode every problem with every setting, one request at a time, and check the answers.
-
-    Settings take turns problem by problem, so that a busy moment of the machine falls on all of them alike; each
-    is warmed up on the first problem before any clock runs. ``advance(name)`` is called after every completion.
-    """
-    if not settings or not problems:
-        raise ValueError(f"need at least one setting and one problem, got {len(settings)} and {len(problems)}")
-    results = [Result(setting, Stats(), 0.0, [], []) for setting in settings]
-    for result in results:
-        _decode(result.setting, problems[0], params)
-    for problem in problems:
-        for result in results:
-            start = time.perf_counter()
-            text, stats = _decode(result.setting, problem, params)
-            result.seconds += time.perf_counter() - start
-            result.stats += stats
-            result.texts.append(text)
-            advance(result.setting.name)
+    """Decode every problem with every setting, as ``decode`` does, and check the answers."""
+    results = decode(settings, [problem.prompt for problem in problems], params, advance)
     for result in results:
         result.right = check_many(list(zip(problems, result.texts)))
     return results
 
 
-def _decode(setting: Setting, problem: Problem, params: SamplingParams) -> tuple[str, Stats]:
-    prompt = setting.llm.chat_prompt(problem.prompt)
-    (output,) = setting.llm.generate([prompt], params, policy=setting.policy, k=setting.k)
+def _decode(setting: Setting, prompt: str | list[int], params: SamplingParams) -> tuple[str, Stats]:
+    ids = setting.llm.chat_prompt(prompt) if isinstance(prompt, str) else prompt
+    (output,) = setting.llm.generate([ids], params, policy=setting.policy, k=setting.k)
     return output.text, output.stats

@@ -1,0 +1,216 @@
+"""Suffix decoding: propose what most often followed the longest piece of text that looked like this."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fly.drafts.base import DraftStrategy, pad
+from fly.engine import common_prefix
+from fly.types import Draft, Sequence
+
+if TYPE_CHECKING:
+    from fly.engine import Runner
+
+__all__ = ["SuffixDraft"]
+
+_ANCHORS = (8, 4, 2, 1)  # lengths of the indexed grams, longest first; a match is compared on from there
+
+_Place = tuple[list[int], int]  # a text, and the position in it at which something ends
+
+
+@dataclass
+class _Places:
+    """Where each gram ends, oldest first, in texts where something follows it."""
+
+    depth: int
+    of: dict[tuple[int, ...], list[_Place]] = field(default_factory=dict)
+
+    def add(self, text: list[int], end: int) -> None:
+        """Index the grams that end at ``end``, which comes after all others."""
+        place = (text, end)
+        for gram in self._grams(text, end):
+            self.of.setdefault(gram, []).append(place)
+
+    def drop(self, text: list[int], end: int, at: int) -> None:
+        """Undo ``add`` for the latest place (``at`` -1) or the oldest (``at`` 0)."""
+        for gram in self._grams(text, end):
+            places = self.of[gram]
+            del places[at]
+            if not places:
+                del self.of[gram]
+
+    def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
+        """Length of the longest match with the end of ``text``, and the places that have it, latest first."""
+        places: list[_Place] = []
+        best = 0
+        for gram in self._grams(text, len(text) - 1):
+            if gram in self.of:
+                places, best = self.of[gram][: -lookback - 1 : -1], len(gram)
+                break
+        found: list[_Place] = []
+        for other, end in places:
+            if other[max(0, end + 1 - best) : end + 1] != text[-best:]:
+                continue
+            n, most = best, min(self.depth, len(text), end + 1)
+            while n < most and other[end - n] == text[-1 - n]:
+                n += 1
+            if n > best:
+                best, found = n, []
+            found.append((other, end))
+        return best, found
+
+    def _grams(self, text: list[int], end: int) -> Iterator[tuple[int, ...]]:
+        longest = min(self.depth, end + 1)
+        return (tuple(text[end + 1 - n : end + 1]) for n in _ANCHORS if n <= longest)
+
+
+@dataclass
+class _Own:
+    """A request's own text, indexed up to the last token but one: nothing has followed the last yet."""
+
+    places: _Places
+    text: list[int] = field(default_factory=list)
+
+
+class SuffixDraft(DraftStrategy):
+    """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
+    ``depth`` tokens, that occurred before, and go on step by step with what most often came next there.
+
+    It looks in the request's own text, and in the outputs of finished requests of this strategy. Each gives a
+    proposal, and the one with the higher score stands (the request's own among equals). A step's probability is the
+    share, among the places that agreed so far, of those that go on with its token (the latest place's among equally
+    frequent ones); the score is the sum over steps of their running product, the expected number of accepted tokens.
+
+    What differs from the published one: an index of short grams stands in place of suffix trees, and looks at the
+    latest ``lookback`` places of the longest indexed gram only (8, 4, 2 or 1 tokens), so a longer match or other
+    counts may lie further back. Only the longest match is followed, not the best scored of all lengths, and beyond
+    ``depth``, which bounds the match alone. A place in the request's own text that reaches its end goes on into the
+    draft, so a repetition is continued. It proposes chains, no trees.
+
+    A lookup and a new token cost the same in any context, but for comparing the text with what is known of it.
+    Outputs are shared, so where a request's rounds begin, and with them a seeded sample (never its law), depends on
+    what finished before; ``shared_tokens`` 0 makes requests independent.
+
+    Args:
+        depth: longest match, in tokens.
+        factor, offset: at most ``factor * match + offset`` tokens are proposed.
+        min_prob: a proposal ends before the product of its steps' probabilities falls below this.
+        lookback: places considered at a lookup, at least 1.
+        shared_tokens: tokens of finished requests that are kept (up to ``depth`` of their prompts' included), oldest
+            outputs leaving first, and of one that is longer its end; 0 turns sharing off.
+        k: tokens it proposes at most (None: as many as asked).
+    """
+
+    def __init__(
+        self,
+        depth: int = 64,
+        factor: float = 1.0,
+        offset: int = 0,
+        min_prob: float = 0.1,
+        lookback: int = 32,
+        shared_tokens: int = 100_000,
+        k: int | None = None,
+    ) -> None:
+        for name, count in (("depth", depth), ("lookback", lookback), ("k", k)):
+            if count is not None and count < 1:
+                raise ValueError(f"{name} {count} must be at least 1")
+        for name, amount in (("factor", factor), ("offset", offset), ("shared_tokens", shared_tokens)):
+            if not 0 <= amount < float("inf"):
+                raise ValueError(f"{name} {amount} must be at least 0 and finite")
+        if not 0 <= min_prob <= 1:
+            raise ValueError(f"min_prob {min_prob} must lie in 0..1")
+        self.depth, self.factor, self.offset, self.min_prob = depth, factor, offset, min_prob
+        self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
+        self._own: dict[int, _Own] = {}
+        self._shared = _Places(depth)
+        self._outputs: deque[tuple[list[int], int]] = deque()  # each with the first of its positions that is indexed
+        self._held = 0  # tokens of all of them
+
+    def attach(self, target: Runner) -> None:
+        """Raises ``ValueError`` for a target of another vocabulary than an earlier one: its outputs are shared."""
+        size = target.model.config.vocab_size
+        if self.shared_tokens and self.vocab_size not in (None, size):
+            raise ValueError(
+                f"this strategy shares outputs of a target with {self.vocab_size} tokens in its vocabulary, "
+                f"and cannot draft for one with {size}; give each its own, or shared_tokens=0"
+            )
+        if self.shared_tokens:
+            self.vocab_size = size
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        return pad([self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)])
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        for row in rows:
+            self._sync(row)
+
+    def release(self, row: Sequence) -> None:
+        """Free the row's own state, and share its output. A fork's has none: its tokens have no provenance."""
+        if self._own.pop(row.id, None) is not None and row.provenance and self.shared_tokens:
+            self._share(row)
+
+    def _lookup(self, row: Sequence, most: int) -> list[int]:
+        if most < 1:
+            return []
+        own = self._sync(row)
+        score, drafted = self._follow(own.text, own.places, most)
+        shared_score, shared = self._follow(own.text, self._shared, most)
+        return shared if shared_score > score else drafted
+
+    def _follow(self, text: list[int], index: _Places, most: int) -> tuple[float, list[int]]:
+        """The proposal of one index, and its score."""
+        match, places = index.longest(text, self.lookback)
+        most = min(most, int(self.factor * match + self.offset))
+        drafted: list[int] = []
+        score, chance = 0.0, 1.0
+        while places and len(drafted) < most:
+            following = [_next(place, text, drafted) for place in places]
+            counts = Counter(token for token in following if token is not None)
+            if not counts:
+                break
+            token, count = counts.most_common(1)[0]  # of equals the one met first
+            chance *= count / len(places)
+            if chance < self.min_prob:
+                break
+            places = [place for place, follows in zip(places, following) if follows == token]
+            drafted.append(token)
+            score += chance
+        return score, drafted
+
+    def _sync(self, row: Sequence) -> _Own:
+        own = self._own.setdefault(row.id, _Own(_Places(self.depth)))
+        keep = common_prefix(own.text, row.tokens)
+        indexed = max(0, keep - 1)
+        for end in range(len(own.text) - 2, indexed - 1, -1):
+            own.places.drop(own.text, end, -1)
+        own.text[keep:] = row.tokens[keep:]
+        for end in range(indexed, len(own.text) - 1):
+            own.places.add(own.text, end)
+        return own
+
+    def _share(self, row: Sequence) -> None:
+        start = max(0, row.prompt_length - self.depth, len(row.tokens) - self.shared_tokens)
+        text = row.tokens[start:]
+        first = max(0, row.prompt_length - 1 - start)  # what follows the prompt's last token was generated
+        while self._held + len(text) > self.shared_tokens:
+            oldest, indexed = self._outputs.popleft()
+            for end in range(indexed, len(oldest) - 1):
+                self._shared.drop(oldest, end, 0)
+            self._held -= len(oldest)
+        for end in range(first, len(text) - 1):
+            self._shared.add(text, end)
+        self._outputs.append((text, first))
+        self._held += len(text)
+
+
+def _next(place: _Place, text: list[int], drafted: list[int]) -> int | None:
+    """The token that follows ``place`` and then ``drafted``; None where its text ends."""
+    other, end = place
+    at = end + 1 + len(drafted)
+    if at < len(other):
+        return other[at]
+    return drafted[at - len(other)] if other is text else None
