@@ -16,6 +16,7 @@ from fly.bundled import resolve_checkpoint
 from fly.cache import DEFAULT_BYTES, OutOfBlocks, PagedKVCache
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
 from fly.models import load_model
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
@@ -90,8 +91,9 @@ class LLM:
     Args:
         model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), or a loaded model (which
             then takes token ids only).
-        draft: any ``DraftStrategy``, its text (a checkpoint's path or bundled name, ``ngram``, or a cascade such as
-            ``ngram+fly-draft``, cheapest first), or None for autoregressive decoding.
+        draft: any ``DraftStrategy``, its text (a checkpoint's path or bundled name, ``ngram``, a cascade such as
+            ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
+            for autoregressive decoding.
         policy: which drafted tokens stand; None is ``Exact()``.
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
@@ -105,7 +107,7 @@ class LLM:
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
-        ValueError: a bad argument, or a draft whose vocabulary is not the target's.
+        ValueError: a bad argument, or a draft whose vocabulary has no translation to the target's.
     """
 
     def __init__(
@@ -140,22 +142,17 @@ class LLM:
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), dtype=dtype, device=device)
-        if draft is not None and draft.vocab_size not in (None, config.vocab_size):
-            raise ValueError(
-                f"the draft's vocabulary has {draft.vocab_size} tokens, the target's {config.vocab_size}; "
-                "they must be the same"
-            )
-        if draft is not None and self.tokenizer and draft.tokenizer and not self.tokenizer.same_as(draft.tokenizer):
-            raise ValueError("the draft has another vocabulary than the target: the same id would mean different text")
+            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device)
+        if draft is not None:
+            draft = translated(draft, self.tokenizer, config.vocab_size)
         if cache_tokens is None:
             each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
             each += 0 if draft is None else draft.bytes_per_token()
             affordable = cache_bytes // each // block_size * block_size
             if (cache_tokens := min(8 * config.max_position_embeddings, affordable)) < 1:
                 raise ValueError(
-                    f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target and "
-                    "draft together"
+                    f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target "
+                    "and draft together"
                 )
         if draft is not None:
             draft.reserve(cache_tokens)

@@ -29,7 +29,7 @@ import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -40,7 +40,19 @@ from fly.policies.registry import check_types
 from fly.sampling import Law
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Stats, Target, Verdict, Why, depths
 
-__all__ = ["CHECKS", "ConformanceError", "Finding", "Report", "check_policy", "parametrize_with_checks"]
+if TYPE_CHECKING:
+    from fly.drafts.check import check_draft
+
+__all__ = [
+    "CHECKS",
+    "ConformanceError",
+    "Finding",
+    "Report",
+    "check_draft",
+    "check_policy",
+    "parametrize_with_checks",
+    "run_checks",
+]
 
 _TOLERANCE = 1e-5  # of a probability: float32 laws, and bisection to 2^-24
 _TICK = 2.0**-24  # the finest step of the engine's uniforms
@@ -61,9 +73,10 @@ class Finding:
 
 @dataclass
 class Report:
-    """All findings about one policy."""
+    """All findings about one policy or draft strategy; ``promise`` is what it declares, if anything."""
 
-    policy: AcceptancePolicy
+    subject: str
+    promise: str = ""
     findings: list[Finding] = field(default_factory=list)
 
     @property
@@ -71,7 +84,8 @@ class Report:
         return all(finding.passed for finding in self.findings)
 
     def __str__(self) -> str:
-        lines = [f"{self.policy}: {'passes' if self.passed else 'FAILS'}, declared {self.policy.guarantee.value}"]
+        promise = f", declared {self.promise}" if self.promise else ""
+        lines = [f"{self.subject}: {'passes' if self.passed else 'FAILS'}{promise}"]
         for finding in self.findings:
             lines.append(f"  {'ok  ' if finding.passed else 'FAIL'} {finding.check}: {finding.detail}".rstrip(": "))
         return "\n".join(lines)
@@ -84,33 +98,43 @@ def check_policy(
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
-    report = Report(policy)
+    report = Report(str(policy), f"{policy.guarantee.value}{f', {policy.bound}' if policy.bound else ''}")
     try:
         if hasattr(policy, "__dataclass_fields__"):
             check_types(policy)
     except ValueError as error:  # nothing else that could be found out would be of interest
         report.findings.append(Finding("types of the parameters", False, str(error)))
-        if raises:
-            raise ConformanceError(str(report)) from error
-        return report
-    raised: dict[str, str] = {}  # an error, and the check in which it was seen first
-    for check in CHECKS:
-        try:
-            detail = check(policy) or ""
-            report.findings.append(Finding(_title(check), True, detail))
-        except ConformanceError as fault:
-            report.findings.append(Finding(_title(check), False, str(fault)))
-        except Exception as error:
-            told = f"raised {type(error).__name__}: {error}"
-            first = raised.setdefault(told, _title(check))
-            if first != _title(check):
-                report.findings.append(Finding(_title(check), False, f"the same error as in '{first}'"))
-            else:
-                report.findings.append(Finding(_title(check), False, f"{told} ({_origin(error)})"))
-        advance()
+    else:
+        run_checks(report, CHECKS, policy, advance)
     if raises and not report.passed:
         raise ConformanceError(str(report))
     return report
+
+
+def run_checks(
+    report: Report, checks: Iterable[Callable[[Any], str]], subject: Any, advance: Callable[[], None]
+) -> None:
+    """Add to ``report`` what each check finds out about ``subject``; what is found twice is told once."""
+    told: dict[str, str] = {}  # what went wrong, and the check in which it was seen first
+    for check in checks:
+        try:
+            report.findings.append(Finding(_title(check), True, check(subject) or ""))
+        except Exception as error:
+            detail, where = str(error), ""
+            if not isinstance(error, ConformanceError):
+                detail, where = f"raised {type(error).__name__}: {error}", f" ({_origin(error)})"
+            first = told.setdefault(detail, _title(check))
+            detail = f"{detail}{where}" if first == _title(check) else f"the same as in '{first}'"
+            report.findings.append(Finding(_title(check), False, detail))
+        advance()
+
+
+def __getattr__(name: str) -> Any:
+    if name == "check_draft":  # on first use: that kit is made of parts of this one
+        from fly.drafts.check import check_draft
+
+        return check_draft
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:

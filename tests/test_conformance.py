@@ -232,7 +232,7 @@ def test_a_policy_that_raises_is_a_finding() -> None:
     report = check_policy(Broken(), raises=False)
     details = [finding.detail for finding in report.findings if not finding.passed]
     assert "KeyError" in details[0] and "test_conformance.py" in details[0] and "in accept_probs" in details[0]
-    assert sum(detail.startswith("the same error as in") for detail in details) > 3
+    assert sum(detail.startswith("the same as in") for detail in details) > 3
     assert sum("nothing here" in detail for detail in details) == 1
 
 

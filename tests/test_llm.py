@@ -197,7 +197,7 @@ def test_generation_config_is_the_default(speaker: Path) -> None:
             LLM(speaker, dtype="float32")
 
 
-def test_a_draft_of_another_vocabulary_is_refused(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_draft_of_another_vocabulary_is_translated(speaker: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     other = tmp_path_factory.mktemp("other")
     for path in speaker.iterdir():
         shutil.copy(path, other)
@@ -206,8 +206,15 @@ def test_a_draft_of_another_vocabulary_is_refused(speaker: Path, tmp_path_factor
     first, second = list(vocabulary)[100:102]
     vocabulary[first], vocabulary[second] = vocabulary[second], vocabulary[first]
     (other / "tokenizer.json").write_text(json.dumps(raw))
-    LLM(speaker, speaker, dtype="float32")
-    with pytest.raises(ValueError, match="different text"):
+    params = GREEDY.model_copy(update={"ignore_eos": True})
+    plain = LLM(speaker, dtype="float32").generate(["Hello"], params)[0].token_ids
+    for draft, mode in ((other, "tokens"), (f"ngram+{other}", "tokens"), (speaker, None)):
+        llm = LLM(speaker, draft, dtype="float32")
+        assert getattr(llm.draft, "mode", None) == mode
+        assert llm.generate(["Hello"], params)[0].token_ids == plain
+    (other / "tokenizer.json").unlink()
+    save_model(random_llama(2, VOCAB + 1), other, dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"1025 .*1024.* the draft does not have a tokenizer"):
         LLM(speaker, other, dtype="float32")
 
 

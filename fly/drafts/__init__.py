@@ -1,7 +1,31 @@
 """Draft strategies: who proposes."""
 
-from fly.drafts.base import DraftStrategy
-from fly.drafts.model import CascadeDraft, SingleDraft, parse_draft
+from fly.drafts.adaptive import AdaptiveDraft
+from fly.drafts.base import DraftStrategy, pad, pad_trees
+from fly.drafts.combine import RelayDraft, UnionDraft
+from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
+from fly.drafts.registry import draft_types, parse_draft
+from fly.drafts.skip import LayerSkipDraft
+from fly.drafts.suffix import SuffixDraft
+from fly.drafts.translate import TranslatedDraft
+from fly.drafts.tree import RecyclingDraft, TreeDraft
 
-__all__ = ["CascadeDraft", "DraftStrategy", "NGramDraft", "SingleDraft", "parse_draft"]
+__all__ = [
+    "AdaptiveDraft",
+    "CascadeDraft",
+    "DraftStrategy",
+    "LayerSkipDraft",
+    "NGramDraft",
+    "RecyclingDraft",
+    "RelayDraft",
+    "SingleDraft",
+    "SuffixDraft",
+    "TranslatedDraft",
+    "TreeDraft",
+    "UnionDraft",
+    "draft_types",
+    "pad",
+    "pad_trees",
+    "parse_draft",
+]

@@ -114,6 +114,8 @@ class AdaptiveDraft(DraftStrategy):
         clock: gives seconds; for tests.
     """
 
+    learns = True
+
     def __init__(
         self, strategy: DraftStrategy, loss: float = 0.01, clock: Callable[[], float] = time.perf_counter
     ) -> None:
@@ -170,6 +172,8 @@ class AdaptiveDraft(DraftStrategy):
 
     def release(self, row: Sequence) -> None:
         self._accounts.pop(row.id, None)
+        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round[2]):
+            self._round = None
         self.strategy.release(row)
 
     def allocators(self) -> list[BlockAllocator]:

@@ -16,7 +16,7 @@ from fly.types import Draft, Sequence, Target
 if TYPE_CHECKING:
     from fly.engine import Runner
 
-__all__ = ["DraftStrategy", "pad", "pad_trees"]
+__all__ = ["DraftStrategy", "pad", "pad_trees", "until_end"]
 
 
 class DraftStrategy(ABC):
@@ -29,6 +29,7 @@ class DraftStrategy(ABC):
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
     tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
+    learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def attach(self, target: Runner) -> None:
@@ -66,6 +67,12 @@ class DraftStrategy(ABC):
 
     def reserve(self, tokens: int) -> None:
         """How many tokens its caches are to hold, unless they have a size of their own; called before ``attach``."""
+
+
+def until_end(tokens: list[int], row: Sequence) -> list[int]:
+    """``tokens`` up to and with the first that ends ``row``: what follows would be drafted in vain."""
+    ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
+    return tokens[: next(ends, len(tokens))]
 
 
 def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:

@@ -206,6 +206,8 @@ class UnionDraft(_Combined):
         prior: acceptance of a token to assume at the start, above 0 and at most 1.
     """
 
+    learns = True
+
     def __init__(self, strategies: Rows[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
         super().__init__(strategies)
         for name, value in (("rate", rate), ("prior", prior)):

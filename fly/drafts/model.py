@@ -15,8 +15,7 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, PagedKVCache
-from fly.drafts.base import DraftStrategy, pad
-from fly.drafts.ngram import NGramDraft
+from fly.drafts.base import DraftStrategy, pad, until_end
 from fly.engine import Model, Runner, judge
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -25,7 +24,7 @@ from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence, Target
 from fly.vocabulary import argmax
 
-__all__ = ["CascadeDraft", "SingleDraft", "parse_draft"]
+__all__ = ["CascadeDraft", "SingleDraft"]
 
 
 class SingleDraft(DraftStrategy):
@@ -71,7 +70,8 @@ class SingleDraft(DraftStrategy):
         self.draft, self.policy = draft, policy or Exact()
         self.vocab_size: int = model.config.vocab_size
         self.context: int = model.config.max_position_embeddings
-        self._check_vocabulary(draft)
+        if draft is not None:
+            self.draft = self._understood(draft)
         self._model, self._control = model, control
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
         self._attached = False
@@ -117,7 +117,7 @@ class SingleDraft(DraftStrategy):
         """The same model and cache, with ``draft`` proposing for it."""
         if self.draft is not None:
             raise ValueError("this level has a draft strategy already; a cascade gives it one")
-        self._check_vocabulary(draft)
+        draft = self._understood(draft)
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
         return level
@@ -134,6 +134,7 @@ class SingleDraft(DraftStrategy):
             raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
         self._attach_below()  # where nobody attached this level itself
         scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
+        self.runner.commit(scratch)  # what was drafted last may still be cached, even for a fork of other tokens
         starts = [len(row.tokens) for row in rows]
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         while active:
@@ -172,15 +173,11 @@ class SingleDraft(DraftStrategy):
         below = [] if self.draft is None else self.draft.allocators()
         return [self.runner.cache.allocator, *below]
 
-    def _check_vocabulary(self, draft: DraftStrategy | None) -> None:
-        if draft is not None and draft.vocab_size not in (None, self.vocab_size):
-            raise ValueError(
-                f"a level with {draft.vocab_size} tokens in its vocabulary cannot draft for one with {self.vocab_size}"
-            )
-        if draft is not None and self.tokenizer and draft.tokenizer and not self.tokenizer.same_as(draft.tokenizer):
-            raise ValueError(
-                "a level cannot draft for one with another tokenizer: the same id would mean different text"
-            )
+    def _understood(self, draft: DraftStrategy) -> DraftStrategy:
+        """``draft`` in this level's vocabulary."""
+        from fly.drafts.translate import translated  # which builds on this class
+
+        return translated(draft, self.tokenizer, self.vocab_size)
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws
@@ -228,8 +225,7 @@ class SingleDraft(DraftStrategy):
             paths, following = verdict.paths(), verdict.next_token_B.tolist()
             for i, b in enumerate(numbers):
                 new = [*(proposed[b][node] for node in paths[i]), following[i]]
-                ends = (at for at, token in enumerate(new, start=1) if token in rows[b].stop_ids)
-                new = new[: next(ends, len(new))]  # what follows an end would be drafted in vain
+                new = until_end(new, rows[b])
                 places_N = torch.tensor([0, *(node + 1 for node in paths[i])][: len(new)], device=device)
                 at_N = torch.full_like(places_N, b), places_N
                 probs_NV = None if target.all_greedy else target.probs_at(*at_N)
@@ -293,18 +289,3 @@ class CascadeDraft(DraftStrategy):
 
     def allocators(self) -> list[BlockAllocator]:
         return self.top.allocators()
-
-
-def parse_draft(
-    text: str, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto"
-) -> DraftStrategy | None:
-    """The strategy a text names: ``none``, ``ngram``, a checkpoint's path or bundled name, or several joined by
-    ``+``, a cascade, cheapest first.
-
-    Raises ``ValueError`` (``CheckpointError``) naming the choices for a part that is none of these.
-    """
-    if text == "none":
-        return None
-    parts = [text] if Path(text).is_dir() else [part.strip() for part in text.split("+")]
-    levels = [NGramDraft() if part == "ngram" else SingleDraft(part, dtype=dtype, device=device) for part in parts]
-    return levels[0] if len(levels) == 1 else CascadeDraft(levels)

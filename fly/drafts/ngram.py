@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.base import DraftStrategy, pad, until_end
 from fly.engine import common_prefix
 from fly.types import Draft, Sequence
 
@@ -37,7 +37,8 @@ class NGramDraft(DraftStrategy):
         self._indices: dict[int, _Index] = {}
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        return pad([self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)])
+        copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]
+        return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
     def commit(self, rows: Rows[Sequence]) -> None:
         for row in rows:

@@ -8,7 +8,7 @@ from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.base import DraftStrategy, pad, until_end
 from fly.engine import common_prefix
 from fly.types import Draft, Sequence
 
@@ -105,6 +105,8 @@ class SuffixDraft(DraftStrategy):
         k: tokens it proposes at most (None: as many as asked).
     """
 
+    learns = True
+
     def __init__(
         self,
         depth: int = 64,
@@ -142,7 +144,8 @@ class SuffixDraft(DraftStrategy):
             self.vocab_size = size
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        return pad([self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)])
+        found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
+        return pad([until_end(tokens, row) for row, tokens in zip(rows, found)])
 
     def commit(self, rows: Rows[Sequence]) -> None:
         for row in rows:

@@ -9,12 +9,13 @@ import heapq
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any
+from pathlib import Path
 
 import torch
 
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
+from fly.engine import Model
 from fly.sampling import ban_early_stops
 from fly.types import Draft, Sequence, Target
 from fly.vocabulary import top
@@ -57,19 +58,23 @@ class TreeDraft(SingleDraft):
 
     def __init__(
         self,
-        model: Any,
+        model: Model | str | Path,
         nodes: int = 24,
         depth: int = 8,
         width: int = 3,
         branching: Rows[int] | None = None,
-        **options: Any,
+        k: int | None = None,
+        cache_tokens: int | None = None,
+        block_size: int = 16,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
     ) -> None:
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{name} {value} must be at least 1")
         if branching is not None and (not branching or min(branching) < 1):
             raise ValueError(f"branching {branching} must name at least one candidate for each level")
-        super().__init__(model, **options)
+        super().__init__(model, k=k, cache_tokens=cache_tokens, block_size=block_size, dtype=dtype, device=device)
         self.nodes, self.depth, self.width = nodes, depth, width
         self.branching = None if branching is None else tuple(branching)
         if self.branching is not None:
@@ -134,6 +139,8 @@ class RecyclingDraft(DraftStrategy):
 
     Deterministic, and of the target's own making: needs no model, no prompt in common, and one look into a table.
     """
+
+    learns = True
 
     def __init__(self, nodes: int = 40, depth: int = 6, width: int = 8, decay: float = 0.35) -> None:
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):

@@ -1,0 +1,469 @@
+"""Drafting for a target with another vocabulary: what the draft model's ids mean in the target's.
+
+Shape legend: B rows, K longest draft, T packed tokens, C hidden width, V vocabulary, N shared tokens.
+
+String-level exact match (SLEM) and token-level intersection (TLI) are of arXiv 2502.05202, sections 3 and 4.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence as Rows
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Literal, get_args
+
+import torch
+from tokenizers import decoders, models
+from torch import Tensor
+
+from fly.cache import BlockAllocator, OutOfBlocks
+from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.model import CascadeDraft, SingleDraft
+from fly.engine import Model, Runner, common_prefix
+from fly.models.llama import KV
+from fly.models.tokenizer import Tokenizer
+from fly.sampling import derive
+from fly.types import Draft, SamplingParams, Sequence
+
+__all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
+
+Mode = Literal["auto", "padded", "tokens", "text"]
+
+_ENOUGH = 0.5  # share of the smaller vocabulary's longer tokens that the other one must have for ``tokens``
+_GREEDY = SamplingParams(temperature=0.0)
+_LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
+# In text here, a byte that is no part of a whole character is a lone surrogate (``surrogateescape``, PEP 383).
+_BYTES = re.compile("([\udc80-\udcff]+)")
+_UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE (GPT-2) writes bytes as characters: printable ones as they are, the others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+class _Speller:
+    """The text of a tokenizer's ids, and ids for text.
+
+    ``byte_level`` says that every plain token stands for fixed bytes, and every byte is a token: then text goes in and
+    out exactly, whatever it is cut into. Else both are up to the tokenizer's own decoder and pre-tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        control, vocabulary = tokenizer.control_ids, tokenizer.raw.get_vocab()
+        self.specials = {text: i for text, i in vocabulary.items() if i in control}
+        self.bytes_of: dict[int, bytes] = {}  # of the plain tokens, if they stand for any
+        model = tokenizer.raw.model
+        marked = isinstance(model, models.BPE) and (model.continuing_subword_prefix or model.end_of_word_suffix)
+        if isinstance(tokenizer.raw.decoder, decoders.ByteLevel) and isinstance(model, models.BPE) and not marked:
+            self.bytes_of = {i: _token_bytes(text) for text, i in vocabulary.items() if i not in control}
+        self.plain = frozenset(vocabulary.values()) - control
+        self._byte_ids = {text[0]: i for i, text in sorted(self.bytes_of.items(), reverse=True) if len(text) == 1}
+        self.byte_level = len(self._byte_ids) == 256
+        encoding = tokenizer.raw.encode("a")
+        leading = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask))
+        self.begin = [i for i, _ in leading]  # what the tokenizer puts before every text
+
+    def text(self, ids: Rows[int]) -> str:
+        """The text of plain ``ids``, unfinished characters as lone surrogates (or replacement marks)."""
+        if self.byte_level:
+            return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "surrogateescape")
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def text_after(self, before: list[int], ids: list[int]) -> str:
+        """What plain ``ids`` add to the text of ``before``; nothing if they change it."""
+        if self.byte_level:
+            return self.text(ids)
+        context = before[-_LOOK_BACK:]
+        shorter, longer = self.text(context), self.text(context + ids)
+        return longer[len(shorter) :] if longer.startswith(shorter) else ""
+
+    def ids(self, text: str) -> list[int]:
+        """Plain ids of ``text`` (which may hold lone surrogates), none of them a special token it happens to spell.
+
+        Byte-level they spell exactly ``text``: byte by byte what is no whole character, and what the tokenizer itself
+        would write as something else. Else the text is held back from the first unfinished character on.
+        """
+        if not self.byte_level:
+            whole = re.split("[\udc80-\udcff\ufffd]", text, maxsplit=1)[0]
+            return [i for i in self._tokenizer.encode(whole, add_special_tokens=False) if i in self.plain]
+        found: list[int] = []
+        for number, part in enumerate(_BYTES.split(text)):
+            spelled = part.encode("utf-8", "surrogateescape")
+            ids = [] if number % 2 else self._tokenizer.encode(part, add_special_tokens=False)
+            exact = b"".join(self.bytes_of.get(i, b"") for i in ids) == spelled
+            found += ids if exact else [self._byte_ids[byte] for byte in spelled]
+        return found
+
+    def continued(self, before: list[int], text: str) -> list[int]:
+        """Ids that say ``text`` behind the plain ids ``before``, as far as its characters are whole.
+
+        They are what the tokenizer makes of both together where that begins with ``before``, and of ``text`` alone
+        where it would have written ``before`` in another way.
+        """
+        both = (self.text(before) + text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
+        ids = self.ids(_UNFINISHED.sub("", both))
+        return ids[len(before) :] if ids[: len(before)] == before else self.ids(_UNFINISHED.sub("", text))
+
+
+def _token_bytes(text: str) -> bytes:
+    """Bytes of a token by its text in the vocabulary, just as the library's byte-level decoder reads it."""
+    if all(character in _ALPHABET for character in text):
+        return bytes(_ALPHABET[character] for character in text)
+    return text.encode("utf-8")
+
+
+class Vocabularies:
+    """Two vocabularies, and which ids of the one say the same as which of the other.
+
+    ``mode`` is how they are brought together:
+
+    - ``padded``: one tokenizer, two sizes of the model's vocabulary. Ids below both sizes are shared; the others have
+      no token.
+    - ``tokens``: tokens are shared that stand for the same bytes, special tokens those of the same text. Both must be
+      byte-level BPE: other tokenizers spell one text in several ways (``▁the``, ``Ġthe``, ``the</w>``), and what a
+      token stands for depends on its place.
+    - ``text``: only special tokens of the same text are shared; all else is decoded and encoded again.
+    - ``auto`` (to ask for, not a result): the first of these that serves. For ``tokens`` at least half of the tokens
+      longer than a byte of the smaller vocabulary must be in the other one. Byte pairs are merged in the order of
+      their frequency, so a smaller vocabulary is nearly the often used part of a larger one, and what is missing of
+      it is missing in most of the text; single bytes are in all vocabularies and say nothing.
+
+    Args:
+        target, draft: the tokenizers, None where there is none.
+        target_size, draft_size: how many ids their models know.
+
+    Raises:
+        ValueError: the two cannot be brought together in this mode, with the reason (``CheckpointError`` for a
+            tokenizer that does not fit its model).
+    """
+
+    mode: Literal["padded", "tokens", "text"]
+    to_target: dict[int, int]  # draft id -> target id; one to one
+    to_draft: dict[int, int]  # target id -> draft id; several tokens may stand for the same bytes
+
+    def __init__(
+        self, target: Tokenizer | None, target_size: int, draft: Tokenizer | None, draft_size: int, mode: Mode = "auto"
+    ) -> None:
+        if mode not in get_args(Mode):
+            raise ValueError(f"mode {mode!r} is none of {', '.join(get_args(Mode))}")
+        if target is None or draft is None:
+            who = "neither has" if target is draft else f"the {'target' if target is None else 'draft'} does not have"
+            raise ValueError(
+                f"the draft's vocabulary has {draft_size} tokens, the target's {target_size}, and {who} a tokenizer "
+                "to say what they mean; drafts are translated between checkpoints with tokenizers"
+            )
+        target.check_fits(target_size)
+        draft.check_fits(draft_size)
+        self.target_size, self.draft_size = target_size, draft_size
+        self.target, self.draft = _Speller(target), _Speller(draft)
+        self.begin: list[int] = []  # what the draft model is to read before any text
+        self._spelled: frozenset[int] = frozenset()  # target ids that are converted by their text
+        self.exact = self.target.byte_level and self.draft.byte_level  # every plain text goes over as it is
+        same = target.same_as(draft)
+        if mode == "padded" and not same:
+            raise ValueError("mode 'padded' needs one tokenizer on both sides, and these give tokens different ids")
+        if mode == "tokens" and not self.exact:
+            raise ValueError(f"mode 'tokens' compares bytes of tokens; {self._inexact()}. Mode 'text' needs no bytes")
+        if same and mode in ("auto", "padded"):
+            self.mode = "padded"
+            self.to_target = self.to_draft = {i: i for i in range(min(target_size, draft_size))}
+            return
+        specials = {i: self.draft.specials[t] for t, i in self.target.specials.items() if t in self.draft.specials}
+        self.mode = "text"
+        self.to_draft, self.to_target = specials, {d: t for t, d in specials.items()}
+        if self.exact and mode != "text":
+            to_draft, to_target = _common(self.target.bytes_of, self.draft.bytes_of)
+            if mode == "tokens" or self._shared(to_draft) >= _ENOUGH:
+                self.mode = "tokens"
+                self.to_draft, self.to_target = to_draft | specials, to_target | self.to_target
+        self.begin = self.draft.begin
+        self._spelled = self.target.plain - self.to_draft.keys()
+
+    def _inexact(self) -> str:
+        names = [name for name, own in (("target", self.target), ("draft", self.draft)) if not own.byte_level]
+        return (
+            f"the tokenizer of the {' and that of the '.join(names)} is no byte-level BPE with a token for every byte"
+        )
+
+    def _shared(self, to_draft: dict[int, int]) -> float:
+        """Share of the smaller vocabulary's tokens longer than a byte that both have; 0 if it has no such token."""
+        target, draft = self.target.bytes_of, self.draft.bytes_of
+        smaller = min(sum(len(text) > 1 for text in own.values()) for own in (target, draft))
+        return sum(len(target[i]) > 1 for i in to_draft) / max(1, smaller)
+
+    def joined(self, a: int, b: int) -> bool:
+        """Whether target ids ``a`` and ``b``, next to one another, are converted together: as one text.
+
+        A word behind a space is a text of its own where that changes nothing but the time it takes: byte-level
+        pre-tokenizers begin a new word there as well.
+        """
+        if a not in self._spelled or b not in self._spelled:
+            return False
+        texts = self.target.bytes_of
+        return not (self.exact and texts[b].startswith(b" ") and not texts[a][-1:].isspace())
+
+    def convert(self, segment: list[int]) -> list[int]:
+        """Draft ids for target ids that belong together; none for a token that has no text over there."""
+        if segment[0] in self._spelled:
+            return self.draft.ids(self.target.text(segment))
+        return [self.to_draft[i] for i in segment if i in self.to_draft]
+
+    def window(self, segment: list[int]) -> list[int]:
+        """The part of a segment that new text may be spelled together with."""
+        return segment if segment and segment[0] in self._spelled else []
+
+    def whole(self, segment: list[int]) -> bool:
+        """Whether text can go on behind ``segment``: unfinished characters go over only as exact bytes."""
+        return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
+
+
+def _common(target: dict[int, bytes], draft: dict[int, bytes]) -> tuple[dict[int, int], dict[int, int]]:
+    """Tokens of the same bytes: every such target id with its draft id, and of those the pairs of lowest ids the other
+    way."""
+    lowest_target = {text: i for i, text in sorted(target.items(), reverse=True)}
+    lowest_draft = {text: i for i, text in sorted(draft.items(), reverse=True)}
+    to_draft = {i: lowest_draft[text] for i, text in target.items() if text in lowest_draft}
+    return to_draft, {i: lowest_target[text] for text, i in lowest_draft.items() if text in lowest_target}
+
+
+@dataclass
+class _Context:
+    """A row's tokens and the draft ids they were converted to, segment by segment.
+
+    Where segments end depends on the two tokens there alone, and what they become on their own tokens. So the ids are
+    a function of the tokens, however they came to be, and new tokens leave all segments but the last as they are.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    ends: list[tuple[int, int]] = field(default_factory=list)  # of each segment, in tokens and in ids
+
+    def follow(self, tokens: list[int], vocabularies: Vocabularies) -> None:
+        """Make it the context of ``tokens``."""
+        kept = common_prefix(self.tokens, tokens)
+        if kept == len(tokens) == len(self.tokens):
+            return
+        while self.ends and self.ends[-1][0] >= kept:  # a segment that ends just there may go on now
+            self.ends.pop()
+        start, size = self.ends[-1] if self.ends else (0, 0)
+        del self.ids[size:]
+        for at in range(start + 1, len(tokens) + 1):
+            if at == len(tokens) or not vocabularies.joined(tokens[at - 1], tokens[at]):
+                self.ids += vocabularies.convert(tokens[start:at])
+                self.ends.append((at, len(self.ids)))
+                start = at
+        self.tokens = list(tokens)
+
+    def last(self) -> list[int]:
+        """Tokens of the last segment."""
+        return self.tokens[self.ends[-2][0] if len(self.ends) > 1 else 0 :]
+
+
+class _Restricted:
+    """A model that cannot say some tokens: their logits are -inf, so every law made of them is one of the others."""
+
+    def __init__(self, model: Model, allowed: Rows[int]) -> None:
+        self._model, self.config = model, model.config
+        self._banned_V = torch.ones(model.config.vocab_size, dtype=torch.bool, device=model.device)
+        self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=model.device)] = False
+
+    @property
+    def device(self) -> torch.device:
+        return self._model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return getattr(self._model, "dtype", torch.float32)
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        return self._model(tokens_T, positions_T, kv)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """[T, V] float32, -inf where a token is not allowed."""
+        return self._model.logits(hidden_TC).masked_fill(self._banned_V, -torch.inf)
+
+
+class TranslatedDraft(DraftStrategy):
+    """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
+
+    In the modes ``padded`` and ``tokens`` (see ``Vocabularies``) each drafted token is one of the target's. The model's
+    law is restricted to the shared tokens and renormalised before temperature, top-k, top-p and min-p are applied and
+    a token is drawn, and ``probs_BKV`` holds just the law it was drawn from, with 0 for all the target alone has. What
+    is claimed is what was drawn from, hence every lossless rule stays lossless. (Restricted after the filters instead,
+    a nucleus without any shared token would leave no law at all.)
+
+    In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a
+    deterministic draft (``probs_BKV`` None). That is lossless whatever is proposed and whoever proposes it, as long as
+    the coins of the round are independent of it: for one fixed token x, keeping x with chance target(x) and else
+    drawing from target without x emits exactly target; a proposal from an independent source is one fixed token for
+    every outcome of that source, and an average of equal laws is that law. Drafting by a draw would be lossless too,
+    but x ~ draft is kept with chance sum(draft · target), which is at most that of the target's own favourite, and
+    the draft's favourite is the best guess at it.
+
+    What the draft model reads is a function of the row's tokens alone, kept up with piece by piece. Characters of
+    which only some bytes are there go over byte by byte where both tokenizers are byte-level; otherwise the row is
+    not drafted for until they are whole.
+
+    The draft's cache may need more tokens for a row than the target's, which those who admit requests cannot know.
+    Where it is full nothing is proposed to any row of the round: that costs time, and changes which tokens a seed
+    gives, but no law.
+
+    Args:
+        draft: a ``SingleDraft``, or a ``CascadeDraft`` whose last level is one, with a tokenizer.
+        tokenizer, vocab_size: the target's.
+        mode: how to bring the vocabularies together.
+
+    Raises:
+        ValueError: they cannot be, with the reason.
+    """
+
+    def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int, mode: Mode = "auto") -> None:
+        top = draft.top if isinstance(draft, CascadeDraft) else draft
+        if not isinstance(top, SingleDraft):
+            raise ValueError(
+                f"{type(top).__name__} for a vocabulary of {top.vocab_size} tokens cannot draft for another, of "
+                f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
+            )
+        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, top.vocab_size, mode)
+        self.vocab_size: int = vocab_size
+        self.tokenizer, self.context = tokenizer, top.context
+        to_target = self.vocabularies.to_target
+        if self.mode != "text" and len(to_target) < top.vocab_size:
+            top = _restricted(top, list(to_target))
+        self.draft, self.spare = top, top.spare
+        device = top._model.device
+        self._own_N = torch.tensor(list(to_target), dtype=torch.int64, device=device)  # the shared tokens,
+        self._target_N = torch.tensor(list(to_target.values()), dtype=torch.int64, device=device)  # on either side
+        self._to_target_V = torch.zeros(top.vocab_size, dtype=torch.int64, device=device)
+        self._to_target_V[self._own_N] = self._target_N
+        self._contexts: dict[int, _Context] = {}
+
+    @property
+    def mode(self) -> Literal["padded", "tokens", "text"]:
+        """How the vocabularies are brought together."""
+        return self.vocabularies.mode
+
+    def attach(self, target: Runner) -> None:
+        if (size := target.model.config.vocab_size) != self.vocab_size:
+            raise ValueError(f"this draft is translated to {self.vocab_size} tokens, the target has {size}")
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        own = [self._own(row) for row in rows]
+        most = [n if self._may_draft(row, mine) else 0 for row, mine, n in zip(rows, own, max_len)]
+        try:
+            draft = self.draft.propose(own, most)
+        except OutOfBlocks:
+            self._commit(own)
+            return Draft.empty(len(rows), self._to_target_V.device)
+        if self.mode == "text":
+            return self._retokenised(rows, own, draft, max_len)
+        tokens_BK = self._to_target_V[draft.tokens_BK]
+        if (own_BKV := draft.probs_BKV) is None:
+            return Draft(tokens_BK, draft.lengths_B, None, draft.parents_BK)
+        probs_BKV = own_BKV.new_zeros(*tokens_BK.shape, self.vocab_size)
+        probs_BKV[..., self._target_N] = own_BKV[..., self._own_N]
+        return Draft(tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        self._commit([self._own(row) for row in rows if row.id in self._contexts])
+
+    def release(self, row: Sequence) -> None:
+        self._contexts.pop(row.id, None)
+        self.draft.release(row)
+
+    def allocators(self) -> list[BlockAllocator]:
+        return self.draft.allocators()
+
+    def bytes_per_token(self) -> int:
+        return self.draft.bytes_per_token()
+
+    def reserve(self, tokens: int) -> None:
+        self.draft.reserve(tokens)
+
+    def _commit(self, own: Rows[Sequence]) -> None:
+        self.draft.commit([mine for mine in own if mine.tokens])
+        for mine in own:
+            if not mine.tokens:  # a row of which the draft model can read nothing
+                self.draft.release(mine)
+
+    def _own(self, row: Sequence) -> Sequence:
+        """``row`` as the draft model sees it, under the same id."""
+        context = self._contexts.setdefault(row.id, _Context())
+        context.follow(row.tokens, self.vocabularies)
+        begin, to_draft, to_target = self.vocabularies.begin, self.vocabularies.to_draft, self.vocabularies.to_target
+        ids = list(context.ids) if context.ids[: len(begin)] == begin else begin + context.ids
+        return Sequence(
+            tokens=ids,
+            prompt_length=len(ids) - row.generated,  # so that both count the same emitted tokens
+            params=_GREEDY if self.mode == "text" else row.params,
+            policy=row.policy,
+            # Not of the ids' number, which may be the same after a round, nor the seed of the round's coins.
+            seed=derive(row.seed, len(row.tokens)),
+            k=row.k,
+            stop_ids=frozenset(to_draft[i] for i in row.stop_ids if i in to_draft and to_target[to_draft[i]] == i),
+            id=row.id,
+        )
+
+    def _may_draft(self, row: Sequence, own: Sequence) -> bool:
+        """Whether there is a text to go on from, and a token to go on with."""
+        if self.mode == "text":
+            return bool(own.tokens) and self.vocabularies.whole(self._contexts[row.id].last())
+        only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
+        return bool(own.tokens) and not only_ends
+
+    def _retokenised(self, rows: Rows[Sequence], own: Rows[Sequence], draft: Draft, max_len: Rows[int]) -> Draft:
+        """What was drafted, spelled by the target: text up to the first special token, and that one if it is shared."""
+        vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
+        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
+        lengths, drafts = draft.lengths_B.tolist(), []
+        for b, (row, tokens) in enumerate(zip(rows, draft.tokens_BK.tolist())):
+            ids = tokens[: lengths[b]] if parents is None else _first_branch(tokens[: lengths[b]], parents[b])
+            at = next((j for j, i in enumerate(ids) if i not in vocabularies.draft.plain), len(ids))
+            text = vocabularies.draft.text_after(own[b].tokens, ids[:at])
+            window = vocabularies.window(self._contexts[row.id].last())
+            new = vocabularies.target.continued(window, text) if text else []
+            new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
+            ends = (j for j, i in enumerate(new, start=1) if i in row.stop_ids)
+            drafts.append(new[: next(ends, len(new))])
+        return pad(drafts, self._to_target_V.device)
+
+
+def _first_branch(tokens: list[int], parents: list[int]) -> list[int]:
+    """The branch of a tree that is tried first at every fork."""
+    branch, at = [], -1
+    for node, token in enumerate(tokens):
+        if parents[node] == at:
+            branch.append(token)
+            at = node
+    return branch
+
+
+def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:
+    """The same level, with a cache of its own and a model that says ``allowed`` tokens only."""
+    level = copy(level)
+    level._model = _Restricted(level._model, allowed)
+    level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
+    level._attached = False
+    return level
+
+
+def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
+    """``draft`` as it is where it speaks the target's vocabulary already, else a ``TranslatedDraft`` of it.
+
+    Vocabularies of one size are taken for the same unless both sides have a tokenizer and these differ.
+
+    Raises ``ValueError``, with the reason, if the two vocabularies cannot be brought together.
+    """
+    same = draft.vocab_size in (None, vocab_size)
+    if same and draft.vocab_size is not None and tokenizer is not None and draft.tokenizer is not None:
+        same = tokenizer.same_as(draft.tokenizer)
+    return draft if same else TranslatedDraft(draft, tokenizer, vocab_size)

@@ -1,0 +1,483 @@
+"""The kit of draft strategies passes our own, and refutes planted wrong ones by name of the fault."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from fly.cache import BlockAllocator, OutOfBlocks
+from fly.drafts import (
+    AdaptiveDraft,
+    CascadeDraft,
+    DraftStrategy,
+    LayerSkipDraft,
+    NGramDraft,
+    RecyclingDraft,
+    RelayDraft,
+    SingleDraft,
+    SuffixDraft,
+    TreeDraft,
+    UnionDraft,
+    check,
+)
+from fly.drafts.check import DRAFT_CHECKS, _chance, _Kit, check_draft
+from fly.engine import Runner
+from fly.sampling import Law, Stream, derive, draw, uniforms
+from fly.testing import ConformanceError
+from fly.types import Draft, Sequence
+from tests.toys import random_llama
+
+VOCAB = 12
+MODEL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64)
+OTHER = random_llama(2, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=20)
+
+
+class Bigram(DraftStrategy):
+    """A right strategy, in steps that the wrong ones below replace: it draws each token by the one before."""
+
+    vocab_size: int | None = VOCAB
+    context: int | None = 60
+
+    def __init__(self) -> None:
+        self.logits_VV = 1.5 * torch.randn(VOCAB, VOCAB, generator=torch.Generator().manual_seed(3))
+        self.allocator = BlockAllocator(256, 4)
+        self.texts: dict[int, list[int]] = {}  # of every row with what was drafted last
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        most = [self.length(row, n) for row, n in zip(rows, max_len)]
+        self.book(rows, most)
+        texts = [self.text(row) for row in rows]
+        drafts: list[list[int]] = [[] for _ in rows]
+        law = Law.of([row.params for row in rows])
+        claims = []
+        for j in range(max(most)):
+            raw_BV = self.logits_VV[[text[-1] for text in texts]]
+            law_BV = law.probs(raw_BV.unsqueeze(1))[:, 0]
+            claims.append(self.claim(law_BV, raw_BV))
+            for b, token in enumerate(draw(self.source(law_BV), self.noise(rows, j)).tolist()):
+                texts[b].append(token)
+                if j < most[b] and not (drafts[b] and drafts[b][-1] in self.ends(rows[b])):
+                    drafts[b].append(token)
+        for row, draft in zip(rows, drafts):
+            self.texts[row.id] = [*row.tokens, *draft]
+        tokens_BK = torch.tensor([draft + [0] * (len(claims) - len(draft)) for draft in drafts])
+        if not claims or all(row.greedy for row in rows):
+            claims = []
+        probs_BKV = torch.stack(claims, 1) if claims else None
+        return Draft(tokens_BK.long().view(len(rows), -1), torch.tensor([len(draft) for draft in drafts]), probs_BKV)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        for row in rows:
+            if row.id in self.allocator.sequences():
+                self.allocator.resize(row.id, len(row.tokens))
+
+    def release(self, row: Sequence) -> None:
+        self.texts.pop(row.id, None)
+        self.allocator.release(row.id)
+
+    def allocators(self) -> list[BlockAllocator]:
+        return [self.allocator]
+
+    def length(self, row: Sequence, asked: int) -> int:
+        assert self.context is not None
+        return max(0, min(asked, self.context - len(row.tokens)))
+
+    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+        before = {row.id: self.allocator.length(row.id) for row in rows if row.id in self.allocator.sequences()}
+        try:
+            for row, n in zip(rows, most):
+                if n:
+                    self.allocator.resize(row.id, len(row.tokens) + n)
+        except OutOfBlocks:
+            for row in rows:
+                self.allocator.resize(row.id, before[row.id]) if row.id in before else self.allocator.release(row.id)
+            raise
+
+    def text(self, row: Sequence) -> list[int]:
+        return list(row.tokens)
+
+    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
+        return law_BV
+
+    def source(self, law_BV: Tensor) -> Tensor:
+        return law_BV
+
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        seed_B = torch.tensor([derive(row.seed, len(row.tokens)) for row in rows])
+        return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
+
+    def ends(self, row: Sequence) -> frozenset[int]:
+        return row.stop_ids
+
+
+class TooLong(Bigram):
+    def length(self, row: Sequence, asked: int) -> int:
+        return super().length(row, asked + 1 if asked else 0)
+
+
+class AlwaysOne(Bigram):
+    def length(self, row: Sequence, asked: int) -> int:
+        return super().length(row, max(1, asked))
+
+
+class OutOfRange(Bigram):
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        draft = super().propose(rows, max_len)
+        return replace(draft, tokens_BK=draft.tokens_BK + 5 * draft.mask_BK())
+
+
+class BadPadding(Bigram):
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        draft = super().propose(rows, max_len)
+        return replace(draft, tokens_BK=draft.tokens_BK.masked_fill(~draft.mask_BK(), -1))
+
+
+class Narrow(Bigram):
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        draft = super().propose(rows, max_len)
+        return replace(draft, tokens_BK=draft.tokens_BK.int())
+
+
+class Homeless(Bigram):
+    vocab_size = None
+
+
+class PastTheEnd(Bigram):
+    def ends(self, row: Sequence) -> frozenset[int]:
+        return frozenset()
+
+
+class Mutating(Bigram):
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        for row in rows:
+            row.stats.drafted += 1
+        return super().propose(rows, max_len)
+
+
+class Renaming(Bigram):
+    def commit(self, rows: Rows[Sequence]) -> None:
+        super().commit(rows)
+        for row in rows:
+            row.bigram = True  # type: ignore[attr-defined]
+
+
+class Unprocessed(Bigram):
+    """Draws from the processed law, and claims the law before it."""
+
+    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
+        return raw_BV.softmax(-1)
+
+
+class AnotherLaw(Bigram):
+    """Draws likely tokens more often than it says."""
+
+    def source(self, law_BV: Tensor) -> Tensor:
+        return law_BV**1.5
+
+
+class Improper(Bigram):
+    """Claims unnormalised laws."""
+
+    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
+        return 0.9 * law_BV
+
+
+class Excluding(Bigram):
+    """Claims a law without the token that was drawn."""
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        draft = super().propose(rows, max_len)
+        if draft.probs_BKV is None:
+            return draft
+        rest = draft.probs_BKV.scatter(2, draft.tokens_BK.unsqueeze(2), 0.0) + 1e-9
+        rest = rest.scatter(2, draft.tokens_BK.unsqueeze(2), 0.0)
+        return replace(draft, probs_BKV=rest / rest.sum(-1, keepdim=True))
+
+
+class Unsaid(Bigram):
+    """Draws, and claims nothing."""
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        return replace(super().propose(rows, max_len), probs_BKV=None)
+
+
+class Fickle(Bigram):
+    """How much it drafts depends on the seed."""
+
+    def length(self, row: Sequence, asked: int) -> int:
+        return super().length(row, asked if row.greedy else min(asked, 1 + row.seed % 3))
+
+
+class SameEveryRound(Bigram):
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        seed_B = torch.tensor([derive(row.seed, 0) for row in rows])
+        return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
+
+
+class SameEveryToken(Bigram):
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        return super().noise(rows, 0)
+
+
+class TheRowsOwn(Bigram):
+    """Draws with the uniforms that the verdict flips its coins with."""
+
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        seed_B, round_B = (torch.tensor([value(row) for row in rows]) for value in (_seed, _position))
+        return uniforms(seed_B, round_B, Stream.ACCEPT, j + 1)[:, j]
+
+
+def _seed(row: Sequence) -> int:
+    return row.seed
+
+
+def _position(row: Sequence) -> int:
+    return len(row.tokens)
+
+
+class OwnCoins(Bigram):
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        return torch.rand(len(rows))
+
+
+class ById(Bigram):
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        seed_B = torch.tensor([row.id for row in rows])
+        return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
+
+
+class Neighbourly(Bigram):
+    """Draws for all rows as for the first."""
+
+    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+        return super().noise([rows[0]] * len(rows), j)
+
+
+class Unforgetting(Bigram):
+    """Goes on from what it drafted last."""
+
+    def text(self, row: Sequence) -> list[int]:
+        held = self.texts.get(row.id, [])
+        return [*held, *row.tokens[len(held) :]]
+
+
+class KeepsIds(Bigram):
+    def release(self, row: Sequence) -> None:
+        self.allocator.release(row.id)
+
+
+class KeepsBlocks(Bigram):
+    def release(self, row: Sequence) -> None:
+        self.texts.pop(row.id, None)
+
+
+class ForgetsAll(Bigram):
+    """Raises for a row that it never saw."""
+
+    def release(self, row: Sequence) -> None:
+        del self.texts[row.id]
+        self.allocator.release(row.id)
+
+
+class BeyondItsContext(Bigram):
+    def length(self, row: Sequence, asked: int) -> int:
+        return asked
+
+
+class RaisesAtItsContext(Bigram):
+    def length(self, row: Sequence, asked: int) -> int:
+        if len(row.tokens) > (self.context or 0):
+            raise IndexError("position 60")
+        return super().length(row, asked)
+
+
+class CorruptWhenFull(Bigram):
+    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+        try:
+            super().book(rows, most)
+        except OutOfBlocks:
+            if self.allocator.num_free:
+                self.allocator.resize("scratch", 1)
+            raise
+
+
+class OtherErrorWhenFull(Bigram):
+    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+        try:
+            super().book(rows, most)
+        except OutOfBlocks as error:
+            raise MemoryError("no room") from error
+
+
+class Meddling(Bigram):
+    """Wipes the target's cache."""
+
+    def attach(self, target: Runner) -> None:
+        self.target = target
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        self.target.cache.values.zero_()
+        return super().propose(rows, max_len)
+
+
+class Twins(DraftStrategy):
+    """A deterministic tree with one token twice under one parent."""
+
+    vocab_size = VOCAB
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        tokens = torch.tensor([[3, 3]] * len(rows))
+        lengths = torch.tensor([2 if most else 0 for most in max_len])
+        return Draft(tokens, lengths, parents_BK=torch.full_like(tokens, -1))
+
+
+class Backwards(Twins):
+    """A tree whose first token follows its second."""
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        draft = super().propose(rows, max_len)
+        return replace(draft, parents_BK=torch.tensor([[1, -1]] * len(rows)))
+
+
+OURS: dict[str, Callable[[], DraftStrategy]] = {
+    "bigram": Bigram,
+    "ngram": NGramDraft,
+    "single": lambda: SingleDraft(MODEL, block_size=3),
+    "cascade": lambda: CascadeDraft([NGramDraft(), SingleDraft(OTHER, k=5)]),
+    "confidence": lambda: SingleDraft(MODEL, confidence=0.15),
+    "suffix": SuffixDraft,
+    "recycling": RecyclingDraft,
+    "tree": lambda: TreeDraft(MODEL, nodes=7, depth=3, width=2),
+    "skip": lambda: LayerSkipDraft((1,)),
+    "relay": lambda: RelayDraft([(SingleDraft(MODEL), 3), (NGramDraft(), 3)]),
+    "union": lambda: UnionDraft([NGramDraft(), SingleDraft(MODEL)]),
+    "adaptive": lambda: AdaptiveDraft(SingleDraft(MODEL)),
+}
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_our_strategies_conform(name: str) -> None:
+    report = check_draft(OURS[name])
+    assert len(report.findings) == len(DRAFT_CHECKS) and report.passed
+
+
+PLANTED: list[tuple[type[DraftStrategy], str, str]] = [
+    (TooLong, "shapes and ranges", "tokens where at most"),
+    (OutOfRange, "shapes and ranges", "0..11"),
+    (BadPadding, "shapes and ranges", "padding included"),
+    (Narrow, "shapes and ranges", "torch.int32"),
+    (Homeless, "shapes and ranges", "states no vocab_size"),
+    (Twins, "shapes and ranges", "two siblings"),
+    (Backwards, "shapes and ranges", "token 0 has parent 1"),
+    (AlwaysOne, "nothing asked nothing drafted", "max_len 0"),
+    (PastTheEnd, "nothing after an end", "which ends the row"),
+    (Mutating, "rows untouched", "propose changed stats"),
+    (Renaming, "rows untouched", "commit changed bigram"),
+    (OwnCoins, "no hidden randomness", "asked again"),
+    (ById, "no hidden randomness", "under another id"),
+    (Neighbourly, "row alone equals row in batch", "batch drafts"),
+    (Unforgetting, "rolled back equals fresh", "after ['keep"),
+    (KeepsIds, "release frees all", "self.texts still holds the id"),
+    (KeepsBlocks, "release frees all", "allocator 0 still holds"),
+    (ForgetsAll, "release frees all", "KeyError"),
+    (BeyondItsContext, "context limit", "in a context of 60"),
+    (RaisesAtItsContext, "context limit", "IndexError: position 60"),
+    (CorruptWhenFull, "full caches", "more blocks taken"),
+    (OtherErrorWhenFull, "full caches", "MemoryError"),
+    (Unprocessed, "claimed law", "the laws it claims say"),
+    (AnotherLaw, "claimed law", "the laws it claims say"),
+    (Improper, "claimed law", "sums to 0.9"),
+    (Excluding, "claimed law", "its law excludes it"),
+    (Unsaid, "claimed law", "claims no law"),
+    (Fickle, "claimed law", "the seed decides how much"),
+    (SameEveryRound, "rounds are independent", "a later round"),
+    (SameEveryToken, "rounds are independent", "the same round"),
+    (TheRowsOwn, "independent of the verdict", "derive(row.seed"),
+    (Meddling, "speculation equals autoregression", "the target"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "fault", "words"), PLANTED, ids=lambda value: getattr(value, "__name__", ""))
+def test_planted_faults_are_named(strategy: type[DraftStrategy], fault: str, words: str) -> None:
+    (the_check,) = [one for one in DRAFT_CHECKS if one.__name__ == f"check_{fault}".replace(" ", "_")]
+    with torch.inference_mode(), pytest.raises((ConformanceError, KeyError, MemoryError)) as caught:
+        the_check(_Kit.of(strategy, None, None))
+    assert words in f"{type(caught.value).__name__}: {caught.value}"
+
+
+@pytest.fixture
+def few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests that are not about laws."""
+    monkeypatch.setattr(check, "_SEEDS", 400)
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_a_failed_report_is_raised_and_names_the_strategy() -> None:
+    with pytest.raises(ConformanceError, match=r"TooLong: FAILS\n  FAIL shapes and ranges"):
+        check_draft(TooLong())
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_a_strategy_that_was_made_is_copied_and_its_model_is_not() -> None:
+    strategy = SingleDraft(MODEL)
+    calls: list[int] = []
+    report = check_draft(strategy, advance=lambda: calls.append(1))
+    assert report.passed and len(calls) == len(DRAFT_CHECKS)
+    assert strategy.runner.model is MODEL and not strategy.allocators()[0].sequences()
+
+
+class Learning(Bigram):
+    """Drafts ever longer: what it proposes depends on what it has seen of any row."""
+
+    learns = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.committed = 0
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        super().commit(rows)
+        self.committed += len(rows)
+
+    def length(self, row: Sequence, asked: int) -> int:
+        return super().length(row, min(asked, 1 + self.committed))
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_a_strategy_may_learn_if_it_says_so() -> None:
+    assert check_draft(Learning).passed
+    failed = [f.check for f in check_draft(Learning, learns=False, raises=False).findings if not f.passed]
+    assert "rolled back equals fresh" in failed
+    assert "what it has learned" in str(check_draft(NGramDraft, learns=True, raises=False))
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_an_error_of_the_strategy_is_told_once_with_its_place() -> None:
+    class Broken(Bigram):
+        def length(self, row: Sequence, asked: int) -> int:
+            raise KeyError("nothing here")
+
+    details = [finding.detail for finding in check_draft(Broken, raises=False).findings if not finding.passed]
+    assert "KeyError" in details[0] and "test_check_draft.py" in details[0] and "in length" in details[0]
+    assert sum(detail == "the same as in 'shapes and ranges'" for detail in details) > 6
+
+
+def test_what_makes_no_strategy_is_refused() -> None:
+    with pytest.raises(ValueError, match="no DraftStrategy"):
+        check_draft(dict)  # type: ignore[arg-type]  # what is tested
+
+
+def test_the_chance_of_counts() -> None:
+    """Against values of the chi-square law, and for counts that no law allows."""
+    fair = torch.full((2,), 50.0).double()
+    assert _chance(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
+    assert _chance(fair, fair) == pytest.approx(1.0)
+    assert _chance(torch.tensor([99.0, 1.0]).double(), torch.tensor([100.0, 0.0]).double()) == 0.0
+    assert _chance(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
+    thin = torch.full((1000,), 0.1).double()  # four cells of 25 each once the rare outcomes are counted together
+    assert _chance(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12
