@@ -173,7 +173,7 @@ def test_the_claimed_law_is_that_of_each_stage_and_drawn_with_its_own_randomness
             if len(text) > len(row.tokens) and text[-1] in stop:
                 break
             if stage == 1:
-                for token in proposals(NGramDraft(k=9).propose([make_row(text)], [min(k, left)]))[0]:
+                for token in proposals(NGramDraft(k=9).propose([make_row(text, stop=stop)], [min(k, left)]))[0]:
                     text.append(token)
                     wanted.append(torch.eye(VOCAB)[token])
                 continue

@@ -658,7 +658,10 @@ def test_the_cache_is_as_large_as_the_levels_would_be() -> None:
         (lambda: translated(speaker(LARGE, 330), None, 336), "330 .*336.* the target does not have a tokenizer"),
         (lambda: translated(speaker(None, 330), None, 336), "neither has a tokenizer"),
         (lambda: TranslatedDraft(NGramDraft(), LARGE, 330), "NGramDraft .*cannot draft for another.*SingleDraft"),
-        (lambda: TranslatedDraft(CascadeDraft([NGramDraft()]), LARGE, 330), "NGramDraft .*cannot draft for another.*SingleDraft"),
+        (
+            lambda: TranslatedDraft(CascadeDraft([NGramDraft()]), LARGE, 330),
+            "NGramDraft .*cannot draft for another.*SingleDraft",
+        ),
         (lambda: between(LARGE, SMALL, "padded"), "'padded' needs one tokenizer"),
         (lambda: between(LARGE, PIECES, "tokens"), "tokenizer of the draft is no byte-level BPE"),
         (lambda: between(PIECES, LARGE, "tokens"), "tokenizer of the target is no byte-level BPE"),
