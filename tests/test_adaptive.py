@@ -221,4 +221,5 @@ def test_what_cannot_skip_is_refused() -> None:
 
 @pytest.mark.parametrize(("a", "c", "k", "wanted"), [(1.0, 0.0, 4, 5.0), (0.0, 0.5, 4, 1.0), (0.5, 0.5, 1, 1.0)])
 def test_expected_speedup_by_hand(a: float, c: float, k: int, wanted: float) -> None:
-    assert expected_speedup(a, c, k) == pytest.approx(wanted)
+    assert expected_speedup(a, c, k)[0] == pytest.approx(wanted)
+    assert expected_speedup(a, c, k)[1] == {5.0: 4, 1.0: 0}[wanted]

@@ -57,7 +57,7 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 96 tokens. All take turns prompt by
+    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt by
     prompt. ``advance`` is called after every completion, ``len(KINDS) + 1`` times ``count`` for each strategy and once
     more for none.
     """
@@ -78,7 +78,7 @@ def measure_drafts(
     vocabulary = settings[0].llm.engine.runner.model.config.vocab_size
     rng = Random(0)
     prompts: list[str | list[int]] = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
-    wild = SamplingParams(temperature=1.5, max_tokens=96, seed=0, ignore_eos=True)
+    wild = SamplingParams(temperature=1.5, max_tokens=256, seed=0, ignore_eos=True)
     random = decode(settings, prompts, wild, lambda name: advance())
     return [
         Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()}, random[number])

@@ -22,6 +22,7 @@ _ROW_MEMORY = 48.0  # the same for a row's own
 _PRIOR = 4.0  # drafted tokens that the common rate counts for beside a row's own
 _START = 2  # tokens a row drafts first; twice as many once they stand
 _KNOWN = 40  # drafted tokens after which the common rates are trusted with the first draft of a row
+_CREDIT = 6.0  # autoregressive steps of gain that a row may lose again
 _GRACE = 2.0  # autoregressive steps a row may lose before its account must be balanced
 
 
@@ -89,7 +90,7 @@ class _Account:
     rates: _Rates = field(default_factory=lambda: _Rates(_ROW_MEMORY))
     most: int = _START  # doubled when a draft of this length stands
     elapsed: float = 0.0
-    lost: float = 0.0
+    lost: float = 0.0  # negative where drafting gained
     rest: int = 0  # rounds for which nothing needs to be thought about
     drafted_last: bool = False
 
@@ -199,8 +200,8 @@ class AdaptiveDraft(DraftStrategy):
             if account is None or emitted < 1:
                 continue
             account.elapsed += share
-            # Gains are no credit: they would be spent on drafting in vain later.
-            account.lost = max(0.0, account.lost + share - emitted * alone)
+            # Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later.
+            account.lost = max(-_CREDIT * alone, account.lost + share - emitted * alone)
             if proposed:
                 accepted = min(emitted - 1, proposed)
                 self._rates.add(proposed, accepted)
@@ -211,20 +212,25 @@ class AdaptiveDraft(DraftStrategy):
     def _lengths(self, accounts: list[_Account], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
         count = len(accounts)
+        if not self._verifying.knows(count):  # what everything is held against is measured first
+            return [0] * count
         step = self._verifying(count) / count
         common = self._rates.overall(0.8, _PRIOR)
         positions = []  # (reach, row, position): the chance that a token and all before it stand
         probes = []
         for b, (account, most) in enumerate(zip(accounts, max_len)):
             allowed = self.loss * account.elapsed
-            if account.lost > allowed + _GRACE * step:
-                most = 0
             rate = account.rates.overall(common, _PRIOR)
+            # A draft that may fail must not cost the row more than is promised.
+            afford = allowed + _GRACE * step - account.lost
+            most = min(most, account.most)
+            while most and (1 - rate) * self._price(count, most) / count > afford:
+                most //= 2
             reach = 1.0
-            for position in range(min(most, account.most)):
+            for position in range(most):
                 reach *= self._at(position, rate, common)
                 positions.append((reach, b, position))
-            if account.lost + self._price(count, 2) / count <= allowed and max_len[b]:
+            if max(account.lost, 0.0) + self._price(count, 2) / count <= allowed and max_len[b]:
                 probes.append(b)
         positions.sort(key=lambda entry: (-entry[0], entry[2]))
         lengths, best = [0] * count, [0] * count
@@ -237,12 +243,12 @@ class AdaptiveDraft(DraftStrategy):
                 most_value, best = value, list(lengths)
         for b in probes:
             best[b] = max(best[b], min(2, max_len[b]))
-        if not any(best) and step:
+        if not any(best):
             # Nothing changes until some account can pay for a probe again.
             price = self._price(count, 2) / count
             for account in accounts:
-                short = (account.lost + price) / max(self.loss, 1e-9) - account.elapsed
-                account.rest = max(4, min(64, int(short / step)))
+                short = (max(account.lost, 0.0) + price) / max(self.loss, 1e-9) - account.elapsed
+                account.rest = max(4, min(64, int(short / max(step, 1e-9))))
         return best
 
     def _at(self, position: int, rate: float, common: float) -> float:

@@ -20,6 +20,8 @@ from fly.types import Draft, Sequence
 
 __all__ = ["LayerSkipDraft", "expected_speedup"]
 
+_LONGEST = 16  # draft length up to which the search looks where nobody says
+
 
 class _Part:
     """Some layers of a model, as a model of its own."""
@@ -38,15 +40,17 @@ class _Part:
         return self.model.logits(hidden_TC)
 
 
-def expected_speedup(acceptance: float, cost: float, k: int) -> float:
+def expected_speedup(acceptance: float, cost: float, k: int) -> tuple[float, int]:
     """Of speculation over autoregression, with independent acceptance and a drafter that takes ``cost`` of a target
-    step: (1 - a^(k+1)) / ((1 - a)(k·cost + 1)) (Leviathan et al. 2023, theorem 3.8), at the best length up to ``k``."""
+    step: (1 - a^(n+1)) / ((1 - a)(n·cost + 1)) (Leviathan et al. 2023, theorem 3.8), at the best length n up to ``k``,
+    which is returned as well."""
 
     def at(length: int) -> float:
         emitted = length + 1 if acceptance >= 1 else (1 - acceptance ** (length + 1)) / (1 - acceptance)
         return emitted / (length * cost + 1)
 
-    return max(at(length) for length in range(k + 1))
+    best = max(range(k + 1), key=at)
+    return at(best), best
 
 
 class LayerSkipDraft(SingleDraft):
@@ -57,7 +61,7 @@ class LayerSkipDraft(SingleDraft):
     Args:
         skip: numbers of the layers to leave out. None finds them on the first row with ``calibration`` tokens, and
             drafts nothing until then.
-        k: tokens it proposes at most.
+        k: tokens it proposes at most; a search sets it to the best length up to that.
         confidence, entropy: where it stops, as for ``SingleDraft``.
         calibration: tokens of text that the search for layers looks at.
 
@@ -79,6 +83,7 @@ class LayerSkipDraft(SingleDraft):
         if calibration < 2:
             raise ValueError(f"calibration {calibration} must be at least 2 tokens")
         self._set_limits(k, confidence, entropy)
+        self._most = k
         self.draft, self.policy = None, Exact()
         self.skip = None if skip is None else tuple(sorted(set(skip)))
         self.calibration = calibration
@@ -146,12 +151,14 @@ class LayerSkipDraft(SingleDraft):
 
         harmless = sorted(range(count), key=lambda number: -agreement((number,)))
         sets = [()] + [tuple(sorted(harmless[:n])) for n in range(1, count)]
-        length = self.k or 8
 
-        def gain(skip: tuple[int, ...]) -> float:
-            return 1.0 if not skip else expected_speedup(agreement(skip), 1 - len(skip) / count, length)
+        def gain(skip: tuple[int, ...]) -> tuple[float, int]:
+            # A step costs its share of the layers; an agreement of 1 on a short text is not certain to hold.
+            sure = agreement(skip) - 1 / len(tokens)
+            return (1.0, 0) if not skip else expected_speedup(sure, 1 - len(skip) / count, self._most or _LONGEST)
 
-        self.skip = max(sets, key=gain)
+        self.skip = max(sets, key=lambda skip: gain(skip)[0])
+        self.k = gain(self.skip)[1] or None
         self._use(self.skip)
         return tried
 
