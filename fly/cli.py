@@ -58,7 +58,7 @@ def _plain_errors() -> Iterator[None]:
 Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
 DraftOption = Annotated[
     str,
-    typer.Option(help="Draft: 'none', 'ngram', a checkpoint, or a cascade, cheapest first: 'ngram+fly-draft'."),
+    typer.Option(help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'."),
 ]
 Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
@@ -230,74 +230,120 @@ def models() -> None:
 def policies() -> None:
     """List the acceptance policies and conditions that ``--policy`` knows, with what each promises."""
     with _plain_errors():
-        import inspect
-
         from fly.policies import condition_types, policy_types
         from fly.policies.registry import PRESETS
-
-        def summary(rule: Any) -> str:
-            return " ".join((inspect.getdoc(rule) or "").split("\n\n")[0].split()).replace("``", "")
-
-        def call(name: str, rule: Any) -> str:
-            shown = [
-                p.name if p.default is p.empty else f"{p.name}={p.default}"
-                for p in inspect.signature(rule).parameters.values()
-            ]
-            return f"{name}({', '.join(shown)})" if shown else name
 
         table = Table("policy", "guarantee", "what it is", title="Policies", title_justify="left", show_lines=True)
         presets = {name: make() for name, make in PRESETS.items()}
         for name, rule in policy_types().items():
             instance = rule()
             promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-            table.add_row(call(name, rule), promise, escape(summary(rule)))
+            table.add_row(_call(name, rule), promise, escape(_summary_of(rule)))
             for preset, made in presets.items():
                 if isinstance(made, rule):
-                    table.add_row(preset, made.guarantee.value, f"{made}: {summary(PRESETS[preset])}")
+                    table.add_row(preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}")
         console.print(table)
         table = Table("condition", "when it holds", title="Conditions: combine with & | ~", title_justify="left")
         for name, condition in condition_types().items():
-            table.add_row(call(name, condition), escape(summary(condition)))
+            table.add_row(_call(name, condition), escape(_summary_of(condition)))
         console.print(table)
+
+
+@app.command()
+def drafts() -> None:
+    """List the draft strategies that ``--draft`` knows, with their parameters."""
+    with _plain_errors():
+        from fly.drafts import draft_types
+
+        table = Table("strategy", "what it does", title="Draft strategies", title_justify="left", show_lines=True)
+        for name, strategy in draft_types().items():
+            table.add_row(_call(name, strategy), escape(_summary_of(strategy)))
+        console.print(table)
+        console.print(
+            "[dim]a checkpoint's name or directory is model(...) of it; a+b+c is a cascade, cheapest first: each drafts "
+            "for the next; 'fly bench drafts' measures them[/]",
+            highlight=False,
+        )
 
 
 @app.command()
 def check(
     rule: Annotated[
-        str,
+        str | None,
         typer.Argument(help="module:Class (with parameters if you like), module:instance, or any policy expression."),
-    ],
+    ] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Check a draft strategy instead, such as my_drafts:MyDraft.")
+    ] = None,
     problems: Annotated[
         int, typer.Option(min=0, help="Held-out problems to show what it gains and breaks; 0 skips that.")
     ] = 24,
     k: K = 15,
 ) -> None:
-    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on real models."""
+    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on real models.
+
+    With --draft the same for a draft strategy.
+    """
     with _plain_errors():
         import torch
 
+        from fly.drafts.check import DRAFT_CHECKS
         from fly.policies import parse_policy
-        from fly.testing import CHECKS, check_policy
+        from fly.testing import CHECKS, check_draft, check_policy
 
+        if (rule is None) == (draft is None):
+            raise ValueError("give either a rule or --draft")
         sys.path.insert(0, "")  # a module in the working directory, as for python -m
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # blocks of a few numbers: more threads only wait for one another
-        policy = parse_policy(rule, trusted=True)
+        policy = None if rule is None else parse_policy(rule, trusted=True)
         with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as progress:
-            task = progress.add_task("checking", total=len(CHECKS))
-            report = check_policy(policy, raises=False, advance=lambda: progress.advance(task))
+            task = progress.add_task("checking", total=len(CHECKS if policy else DRAFT_CHECKS))
+            if policy is not None:
+                report = check_policy(policy, raises=False, advance=lambda: progress.advance(task))
+            else:
+                report = check_draft(
+                    lambda: _strategy(str(draft)), raises=False, advance=lambda: progress.advance(task)
+                )
         torch.set_num_threads(threads)
-        promise = f", {policy.bound}" if policy.bound else ""
-        table = Table("", "check", "what was found", title=f"{policy}: declared {policy.guarantee.value}{promise}")
+        promise = f": declared {report.promise}" if report.promise else ""
+        table = Table("", "check", "what was found", title=f"{report.subject}{promise}")
         for finding in report.findings:
             mark = "[green]ok[/]" if finding.passed else "[bold red]FAIL[/]"
             table.add_row(mark, finding.check, escape(finding.detail))
         console.print(table)
         if not report.passed:
-            errors.print(f"[bold red]{escape(str(policy))} breaks the contract[/]", soft_wrap=True)
+            errors.print(f"[bold red]{escape(report.subject)} breaks the contract[/]", soft_wrap=True)
             raise typer.Exit(1)
-        if problems:
+        if problems and policy is not None:
             _compare_on_bundled(policy, problems, k, "heldout", 0, "auto", multi_level=False)
+        elif problems:
+            _show_drafts((str(draft),), "exact", max(1, problems // 3), k, "fly-target", "auto", "auto")
+
+
+def _strategy(text: str) -> Any:
+    """A fresh strategy of a text; in float32, since a coarser model rounds otherwise in another batch."""
+    from fly.drafts import parse_draft
+
+    if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
+        raise ValueError("'none' drafts nothing, and there is nothing to check")
+    return strategy
+
+
+def _summary_of(thing: Any) -> str:
+    """The first paragraph of a docstring."""
+    import inspect
+
+    return " ".join((inspect.getdoc(thing) or "").split("\n\n")[0].split()).replace("``", "")
+
+
+def _call(name: str, make: Any) -> str:
+    """How a rule or strategy is called, with its parameters and their defaults."""
+    import inspect
+
+    parameters = [p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty]
+    shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
+    return f"{name}({', '.join(shown)})" if shown else name
 
 
 @bench.command("policy")
@@ -353,25 +399,32 @@ def bench_drafts(
 ) -> None:
     """Every draft strategy on every kind of task, and on text that nobody can predict."""
     with _plain_errors():
-        from fly.bench.drafts import STRATEGIES, measure_drafts
-        from fly.bundled.tasks import KINDS
-        from fly.policies import parse_policy
+        from fly.bench.drafts import STRATEGIES
 
-        names = tuple(draft or STRATEGIES)
-        rule = parse_policy(policy, trusted=True)
-        total = (len(names) + 1) * (len(KINDS) + 1) * problems
-        columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("", total=total)
-            rows = measure_drafts(
-                names, rule, problems, k, model, dtype, device, advance=lambda: progress.advance(task)
-            )
-        console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
-        console.print(
-            "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: "
-            "prompts of random tokens, temperature 1.5, where nothing can be predicted[/]",
-            highlight=False,
-        )
+        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device)
+
+
+def _show_drafts(
+    names: tuple[str, ...], policy: str, problems: int, k: int, model: str, dtype: str, device: str
+) -> None:
+    """Measure strategies, the single draft first, and print the table."""
+    from fly.bench.drafts import STRATEGIES, measure_drafts
+    from fly.bundled.tasks import KINDS
+    from fly.policies import parse_policy
+
+    names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
+    rule = parse_policy(policy, trusted=True)
+    total = (len(names) + 1) * (len(KINDS) + 1) * problems
+    columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        rows = measure_drafts(names, rule, problems, k, model, dtype, device, lambda: progress.advance(task))
+    console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
+    console.print(
+        "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: "
+        "prompts of random tokens, temperature 1.5, where nothing can be predicted[/]",
+        highlight=False,
+    )
 
 
 def drafts_table(rows: list[Any], title: str) -> Table:

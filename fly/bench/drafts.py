@@ -57,8 +57,8 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt by
-    prompt. ``advance`` is called after every completion, ``len(KINDS) + 1`` times ``count`` for each strategy and once
+    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt
+    by prompt. ``advance`` is called after every completion, ``len(KINDS) + 1`` times ``count`` for each strategy and once
     more for none.
     """
     settings = [

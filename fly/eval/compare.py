@@ -53,13 +53,14 @@ def decode(
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
     Settings take turns prompt by prompt, so that a busy moment of the machine falls on all of them alike; each is
-    warmed up on the first prompt before any clock runs. ``advance(name)`` is called after every completion.
+    warmed up before any clock runs, on another prompt, since a strategy may remember what it has seen.
+    ``advance(name)`` is called after every completion.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")
     results = [Result(setting, Stats(), 0.0, [], []) for setting in settings]
     for result in results:
-        _decode(result.setting, prompts[0], params)
+        _decode(result.setting, [0, 1, 2, 3], params.model_copy(update={"ignore_eos": True, "max_tokens": 24}))
     for prompt in prompts:
         for result in results:
             start = time.perf_counter()
