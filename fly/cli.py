@@ -260,8 +260,8 @@ def drafts() -> None:
             table.add_row(_call(name, strategy), escape(_summary_of(strategy)))
         console.print(table)
         console.print(
-            "[dim]a checkpoint's name or directory is model(...) of it; a+b+c is a cascade, cheapest first: each drafts "
-            "for the next; 'fly bench drafts' measures them[/]",
+            "[dim]a checkpoint's name or directory is model(...) of it; a+b+c is a cascade, cheapest first: each "
+            "drafts for the next; 'fly bench drafts' measures them[/]",
             highlight=False,
         )
 
@@ -341,7 +341,9 @@ def _call(name: str, make: Any) -> str:
     """How a rule or strategy is called, with its parameters and their defaults."""
     import inspect
 
-    parameters = [p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty]
+    parameters = [
+        p for p in inspect.signature(make).parameters.values() if not callable(p.default) or p.default is p.empty
+    ]
     shown = [p.name if p.default is p.empty else f"{p.name}={p.default}" for p in parameters]
     return f"{name}({', '.join(shown)})" if shown else name
 

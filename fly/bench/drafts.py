@@ -58,8 +58,8 @@ def measure_drafts(
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
     ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt
-    by prompt. ``advance`` is called after every completion, ``len(KINDS) + 1`` times ``count`` for each strategy and once
-    more for none.
+    by prompt. ``advance`` is called after every completion: ``(len(KINDS) + 1) * count`` times for each strategy, and
+    as often for none.
     """
     settings = [
         Setting(
