@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import pad
+from fly.drafts.base import pad, pad_trees
 from fly.drafts.skip import LayerSkipDraft, expected_speedup
 from fly.types import Draft, Sequence
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
@@ -149,6 +149,31 @@ def test_it_learns_that_the_text_has_changed() -> None:
     machine.asked.clear()
     machine.run(strategy, 400, 15)
     assert sum(machine.asked) / len(machine.asked) > 8
+
+
+class Bushes(Simulated):
+    """Two candidates for every place, the second never right."""
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        self.machine.now += self.machine.draft_step * max(max_len)
+        return pad_trees([([0, 2] * n, [2 * (i // 2) - 2 if i > 1 else -1 for i in range(2 * n)]) for n in max_len])
+
+
+def test_of_trees_it_counts_what_can_be_emitted() -> None:
+    machine = Machine(0.02, 1.0, 0.01, chance=0.9)
+    strategy = AdaptiveDraft(Bushes(machine), clock=machine.clock)
+    row = make_row([1])
+    for _ in range(60):
+        draft = strategy.propose([row], [15])
+        n = int(draft.lengths_B) // 2
+        machine.asked.append(n)
+        machine.now += machine.verify + machine.per_token * 2 * n
+        stands = next((i for i in range(n) if machine.rng.random() > 0.9), n)
+        row.tokens += [1] * (stands + 1)
+        strategy.commit([row])
+    assert sum(machine.asked[-20:]) / 20 > 8
+    assert abs(strategy._rates.overall(0.5, 1.0) - 0.9) < 0.08
+    assert abs(strategy._bulk - 2) < 0.1
 
 
 def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:

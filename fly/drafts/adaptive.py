@@ -12,7 +12,7 @@ from fly.cache import BlockAllocator
 from fly.drafts.base import DraftStrategy
 from fly.engine import Runner
 from fly.models.tokenizer import Tokenizer
-from fly.types import Draft, Sequence, Target
+from fly.types import Draft, Sequence, Target, depths
 
 __all__ = ["AdaptiveDraft"]
 
@@ -128,7 +128,9 @@ class AdaptiveDraft(DraftStrategy):
         self._drafting, self._verifying = _Costs(), _Costs()
         self._rates = _Rates(_MEMORY)
         self._accounts: dict[int, _Account] = {}
-        self._round: tuple[float, float, list[tuple[int, int, int]]] | None = None
+        self._bulk = 1.0  # tokens verified for each that can be emitted: more than one in trees
+        # begin and end of the proposal, tokens verified, and of each row its id, its length and what can be emitted
+        self._round: tuple[float, float, int, list[tuple[int, int, int]]] | None = None
 
     def attach(self, target: Runner) -> None:
         self.strategy.attach(target)
@@ -150,7 +152,10 @@ class AdaptiveDraft(DraftStrategy):
             draft = Draft.empty(len(rows))
         else:
             draft = self.strategy.propose(rows, lengths)
-        proposed = draft.lengths_B.tolist()
+        counts, proposed = draft.lengths_B.tolist(), draft.lengths_B.tolist()
+        if draft.parents_BK is not None:  # of a tree, its longest path is what can be emitted
+            trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), counts)]
+            proposed = [max((depth + 1 for depth in depths(tree)), default=0) for tree in trees]
         end = self._clock()
         longest = max(proposed)
         # A drafter that sat out a while has text to catch up on; that is no cost of the length, but better than none.
@@ -159,7 +164,14 @@ class AdaptiveDraft(DraftStrategy):
             self._drafting.add(longest, end - begin)
         for account, n in zip(accounts, proposed):
             account.drafted_last = n > 0
-        self._round = (begin, end, [(row.id, len(row.tokens), n) for row, n in zip(rows, proposed)])
+        if any(proposed):
+            self._bulk += _NEWS * (sum(counts) / sum(proposed) - self._bulk)
+        self._round = (
+            begin,
+            end,
+            len(rows) + sum(counts),
+            [(row.id, len(row.tokens), n) for row, n in zip(rows, proposed)],
+        )
         return draft
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
@@ -173,7 +185,7 @@ class AdaptiveDraft(DraftStrategy):
 
     def release(self, row: Sequence) -> None:
         self._accounts.pop(row.id, None)
-        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round[2]):
+        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round[-1]):
             self._round = None
         self.strategy.release(row)
 
@@ -186,11 +198,12 @@ class AdaptiveDraft(DraftStrategy):
     def reserve(self, tokens: int) -> None:
         self.strategy.reserve(tokens)
 
-    def _settle(self, rows: Rows[Sequence], begin: float, end: float, round_: list[tuple[int, int, int]]) -> None:
+    def _settle(
+        self, rows: Rows[Sequence], begin: float, end: float, size: int, round_: list[tuple[int, int, int]]
+    ) -> None:
         """Learn from a round that is over."""
         now = self._clock()
         count = len(round_)
-        size = count + sum(n for _, _, n in round_)
         self._verifying.add(size, now - end)
         # By the averages: a pause of the machine is nobody's fault.
         share, alone = (end - begin + self._verifying(size)) / count, self._verifying(count) / count
@@ -238,7 +251,9 @@ class AdaptiveDraft(DraftStrategy):
         for number, (reach, b, position) in enumerate(positions, start=1):
             emitted += reach
             lengths[b] = position + 1
-            value = emitted / max(self._drafting(max(lengths)) + self._verifying(count + number), 1e-9)
+            value = emitted / max(
+                self._drafting(max(lengths)) + self._verifying(count + round(number * self._bulk)), 1e-9
+            )
             if value > most_value:
                 most_value, best = value, list(lengths)
         for b in probes:
@@ -261,4 +276,8 @@ class AdaptiveDraft(DraftStrategy):
 
     def _price(self, count: int, length: int) -> float:
         """Seconds that a draft in vain costs a batch."""
-        return self._drafting(length) + self._verifying(count * (1 + length)) - self._verifying(count)
+        return (
+            self._drafting(length)
+            + self._verifying(count + round(count * length * self._bulk))
+            - self._verifying(count)
+        )

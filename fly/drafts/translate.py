@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks
+from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, pad
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.engine import Model, Runner, common_prefix
@@ -466,4 +467,8 @@ def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: in
     same = draft.vocab_size in (None, vocab_size)
     if same and draft.vocab_size is not None and tokenizer is not None and draft.tokenizer is not None:
         same = tokenizer.same_as(draft.tokenizer)
-    return draft if same else TranslatedDraft(draft, tokenizer, vocab_size)
+    if same:
+        return draft
+    if isinstance(draft, AdaptiveDraft):  # how much to draft is no matter of the vocabulary
+        return AdaptiveDraft(translated(draft.strategy, tokenizer, vocab_size), draft.loss)
+    return TranslatedDraft(draft, tokenizer, vocab_size)
