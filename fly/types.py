@@ -289,22 +289,32 @@ class Target:
         probs = self._probs
         if probs is not None:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
-        history = None
-        if self.history is not None:
-            history = [self.history[b] for b in (index_B.tolist() if numbers is None else numbers)]
-        rows = Target(
-            self.logits_BKV[index_B],
-            probs,
-            greedy_B=self.greedy_B[index_B],
-            control_V=self.control_V,
-            generated_B=lambda: self.generated_B[index_B],
-            relaxed_B=lambda: self.relaxed_B[index_B],
-            nats_B=lambda: self.nats_B[index_B],
-            history=history,
-        )
+        rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
         # a one-hot law may have been built since
         rows.all_greedy, rows.some_greedy = self.all_greedy, self.some_greedy
         return rows
+
+    def about(
+        self,
+        rows_N: Tensor,
+        logits_NJV: Tensor,
+        probs: Tensor | LazyLaw | None,
+        numbers: list[int] | None = None,
+    ) -> Target:
+        """What is said about other positions of the same rows: new row n is row ``rows_N[n]`` (int64) of this one."""
+        history = None
+        if self.history is not None:
+            history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
+        return Target(
+            logits_NJV,
+            probs,
+            greedy_B=self.greedy_B[rows_N] if self.some_greedy else None,
+            control_V=self.control_V,
+            generated_B=lambda: self.generated_B[rows_N],
+            relaxed_B=lambda: self.relaxed_B[rows_N],
+            nats_B=lambda: self.nats_B[rows_N],
+            history=history,
+        )
 
 
 @dataclass(frozen=True)

@@ -123,17 +123,8 @@ def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tenso
 def _along(target: Target, rows_P1: Tensor, path_PD: Tensor) -> Target:
     """What the target says along paths, as of a chain: P rows."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
-    row_P = rows_P1.squeeze(1)
-    return Target(
-        target.logits_BKV[rows_P1, places_PJ],
-        None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ],
-        greedy_B=target.greedy_B[row_P] if target.some_greedy else None,
-        control_V=target.control_V,
-        generated_B=lambda: target.generated_B[row_P],
-        relaxed_B=lambda: target.relaxed_B[row_P],
-        nats_B=lambda: target.nats_B[row_P],
-        history=None if target.history is None else [target.history[b] for b in row_P.tolist()],
-    )
+    probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
+    return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs)
 
 
 def _children(trees: list[list[int]], longest: int) -> Tensor:
@@ -157,6 +148,7 @@ def _try_siblings(
     logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
     law_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
     row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
+    row_numbers = [b for b in range(rows) for _ in range(places)]
     kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=row_N.device) for _ in range(2))
     for child_BM in child_RBM:
         there_BM, node_BM = child_BM >= 0, child_BM.clamp_min(0)
@@ -166,16 +158,8 @@ def _try_siblings(
             there_N.long(),
             None if draft.probs_BKV is None else draft.probs_BKV[row_N, node_N].unsqueeze(1),
         )
-        block = Target(
-            logits_N2V,
-            None if law_NV is None else law_NV.unsqueeze(1).expand(-1, 2, -1),
-            greedy_B=target.greedy_B[row_N] if target.some_greedy else None,
-            control_V=target.control_V,
-            generated_B=lambda: target.generated_B[row_N],
-            relaxed_B=lambda: target.relaxed_B[row_N],
-            nats_B=lambda: target.nats_B[row_N],
-            history=None if target.history is None else [target.history[b] for b in row_N.tolist()],
-        )
+        law_N2V = None if law_NV is None else law_NV.unsqueeze(1).expand(-1, 2, -1)
+        block = target.about(row_N, logits_N2V, law_N2V, row_numbers)
         coin_N = noise.accept_BK[row_N, node_N]
         keeps_N = there_N & (coin_N < policy.accept_probs(block, one).squeeze(1))
         exact_N = keeps_N
@@ -196,6 +180,8 @@ def _excuse(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """[B, K] bool, which tokens are excused along some path through them, and where the clauses held."""
     excused_BK = torch.zeros_like(kept_BK)
+    if policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax:
+        return excused_BK, {}
     paths = [(b, path) for b, tree in enumerate(trees) for path in _leaf_paths(tree)]
     if not paths:
         return excused_BK, {}
