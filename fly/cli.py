@@ -83,6 +83,10 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
@@ -108,6 +112,10 @@ def generate(
             min_tokens=min_tokens,
             stop=tuple(stop or ()),
             ignore_eos=ignore_eos,
+            presence_penalty=presence_penalty,
+            frequency_penalty=frequency_penalty,
+            repetition_penalty=repetition_penalty,
+            bad_words=tuple(bad_word or ()),
         )
         text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
         setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)

@@ -19,7 +19,7 @@ from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
-from fly.sampling import Law, Stream, ban_early_stops, uniforms
+from fly.sampling import Law, Stream, constrain, uniforms
 from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why, depths
 
 if TYPE_CHECKING:
@@ -144,7 +144,7 @@ class Runner:
         missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
-        logits_BJV = ban_early_stops(raw_BJV, rows, trees)
+        logits_BJV = constrain(raw_BJV, rows, drafts, trees)
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):

@@ -345,6 +345,10 @@ class LLM:
             raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {config.vocab_size}")
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
+        if bad := [token for token in params.logit_bias if not 0 <= token < config.vocab_size]:
+            raise ValueError(f"logit_bias names ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
+        if params.bad_words and self.tokenizer is None:
+            raise ValueError("bad_words need a tokenizer, which this model lacks; use logit_bias")
         eos = frozenset() if params.ignore_eos else self.eos_ids
         row = Sequence(
             tokens=tokens,
@@ -354,11 +358,18 @@ class LLM:
             seed=secrets.randbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
+            bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),
         )
         row.stats.prompt_tokens = len(tokens)
         if not params.max_tokens:
             row.finish_reason = "length"
         return row
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """How the tokenizer spells a word at the start of a text and inside it."""
+        assert self.tokenizer is not None
+        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
+        return sorted(ids for ids in found if ids)
 
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         if not isinstance(policy, AcceptancePolicy):

@@ -8,6 +8,7 @@ depends on its own seed and text alone, never on the batch, and a round that is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
@@ -15,10 +16,10 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fly.types import SamplingParams, Sequence, depths
+from fly.types import SamplingParams, Sequence
 from fly.vocabulary import argmax, log_mass, pick, top
 
-__all__ = ["Law", "ProcessedLaw", "Stream", "ban_early_stops", "derive", "draw", "uniforms"]
+__all__ = ["Law", "ProcessedLaw", "Stream", "constrain", "derive", "draw", "uniforms"]
 
 
 class Stream(IntEnum):
@@ -258,18 +259,49 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.where(total_B > 0, at, 0)
 
 
-def ban_early_stops(logits_BJV: Tensor, rows: Rows[Sequence], parents: Rows[list[int]] | None = None) -> Tensor:
-    """Logits with -inf for stop tokens at positions that come before a row's ``min_tokens`` (a copy if any are).
+def constrain(
+    logits_BJV: Tensor, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None
+) -> Tensor:
+    """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
 
-    Position j of a row is the token after ``generated + j`` emitted ones, drafted ones counted in; in a tree (with
-    ``parents``, as in ``Draft``) after ``generated`` and those on the path to it.
+    Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
+    path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
+    and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are.
     """
-    banned = logits_BJV
-    for b, row in enumerate(rows):
-        early = row.params.min_tokens - row.generated
-        if early > 0 and row.stop_ids:
-            banned = logits_BJV.clone() if banned is logits_BJV else banned
-            before = range(logits_BJV.shape[1]) if parents is None else [0, *(d + 1 for d in depths(parents[b]))]
-            positions = torch.tensor([j for j, count in enumerate(before) if count < early])
-            banned[b, positions[:, None], torch.tensor(sorted(row.stop_ids))] = -torch.inf
-    return banned
+    constrained = logits_BJV
+    for b, (row, draft) in enumerate(zip(rows, drafts)):
+        early = row.stop_ids and row.generated < row.params.min_tokens
+        if not (early or row.params.penalises):
+            continue
+        constrained = logits_BJV.clone() if constrained is logits_BJV else constrained
+        tree = range(-1, len(draft) - 1) if parents is None else parents[b]
+        texts = [row.tokens[row.prompt_length :]]
+        for token, parent in zip(draft, tree):
+            texts.append([*texts[parent + 1], token])
+        for logits_V, text in zip(constrained[b], texts):
+            if row.params.penalises:
+                _penalise(logits_V, row, text)
+            if early and len(text) < row.params.min_tokens:
+                logits_V[sorted(row.stop_ids)] = -torch.inf
+    return constrained
+
+
+def _penalise(logits_V: Tensor, row: Sequence, text: list[int]) -> None:
+    """Apply what a request says about single tokens to the logits after ``text``, in place."""
+    params, device = row.params, logits_V.device
+    counts = Counter(text)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.tokens[: row.prompt_length], *counts}), device=device)
+        old = logits_V[seen]
+        logits_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if counts and (params.frequency_penalty or params.presence_penalty):
+        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=device)
+        penalty = params.frequency_penalty * times + params.presence_penalty
+        logits_V[torch.tensor(list(counts), device=device)] -= penalty
+    if params.logit_bias:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
+        logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
+    if row.bad:
+        whole = row.tokens[: row.prompt_length] + text if any(len(bad) > 1 for bad in row.bad) else text
+        ends = [bad[-1] for bad in row.bad if len(bad) == 1 or tuple(whole[1 - len(bad) :]) == bad[:-1]]
+        logits_V[ends] = -torch.inf

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -62,6 +62,12 @@ class SamplingParams(BaseModel):
     one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
     ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
     log-probability of each token and of the n most likely ones (of the unprocessed distribution).
+
+    ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
+    were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
+    positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
+    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way. They hold
+    in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -77,6 +83,24 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the text before them, or on the request, in any way but through the model."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return any(penalties) or bool(self.logit_bias) or bool(self.bad_words)
+
+    @field_validator("bad_words")
+    @classmethod
+    def _bad_words_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty bad word would forbid every output")
+        return value
 
     @field_validator("stop", mode="before")
     @classmethod
@@ -463,6 +487,7 @@ class Sequence:
     logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
+    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
 
     @property
     def generated(self) -> int:
@@ -475,6 +500,13 @@ class Sequence:
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
         """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
-        return Sequence(
-            list(self.tokens), self.prompt_length, self.params, policy, seed, self.k, self.stop_ids, self.id
+        return replace(
+            self,
+            tokens=list(self.tokens),
+            policy=policy,
+            seed=seed,
+            provenance=[],
+            logprobs=[],
+            stats=Stats(),
+            finish_reason=None,
         )

@@ -218,6 +218,23 @@ def test_a_draft_of_another_vocabulary_is_translated(speaker: Path, tmp_path_fac
         LLM(speaker, other, dtype="float32")
 
 
+def test_a_bad_word_never_comes_up(speaker: Path) -> None:
+    llm = LLM(speaker, speaker, dtype="float32", k=4)
+    params = GREEDY.model_copy(update={"ignore_eos": True, "max_tokens": 60})
+    plain = llm.generate(["Hello"], params)[0]
+    word = llm.tokenizer.decode([plain.token_ids[3]])  # type: ignore[union-attr]
+    for words in ((word,), (plain.text[4:9],)):
+        if words[0].strip() and "\ufffd" not in words[0]:
+            out = llm.generate(["Hello"], params.model_copy(update={"bad_words": words}))[0]
+            assert out.token_ids != plain.token_ids
+            again = llm.generate(["Hello"], params.model_copy(update={"bad_words": words}), k=0)[0]
+            assert out.token_ids == again.token_ids
+    with pytest.raises(ValueError, match=r"logit_bias .*99999"):
+        llm.generate(["Hello"], SamplingParams(logit_bias={99999: 1.0}))
+    with pytest.raises(ValueError, match="empty bad word"):
+        SamplingParams(bad_words=("",))
+
+
 # --- text ------------------------------------------------------------------------------------------------
 
 

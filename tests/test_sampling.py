@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fly.vocabulary
 from fly.policies import Exact
-from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
+from fly.sampling import Law, Stream, constrain, derive, draw, uniforms
 from fly.types import SamplingParams, Sequence
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -254,23 +254,60 @@ def test_derived_streams_are_independent_of_their_parents() -> None:
 # --- ends that come too early ----------------------------------------------------------------------------
 
 
-@given(
-    st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.sets(st.integers(0, 4))), min_size=1, max_size=4),
-    st.integers(1, 4),
-)
-def test_ban_early_stops(rows: list[tuple[int, int, set[int]]], positions: int) -> None:
-    sequences = [
-        Sequence(
-            [0] * (2 + generated), 2, SamplingParams(min_tokens=least, max_tokens=9), Exact(), 0, 4, frozenset(stop)
-        )
-        for generated, least, stop in rows
-    ]
-    logits = torch.arange(len(rows) * positions * 5, dtype=torch.float32).reshape(len(rows), positions, 5)
+@st.composite
+def speculations(draw_: st.DrawFn) -> tuple[Sequence, list[int], list[int]]:
+    """A row with penalties and bans, and what is drafted to follow it: a tree."""
+    token = st.integers(0, 4)
+    penalty = st.sampled_from([0.0, -1.5, 0.25, 2.0])
+    sampling = SamplingParams(
+        min_tokens=draw_(st.integers(0, 6)),
+        max_tokens=9,
+        presence_penalty=draw_(penalty),
+        frequency_penalty=draw_(penalty),
+        repetition_penalty=draw_(st.sampled_from([1.0, 0.5, 1.3])),
+        logit_bias=draw_(st.dictionaries(token, st.sampled_from([-100.0, 3.0]), max_size=2)),
+        bad_words=("so",) if (bad := draw_(st.lists(st.lists(token, min_size=1, max_size=3), max_size=2))) else (),
+    )
+    prompt, text = draw_(st.lists(token, min_size=1, max_size=4)), draw_(st.lists(token, max_size=4))
+    stops = draw_(st.frozensets(token, max_size=3))
+    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=tuple(map(tuple, bad)))
+    draft = draw_(st.lists(token, max_size=4))
+    return row, draft, [draw_(st.integers(-1, i - 1)) for i in range(len(draft))]
+
+
+@given(st.lists(speculations(), min_size=1, max_size=3), st.booleans(), st.integers(0, 1000))
+def test_constraints_hold_at_every_drafted_position(
+    batch: list[tuple[Sequence, list[int], list[int]]], trees: bool, seed: int
+) -> None:
+    """Written out token by token from the definitions, for the text that leads to each position."""
+    rows, drafts = [row for row, _, _ in batch], [draft for _, draft, _ in batch]
+    longest = max(map(len, drafts))
+    logits = torch.randn(len(rows), longest + 1, 5, generator=torch.Generator().manual_seed(seed))
     before = logits.clone()
-    got = ban_early_stops(logits, sequences)
+    got = constrain(logits, rows, drafts, [parents for _, _, parents in batch] if trees else None)
     assert torch.equal(logits, before)
-    for b, (generated, least, stop) in enumerate(rows):
-        for j in range(positions):
+    for b, (row, draft, parents) in enumerate(batch):
+        for j in range(longest + 1):
+            if j > len(draft):
+                assert torch.equal(got[b, j], before[b, j])
+                continue
+            path: list[int] = []
+            at = j - 1
+            while at >= 0:
+                path.insert(0, draft[at])
+                at = parents[at] if trees else at - 1
+            text, p = row.tokens[row.prompt_length :] + path, row.params
             for v in range(5):
-                banned = v in stop and generated + j < least
-                assert got[b, j, v] == (-math.inf if banned else before[b, j, v])
+                wanted = float(before[b, j, v])
+                if v in row.tokens[: row.prompt_length] + text:
+                    wanted = wanted / p.repetition_penalty if wanted > 0 else wanted * p.repetition_penalty
+                wanted -= p.frequency_penalty * text.count(v) + p.presence_penalty * (v in text)
+                wanted += p.logit_bias.get(v, 0.0)
+                whole = row.tokens[: row.prompt_length] + text
+                for bad in row.bad:
+                    if v == bad[-1] and whole[len(whole) - len(bad) + 1 :] == list(bad[:-1]):
+                        wanted = -math.inf
+                if v in row.stop_ids and len(text) < p.min_tokens:
+                    wanted = -math.inf
+                assert float(got[b, j, v]) == pytest.approx(wanted, abs=1e-4)
+            event(f"penalised: {p.penalises}")

@@ -12,7 +12,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams, Why
-from fly.drafts import DraftStrategy
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad_trees
 from fly.drafts.tree import RecyclingDraft, TreeDraft, _static_tree
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
@@ -145,6 +145,60 @@ def test_greedy_text_with_trees_is_the_greedy_text(texts: list[list[int]], seed:
         assert b.stats.accepted == sum(t.why is Why.MATCH for t in b.provenance)
         event(f"tau {b.stats.tau:.0f}")
     assert llm.engine.runner.cache.allocator.num_free == llm.engine.runner.cache.allocator.num_blocks
+
+
+def naive_text(prompt: list[int], params: SamplingParams) -> list[int]:
+    """Greedy decoding without a cache or a draft, penalties written out."""
+    text: list[int] = []
+    while len(text) < params.max_tokens:
+        logits = dense_logits(LARGE, prompt + text)[-1].clone()
+        for v in range(VOCAB):
+            if v in prompt + text:
+                r = params.repetition_penalty
+                logits[v] = logits[v] / r if logits[v] > 0 else logits[v] * r
+            logits[v] -= params.frequency_penalty * text.count(v) + params.presence_penalty * (v in text)
+            logits[v] += params.logit_bias.get(v, 0.0)
+        text.append(int(logits.argmax()))
+    return text
+
+
+@settings(max_examples=20)
+@given(
+    st.lists(prompts, min_size=1, max_size=3),
+    st.integers(0, 1000),
+    st.sampled_from([0.0, 0.3, 1.5]),
+    st.sampled_from([0.0, 0.4, -0.5]),
+    st.sampled_from([1.0, 1.4]),
+    st.dictionaries(st.integers(0, VOCAB - 1), st.sampled_from([-100.0, 1.0]), max_size=3),
+    st.sampled_from(["trees", "model", "ngram+model", "none"]),
+)
+def test_penalties_are_right_inside_a_speculated_block(
+    texts: list[list[int]],
+    seed: int,
+    presence: float,
+    frequency: float,
+    repetition: float,
+    bias: dict[int, float],
+    kind: str,
+) -> None:
+    params = SamplingParams(
+        temperature=0.0,
+        max_tokens=16,
+        presence_penalty=presence,
+        frequency_penalty=frequency,
+        repetition_penalty=repetition,
+        logit_bias=bias,
+    )
+    strategy = {
+        "trees": lambda: RandomTrees(seed),
+        "model": lambda: SingleDraft(SMALL),
+        "ngram+model": lambda: CascadeDraft([NGramDraft(), SingleDraft(SMALL)]),
+        "none": lambda: None,
+    }[kind]()
+    outs = LLM(LARGE, draft=strategy, k=6, cache_tokens=512).generate(texts, params)
+    for text, out in zip(texts, outs):
+        assert out.token_ids == naive_text(text, params)
+        event(f"tau {out.stats.tau:.0f}")
 
 
 @settings(max_examples=15)

@@ -20,7 +20,7 @@ from fly.engine import Model, Runner, judge
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
-from fly.sampling import Law, Stream, ban_early_stops, derive, draw, uniforms
+from fly.sampling import Law, Stream, constrain, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence, Target
 from fly.vocabulary import argmax
 
@@ -184,7 +184,7 @@ class SingleDraft(DraftStrategy):
         they were drawn from (sampling only), and whether it was sure all the way."""
         if self.draft is not None:
             return self._round(rows, left, self.draft)
-        logits_BV = ban_early_stops(self.runner.feed(rows, [[]] * len(rows)), rows)[:, 0]
+        logits_BV = constrain(self.runner.feed(rows, [[]] * len(rows)), rows, [[]] * len(rows))[:, 0]
         if all(row.greedy for row in rows):
             sure = self._sure(logits_BV, None)
             for row, token, stands in zip(rows, argmax(logits_BV).tolist(), sure):

@@ -405,7 +405,7 @@ class TranslatedDraft(DraftStrategy):
         return Sequence(
             tokens=ids,
             prompt_length=len(ids) - row.generated,  # so that both count the same emitted tokens
-            params=_GREEDY if self.mode == "text" else row.params,
+            params=_GREEDY if self.mode == "text" else _of_any_vocabulary(row.params),
             policy=row.policy,
             # Not of the ids' number, which may be the same after a round, nor the seed of the round's coins.
             seed=derive(row.seed, len(row.tokens)),
@@ -455,6 +455,13 @@ def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:
     level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
     level._attached = False
     return level
+
+
+def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
+    """Without what is said by the target's ids or about its tokens. The draft's law needs nothing of it: the target's
+    has it, and decides."""
+    off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
+    return params.model_copy(update={**off, "bad_words": ()}) if params.penalises else params
 
 
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:

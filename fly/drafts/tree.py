@@ -16,7 +16,7 @@ import torch
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
 from fly.engine import Model
-from fly.sampling import ban_early_stops
+from fly.sampling import constrain
 from fly.types import Draft, Sequence, Target
 from fly.vocabulary import top
 
@@ -105,7 +105,7 @@ class TreeDraft(SingleDraft):
                 [trees[b].tokens for b in active],
                 [trees[b].parents for b in active],
             )
-            logits_BJV = ban_early_stops(self.runner.feed(group, tokens, parents), group, parents)
+            logits_BJV = constrain(self.runner.feed(group, tokens, parents), group, tokens, parents)
             self.runner.commit(group)
             width = self.width if self.branching is None else self.branching[level]
             places = [(i, node + 1) for i, b in enumerate(active) for node in frontier[b]]
