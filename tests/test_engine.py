@@ -491,8 +491,9 @@ PROMPTS = [[1, 2, 3], [4, 5], [6], [7, 8, 9, 10]]
 def test_a_failing_policy_leaves_the_caches_whole(name: str) -> None:
     llm = make_llm(name, 3)
     params = SamplingParams(temperature=0, max_tokens=20)
-    with pytest.raises(RuntimeError, match="policy broke"):
-        llm.generate(PROMPTS, params, policy=[Exact(), Fragile(), Exact(), Exact()])
+    if llm.draft is not None:  # a rule that has nothing to judge is not asked
+        with pytest.raises(RuntimeError, match="policy broke"):
+            llm.generate(PROMPTS, params, policy=[Exact(), Fragile(), Exact(), Exact()])
     assert whole(llm)
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
 

@@ -404,7 +404,7 @@ def test_fly_equals_its_twin(case: Case, policy: FLy) -> None:
     twin = Twin(case)
     got = twin.check(policy, 1.0, lambda b, j: twin.fly(policy, b, j))
     event(f"relaxed: {bool((got.why_BK == Why.RELAXED).any())}")
-    assert len(got.clauses) == 4
+    assert len(got.clauses) == (4 if case.draft.tokens_BK.shape[1] else 0)  # nothing drafted, nothing asked
     relaxed_BK = got.why_BK == Why.RELAXED
     for held_BK in got.clauses.values():
         assert held_BK[relaxed_BK].all()
