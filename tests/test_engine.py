@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import event, given, settings
+from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -58,6 +58,9 @@ def autoregression(prompt: tuple[int, ...], most: int) -> tuple[int, ...]:
     """What the target says greedily, without cache, batch, draft or engine."""
     out: list[int] = []
     while len(out) < most:
+        first, second = dense_logits(TARGET, [*prompt, *out])[-1].topk(2).values.tolist()
+        if first - second < 1e-5:
+            assume(False)  # rounding may decide, and another order of summation may decide otherwise
         out.append(int(dense_logits(TARGET, [*prompt, *out])[-1].argmax()))
     return tuple(out)
 
