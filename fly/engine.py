@@ -44,7 +44,8 @@ class Model(Protocol):
 def common_prefix(a: list[int], b: list[int]) -> int:
     """Length of the longest common prefix of two token lists."""
     shorter = min(len(a), len(b))
-    if a[:shorter] == b[:shorter]:  # the usual case, at C speed
+    # the usual case, at C speed, without a copy of the one that is a prefix
+    if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
         return shorter
     return next(i for i in range(shorter) if a[i] != b[i])
 
