@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from bisect import bisect_left, insort
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -16,7 +19,9 @@ from fly.types import Draft, Sequence, Target, depths
 
 __all__ = ["AdaptiveDraft"]
 
-_NEWS = 0.2  # weight of a new measurement in the average of a cost
+_NEWS = 0.2  # weight of a new draft in the average size of trees
+_SAMPLES = 9  # measurements of a cost that are kept for a size
+_OLD = 100  # measurements after which one that was not repeated is forgotten
 _MEMORY = 500.0  # drafted tokens that the common acceptance rates look back on, about
 _ROW_MEMORY = 48.0  # the same for a row's own
 _PRIOR = 4.0  # drafted tokens that the common rate counts for beside a row's own
@@ -27,35 +32,56 @@ _GRACE = 2.0  # autoregressive steps a row may lose before its account must be b
 
 
 class _Costs:
-    """Seconds by size: moving averages where measured, straight lines between and beyond them."""
+    """Seconds by size, as measured lately: straight lines between sizes, half as steep beyond them.
+
+    A measurement may be far too large (a pause of the machine, a text to catch up on) and then keep its own size from
+    being tried again, so it counts for as little as can be: the median of a size's last few, the least of one or two;
+    no more than any larger size takes; and nothing once it is old.
+    """
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []
-        self._seconds: dict[int, float] = {}
+        self._samples: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}
+        self._count = 0
+        self._known: list[tuple[int, float]] | None = None  # sizes with their seconds, both ascending
 
     def add(self, size: int, seconds: float) -> None:
-        if size in self._seconds:
-            # A pause of the machine must not count as the cost: one measurement moves the average by half at most.
-            capped = min(seconds, 3.5 * self._seconds[size])
-            self._seconds[size] += _NEWS * (capped - self._seconds[size])
-        else:
-            insort(self._sizes, size)
-            self._seconds[size] = seconds
+        self._count += 1
+        self._samples.setdefault(size, deque(maxlen=_SAMPLES)).append(seconds)
+        self._seen[size] = self._count
+        self._known = None
 
     def knows(self, size: int) -> bool:
-        return size in self._seconds
+        return size in self._samples
 
     def __call__(self, size: int) -> float:
-        if size in self._seconds:
-            return self._seconds[size]
-        if not self._sizes:
+        """Seconds to expect; 0 while nothing was measured."""
+        if self._known is None:
+            self._known = self._summary()
+        known = self._known
+        if not known:
             return 0.0
-        if len(self._sizes) == 1:
-            return self._seconds[self._sizes[0]]
-        at = min(max(bisect_left(self._sizes, size), 1), len(self._sizes) - 1)
-        low, high = self._sizes[at - 1], self._sizes[at]
-        slope = max(0.0, (self._seconds[high] - self._seconds[low]) / (high - low))
-        return max(self._seconds[low] + slope * (size - low), 0.0)
+        at = bisect_left(known, (size, 0.0))
+        if at == len(known):
+            (first, least), (last, most) = known[0], known[-1]
+            slope = (most - least) / (last - first) if last > first else 0.0
+            return most + slope / 2 * (size - last)
+        if at == 0 or known[at][0] == size:
+            return known[at][1]
+        (low, before), (high, after) = known[at - 1], known[at]
+        return before + (after - before) * (size - low) / (high - low)
+
+    def _summary(self) -> list[tuple[int, float]]:
+        smallest = min(self._samples, default=0)
+        for size in [s for s, seen in self._seen.items() if seen < self._count - _OLD and s != smallest]:
+            del self._samples[size], self._seen[size]
+        known: list[tuple[int, float]] = []
+        least = math.inf
+        for size in sorted(self._samples, reverse=True):
+            samples = self._samples[size]
+            least = min(least, statistics.median(samples) if len(samples) > 2 else min(samples))
+            known.append((size, least))
+        return known[::-1]
 
 
 @dataclass
@@ -157,11 +183,9 @@ class AdaptiveDraft(DraftStrategy):
             trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), counts)]
             proposed = [max((depth + 1 for depth in depths(tree)), default=0) for tree in trees]
         end = self._clock()
-        longest = max(proposed)
-        # A drafter that sat out a while has text to catch up on; that is no cost of the length, but better than none.
-        caught_up = all(account.drafted_last for account, n in zip(accounts, proposed) if n)
-        if longest and (caught_up or not self._drafting.knows(longest)):
-            self._drafting.add(longest, end - begin)
+        # A drafter that sat out a while has text to catch up on; that is no cost of the length.
+        if any(proposed) and all(account.drafted_last for account, n in zip(accounts, proposed) if n):
+            self._drafting.add(max(proposed), end - begin)
         for account, n in zip(accounts, proposed):
             account.drafted_last = n > 0
         if any(proposed):

@@ -164,7 +164,8 @@ class _Average:
 
     def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
         """With one more proposal, of at most ``asked`` tokens, and what was emitted (at least one token)."""
-        length = float(len(proposed))
+        # Half a token for none: a strategy that found nothing so far must not be given up for good.
+        length = max(float(len(proposed)), 0.5)
         if len(proposed) == asked:  # it might have gone on
             length = max(length, self.length)
         if self.length != float("inf"):

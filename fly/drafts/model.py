@@ -256,7 +256,7 @@ class CascadeDraft(DraftStrategy):
             raise ValueError("a level stands twice in a cascade; each needs a cache of its own")
         top = levels[0]
         for number, level in enumerate(levels[1:], start=1):
-            if not isinstance(level, SingleDraft):
+            if type(level) is not SingleDraft:  # its subclasses draft in ways of their own
                 raise ValueError(
                     f"level {number} of a cascade is {type(level).__name__}; "
                     "only a SingleDraft can verify a level below it"
