@@ -18,6 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from fly.cache.allocator import OutOfBlocks
 from fly.errors import explain
 
 app = typer.Typer(
@@ -43,16 +44,36 @@ LEGEND = {
 
 @contextmanager
 def _plain_errors() -> Iterator[None]:
-    """Bad input is one clear line and exit status 2, not a traceback."""
+    """Bad input is one clear line and exit status 2, not a traceback; so is an error of somebody's plug-in, with its
+    place. What is left over is ours, and shows all it can."""
+    if "" not in sys.path:  # modules in the working directory are found, as with python -m
+        sys.path.insert(0, "")
     try:
         yield
-    except (ValueError, OSError) as error:
+    except (typer.Exit, typer.Abort):
+        raise
+    except (ValueError, OSError, OutOfBlocks) as error:
         message = explain(error) if isinstance(error, ValidationError) else str(error)
         errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
         raise typer.Exit(2) from None
     except KeyboardInterrupt:
         errors.print("interrupted")
         raise typer.Exit(130) from None
+    except Exception as error:
+        place, theirs = _origin(error)
+        if not theirs:
+            raise
+        message = f"{type(error).__name__}: {error} ({place})"
+        errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2) from None
+
+
+def _origin(error: Exception) -> tuple[str, bool]:
+    """Where an error comes from, the command itself aside."""
+    from fly.errors import origin
+
+    place, _ = origin(error)
+    return place, not any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/"))
 
 
 Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
@@ -154,7 +175,10 @@ def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tupl
     start = time.perf_counter()
     for piece in request:
         why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
-        console.print(Text(str(piece), STYLES[why.name.lower()]), end="", soft_wrap=True)
+        if console.is_terminal:
+            console.print(Text(str(piece), STYLES[why.name.lower()]), end="", soft_wrap=True)
+        else:  # to the letter
+            console.file.write(str(piece))
     elapsed = time.perf_counter() - start
     console.print()
     return request.stats, elapsed
@@ -301,7 +325,6 @@ def check(
 
         if (rule is None) == (draft is None):
             raise ValueError("give either a rule or --draft")
-        sys.path.insert(0, "")  # a module in the working directory, as for python -m
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # blocks of a few numbers: more threads only wait for one another
         policy = None if rule is None else parse_policy(rule, trusted=True)
@@ -424,15 +447,16 @@ def _show_drafts(
 
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     rule = parse_policy(policy, trusted=True)
-    total = (len(names) + 1) * (len(KINDS) + 1) * problems
+    total = (len(names) + 1) * (len(KINDS) + 2) * problems
     columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         rows = measure_drafts(names, rule, problems, k, model, dtype, device, lambda: progress.advance(task))
     console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
     console.print(
-        "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: "
-        "prompts of random tokens, temperature 1.5, where nothing can be predicted[/]",
+        "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: after "
+        "prompts of random tokens, temperature 1.5 · noise: the same at temperature 100, where nothing can be "
+        "predicted[/]",
         highlight=False,
     )
 
@@ -447,7 +471,7 @@ def drafts_table(rows: list[Any], title: str) -> Table:
 
     table = Table(title=title, title_justify="left")
     table.add_column("draft")
-    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random"):
+    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random", "noise"):
         table.add_column(heading, justify="right")
     for row in rows:
         cells = [
@@ -462,7 +486,10 @@ def drafts_table(rows: list[Any], title: str) -> Table:
             f"{speed(row) / speed(plain):.2f}×",
             f"{speed(row) / speed(single):.2f}×",
             f"{sum(right)}/{len(right)}",
-            f"τ {row.random.stats.tau:.2f}\n{row.random.tokens_per_second / plain.random.tokens_per_second:.3f}×",
+            *(
+                f"τ {mine.stats.tau:.2f}\n{mine.tokens_per_second / theirs.tokens_per_second:.3f}×"
+                for mine, theirs in ((row.random, plain.random), (row.noise, plain.noise))
+            ),
         )
     return table
 

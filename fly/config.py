@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from fly.cache import DEFAULT_BYTES
+from fly.drafts.registry import CLASS_PATH
 from fly.errors import explain
 from fly.policies import Exact, PolicyField
 
@@ -29,6 +30,14 @@ class Config(BaseModel):
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     block_size: int = Field(default=16, gt=0)
 
+    @field_validator("draft")
+    @classmethod
+    def _imports_where_trusted(cls, value: str, info: ValidationInfo) -> str:
+        """A class path imports code, which only a trusted source may."""
+        if CLASS_PATH.search(value) and not (info.context or {}).get("trusted"):
+            raise ValueError(f"draft {value!r} would import code, which is not allowed from here")
+        return value
+
     @staticmethod
     def read(path: str | Path) -> Config:
         """Read a file the user trusts: its policy may name a ``module:Class``, which is imported.
@@ -44,6 +53,6 @@ class Config(BaseModel):
             data = yaml.safe_load(text)  # JSON is YAML
             return Config.model_validate(data or {}, context={"trusted": True})
         except yaml.YAMLError as error:
-            raise ValueError(f"{path}: not valid YAML ({error})") from error
+            raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
         except ValidationError as error:
             raise ValueError(f"{path}: {explain(error)}; fields: {list(Config.model_fields)}") from error

@@ -298,7 +298,30 @@ class Engine:
         max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.model.device)
-        return self.strategy.propose(rows, max_len)
+        draft = self.strategy.propose(rows, max_len)
+        self._check(draft, max_len)
+        return draft
+
+    def _check(self, draft: Draft, max_len: list[int]) -> None:
+        """A strategy is somebody else's code: what it may not propose is named before anything is done with it."""
+        name, vocabulary = type(self.strategy).__name__, self.runner.model.config.vocab_size
+        if not isinstance(draft, Draft):
+            raise ValueError(f"{name} proposed {draft!r}, not a Draft")
+        if draft.tokens_BK.shape[0] != len(max_len) or draft.lengths_B.shape != (len(max_len),):
+            shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
+            raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
+        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
+        for b, (tokens, n, most) in enumerate(zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist(), max_len)):
+            if not 0 <= n <= len(tokens):
+                raise ValueError(f"{name} proposed {len(tokens)} tokens and said that {n} count")
+            if bad := [token for token in tokens[:n] if not 0 <= token < vocabulary]:
+                raise ValueError(f"{name} proposed the ids {bad[:5]}, outside the vocabulary of {vocabulary}")
+            tree = None if parents is None else parents[b][:n]
+            if tree is not None and not all(-1 <= parent < node for node, parent in enumerate(tree)):
+                raise ValueError(f"{name} proposed a tree of parents {tree}, where each must come before its token")
+            longest = n if tree is None else max((depth + 1 for depth in depths(tree)), default=0)
+            if longest > most:
+                raise ValueError(f"{name} proposed {longest} tokens where at most {most} were asked for")
 
     def _account(
         self,

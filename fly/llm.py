@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +127,10 @@ class LLM:
     ) -> None:
         if deterministic:
             raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
-        self.k, self.policy = _check_k(k), policy or Exact()
+        self.k, self.policy = _check_k(k), Exact() if policy is None else policy
+        _check_policy(self.policy)
+        if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
+            raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -312,8 +316,8 @@ class LLM:
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
-        every_params = _one_each(params or self.default_params, len(listed), "params")
-        every_policy = _one_each(policy or self.policy, len(listed), "policy")
+        every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
+        every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
         every_k = _one_each(self.k if k is None else k, len(listed), "k")
         rows = [self._row(*request) for request in zip(listed, every_params, every_policy, every_k)]
         for number, row in enumerate(rows):
@@ -331,7 +335,12 @@ class LLM:
                 raise ValueError("this model has no tokenizer; give prompts as lists of token ids")
             tokens = self.tokenizer.encode(prompt)
         else:
-            tokens = [int(token) for token in prompt]
+            ids: Any = prompt
+            if not isinstance(ids, Rows) or not all(isinstance(token, Integral) for token in ids):
+                raise ValueError(f"prompt {_short(prompt)} is neither a text nor a list of token ids")
+            tokens = [int(token) for token in ids]
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"params {_short(params)} are no SamplingParams")
         if not tokens:
             raise ValueError("an empty prompt has no token to go on from; give at least one")
         if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
@@ -372,8 +381,7 @@ class LLM:
         return sorted(ids for ids in found if ids)
 
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        if not isinstance(policy, AcceptancePolicy):
-            raise ValueError(f"policy {policy!r} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
+        _check_policy(policy)
         return policy.bind(self._token_id)
 
     def _token_id(self, text: str) -> int:
@@ -415,6 +423,16 @@ def _check_k(k: int) -> int:
     if not isinstance(k, int) or isinstance(k, bool) or k < 0:
         raise ValueError(f"k {k!r} must be an integer of at least 0")
     return k
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def _check_policy(policy: object) -> None:
+    if not isinstance(policy, AcceptancePolicy):
+        raise ValueError(f"policy {_short(policy)} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

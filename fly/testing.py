@@ -25,15 +25,14 @@ import itertools
 import pickle
 import random
 import time
-import traceback
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from fly.errors import origin
 from fly.policies import AcceptancePolicy, Exact, dump_policy, load_policy, parse_policy, verify
 from fly.policies.base import exact_accept_probs
 from fly.policies.registry import check_types
@@ -122,7 +121,7 @@ def run_checks(
         except Exception as error:
             detail, where = str(error), ""
             if not isinstance(error, ConformanceError):
-                detail, where = f"raised {type(error).__name__}: {error}", f" ({_origin(error)})"
+                detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)[0]})"
             first = told.setdefault(detail, _title(check))
             detail = f"{detail}{where}" if first == _title(check) else f"the same as in '{first}'"
             report.findings.append(Finding(_title(check), False, detail))
@@ -147,15 +146,6 @@ def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
         for check in CHECKS
     ]
     return pytest.mark.parametrize(("policy", "check"), cases)
-
-
-def _origin(error: Exception) -> str:
-    """Where an error comes from: the innermost line outside of torch and of this package, if there is one."""
-    frames = traceback.extract_tb(error.__traceback__)
-    packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    theirs = [frame for frame in frames if not frame.filename.startswith(packages)]
-    frame = (theirs or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
 
 def _title(check: Callable[..., Any]) -> str:
@@ -660,7 +650,12 @@ def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list
 
     possible = (chance_B > 0).nonzero().squeeze(1)
     emitted = (law_of(possible, draft_BKV) * chance_B[possible].unsqueeze(1)).sum(0)
-    found = [("siblings drawn from one law", float((emitted - wanted).abs().max()))]
+
+    def compare(emitted: Tensor, what: str) -> tuple[str, float]:
+        found = _compare(emitted, wanted, vocab, longest, what, targets)
+        return found.story, found.gap
+
+    found = [compare(emitted, f"siblings drawn from one law {_round(laws[0])}")]
     different = torch.tensor(
         [
             b
@@ -669,7 +664,7 @@ def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list
         ]
     )
     for b, law in zip(different.tolist(), law_of(different, None)):
-        found.append((f"certain tokens {drawn[b].tolist()}", float((law - wanted).abs().max())))
+        found.append(compare(law, f"certain tokens {drawn[b].tolist()}"))
     return found
 
 

@@ -16,7 +16,7 @@ from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
-COMMANDS = {"generate", "models", "policies", "check", "demo", "bench"}
+COMMANDS = {"generate", "models", "policies", "drafts", "check", "demo", "bench"}
 
 
 def run(*arguments: str, **options: str) -> Result:
@@ -31,7 +31,7 @@ def test_the_commands_are_these() -> None:
     """The command line is public: a change to it is a decision."""
     result = run("--help")
     assert result.exit_code == 0
-    assert {name for name in COMMANDS if re.search(rf"│ {name} ", result.output)} == COMMANDS
+    assert set(re.findall(r"^│ ([a-z]+) ", result.output, flags=re.MULTILINE)) == COMMANDS
     options = set(re.findall(r"--[a-z][a-z-]*", run("generate", "--help").output))
     assert options >= {
         "--model",
@@ -177,3 +177,40 @@ def test_bench_policy_prints_a_row_for_each_shape() -> None:
     result = run("bench", "policy", "--policy", "fly", "--vocab", "64", "--rows", "1", "--rows", "2", "--k", "3")
     assert result.exit_code == 0, result.output
     assert result.output.count("fly") >= 2 and "%" in result.output
+
+
+def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    listed = run("drafts").output
+    assert all(name in listed for name in ("ngram(", "suffix(", "union(", "adaptive(strategy, loss=0.01)"))
+    (tmp_path / "my_drafts_cli.py").write_text(
+        "from fly.drafts import NGramDraft, pad\n"
+        "class Mine(NGramDraft): pass\n"
+        "class TooLong(NGramDraft):\n"
+        "    def propose(self, rows, max_len): return pad([[0] * (n + 1) for n in max_len])\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    good = run("check", "--draft", "my_drafts_cli:Mine(k=4)", "--problems", "0")
+    assert good.exit_code == 0 and "FAIL" not in good.output, good.output
+    bad = run("check", "--draft", "my_drafts_cli:TooLong", "--problems", "0")
+    assert bad.exit_code == 1 and "at most" in words(bad.output)
+    refused = run("generate", "hi", "--draft", "my_drafts_cli:TooLong")
+    assert refused.exit_code == 2 and "TooLong proposed" in words(refused.stderr)
+    assert run("check").exit_code == 2
+    table = run("bench", "drafts", "--draft", "ngram", "--problems", "1")
+    assert table.exit_code == 0 and "ngram" in table.output, table.output
+
+
+def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_rules.py").write_text("def f(:\n")
+    (tmp_path / "raising_rules.py").write_text(
+        "from dataclasses import dataclass\nfrom fly.policies import Exact\n"
+        "@dataclass(frozen=True)\nclass Raises(Exact):\n"
+        "    def accept_probs(self, target, draft):\n        raise KeyError('oh')\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    for rule, told in (
+        ("broken_rules:X", "SyntaxError"),
+        ("raising_rules:Raises", "raising_rules.py:6 in accept_probs"),
+    ):
+        result = run("generate", "hi", "--policy", rule, "--draft", "ngram", "--ignore-eos")
+        assert result.exit_code == 2 and told in words(result.stderr), result.stderr

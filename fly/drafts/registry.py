@@ -32,7 +32,7 @@ from fly.drafts.tree import RecyclingDraft, TreeDraft
 from fly.errors import explain
 from fly.policies import AcceptancePolicy, parse_policy
 
-__all__ = ["draft_types", "parse_draft"]
+__all__ = ["CLASS_PATH", "draft_types", "parse_draft"]
 
 _ENTRY_POINTS = "fly.drafts"
 _OURS: dict[str, type[DraftStrategy]] = {
@@ -46,10 +46,10 @@ _OURS: dict[str, type[DraftStrategy]] = {
     "union": UnionDraft,
     "adaptive": AdaptiveDraft,
 }
-_CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
 _WORD = re.compile(
-    rf"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|(?P<word>{_CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+)"""
+    rf"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|(?P<word>{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+)"""
 )
 
 
@@ -166,7 +166,7 @@ class _Reader:
         return re.sub(r"_word_\d+", lambda match: self.words.get(match[0], match[0]), ast.unparse(node))
 
     def _named(self, word: str) -> DraftStrategy:
-        if word in draft_types() or _CLASS_PATH.fullmatch(word):
+        if word in draft_types() or CLASS_PATH.fullmatch(word):
             return self._call(word, None)
         if word in BUNDLED or os.path.isdir(word):
             return self.checkpoint(word)
@@ -180,7 +180,7 @@ class _Reader:
 
     def _call(self, word: str, call: ast.Call | None) -> DraftStrategy:
         """The strategy ``word`` with the parameters of ``call``; None gives none."""
-        if _CLASS_PATH.fullmatch(word):
+        if CLASS_PATH.fullmatch(word):
             if not self.trusted:
                 raise self.error(f": {word!r} would import code, which is not allowed from here")
             make = _import(word)
@@ -289,8 +289,9 @@ def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"draft {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module does when it is imported
+        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"draft {path!r} cannot be imported: {told}") from error
     if not isinstance(found, DraftStrategy):
         _check_class(found, path)
     return found

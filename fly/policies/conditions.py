@@ -135,6 +135,10 @@ class _Chain(_Composite):
 
     parts: tuple[Condition, ...]
 
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError("parts () must hold at least one condition")
+
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         return replace(self, parts=tuple(part.bind(token_id) for part in self.parts))
 

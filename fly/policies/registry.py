@@ -114,7 +114,10 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
         raise ValueError(f"policy {text!r} is not an expression such as 'fly(theta=0.3) & after(2)'{where}") from error
-    rule = _build(tree.body, text, imports, trusted)
+    try:
+        rule = _build(tree.body, text, imports, trusted)
+    except RecursionError:
+        raise ValueError(f"policy of {len(text)} characters is nested too deeply: {text[:40]!r}...") from None
     if not isinstance(rule, AcceptancePolicy):
         raise ValueError(f"policy {text!r} is a condition; attach it to a core: 'exact | {rule}'")
     return rule
@@ -267,8 +270,9 @@ def _import(path: str) -> Any:
     module, _, name = path.partition(":")
     try:
         rule = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"policy {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # whatever the module does when it is imported
+        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"policy {path!r} cannot be imported: {told}") from error
     if not isinstance(rule, (AcceptancePolicy, Condition)):
         _check_rule_class(rule, path)
     return rule
