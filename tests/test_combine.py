@@ -230,9 +230,10 @@ class NaiveAverage:
             self.acceptance += self.rate * ((ours == theirs) - self.acceptance)
             if ours != theirs:
                 break
-        if len(proposed) < asked or len(proposed) > self.length:
+        length = max(len(proposed), 0.5)  # nothing found is no reason never to ask again
+        if len(proposed) < asked or length > self.length:
             old = self.length
-            self.length = len(proposed) if old == float("inf") else old + self.rate * (len(proposed) - old)
+            self.length = length if old == float("inf") else old + self.rate * (length - old)
 
 
 scripts = st.lists(st.lists(st.integers(0, 2), max_size=5), min_size=1, max_size=3)
@@ -570,3 +571,13 @@ def test_strategies_that_say_they_draw_trees_are_refused_at_once() -> None:
     for make in (lambda: RelayDraft([(RecyclingDraft(), 2)]), lambda: UnionDraft([NGramDraft(), RecyclingDraft()])):
         with pytest.raises(ValueError, match="RecyclingDraft proposes trees"):
             make()
+
+
+def test_a_member_that_found_nothing_at_first_is_asked_again() -> None:
+    text = [1, 2, 3, 4]
+    union, row = UnionDraft([NGramDraft()]), make_row(text)
+    for token in (5, 6, 7, 1, 2, 3):  # new words first, then a repetition
+        drafted = proposals(union.propose([row], [4]))[0]
+        row.tokens.append(token)
+        union.commit([row])
+    assert drafted == [3, 4, 5, 6]

@@ -181,7 +181,7 @@ def test_it_equals_the_twin_through_any_history(
         if edit == "emit":
             emit(row, tokens)
         elif edit == "roll back":
-            del row.tokens[max(1, len(row.tokens) - len(tokens)) :]
+            del row.tokens[max(row.prompt_length, len(row.tokens) - len(tokens)) :]
         elif edit == "commit":
             strategy.commit([row])
         else:

@@ -54,6 +54,11 @@ class _Costs:
     def knows(self, size: int) -> bool:
         return size in self._samples
 
+    @property
+    def measured(self) -> bool:
+        """Whether anything was."""
+        return bool(self._samples)
+
     def __call__(self, size: int) -> float:
         """Seconds to expect; 0 while nothing was measured."""
         if self._known is None:
@@ -282,6 +287,9 @@ class AdaptiveDraft(DraftStrategy):
                 most_value, best = value, list(lengths)
         for b in probes:
             best[b] = max(best[b], min(2, max_len[b]))
+        for b, account in enumerate(accounts):
+            if account.drafted_last and max_len[b] and not self._drafting.measured:
+                best[b] = max(best[b], 1)  # once, so that there is a cost without catching up in it
         if not any(best):
             # Nothing changes until some account can pay for a probe again.
             price = self._price(count, 2) / count
