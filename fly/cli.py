@@ -447,7 +447,7 @@ def _show_drafts(
 
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     rule = parse_policy(policy, trusted=True)
-    total = (len(names) + 1) * (len(KINDS) + 2) * problems
+    total = (len(names) + 1) * (len(KINDS) + 1) * problems
     columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
@@ -455,8 +455,7 @@ def _show_drafts(
     console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
     console.print(
         "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: after "
-        "prompts of random tokens, temperature 1.5 · noise: the same at temperature 100, where nothing can be "
-        "predicted[/]",
+        "prompts of random tokens, temperature 1.5, where little can be predicted[/]",
         highlight=False,
     )
 
@@ -471,7 +470,7 @@ def drafts_table(rows: list[Any], title: str) -> Table:
 
     table = Table(title=title, title_justify="left")
     table.add_column("draft")
-    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random", "noise"):
+    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random"):
         table.add_column(heading, justify="right")
     for row in rows:
         cells = [
@@ -486,10 +485,7 @@ def drafts_table(rows: list[Any], title: str) -> Table:
             f"{speed(row) / speed(plain):.2f}×",
             f"{speed(row) / speed(single):.2f}×",
             f"{sum(right)}/{len(right)}",
-            *(
-                f"τ {mine.stats.tau:.2f}\n{mine.tokens_per_second / theirs.tokens_per_second:.3f}×"
-                for mine, theirs in ((row.random, plain.random), (row.noise, plain.noise))
-            ),
+            f"τ {row.random.stats.tau:.2f}\n{row.random.tokens_per_second / plain.random.tokens_per_second:.3f}×",
         )
     return table
 

@@ -38,13 +38,12 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a strategy did: on each kind of task; after prompts of random tokens at temperature 1.5, where little can be
-    predicted; and at temperature 100, where nothing can."""
+    """What a strategy did: on each kind of task, and after prompts of random tokens at temperature 1.5, where little can
+    be predicted."""
 
     name: str
     kinds: dict[str, Result]
     random: Result
-    noise: Result
 
 
 def measure_drafts(
@@ -59,9 +58,9 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens, at two temperatures.
-    All take turns prompt by prompt. ``advance`` is called after every completion: ``(len(KINDS) + 2) * count`` times
-    for each strategy, and as often for none.
+    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt
+    by prompt. ``advance`` is called after every completion: ``(len(KINDS) + 1) * count`` times for each strategy, and
+    as often for none.
     """
     settings = [
         Setting(
@@ -80,18 +79,9 @@ def measure_drafts(
     vocabulary = settings[0].llm.engine.runner.model.config.vocab_size
     rng = Random(0)
     prompts: list[str | list[int]] = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
-    random, noise = (
-        decode(
-            settings,
-            prompts,
-            SamplingParams(temperature=temperature, max_tokens=256, seed=0, ignore_eos=True),
-            lambda name: advance(),
-        )
-        for temperature in (1.5, 100.0)
-    )
+    wild = SamplingParams(temperature=1.5, max_tokens=256, seed=0, ignore_eos=True)
+    random = decode(settings, prompts, wild, lambda name: advance())
     return [
-        Drafted(
-            setting.name, {kind: results[number] for kind, results in by_kind.items()}, random[number], noise[number]
-        )
+        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()}, random[number])
         for number, setting in enumerate(settings)
     ]
