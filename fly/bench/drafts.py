@@ -38,8 +38,8 @@ STRATEGIES = (
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a strategy did: on each kind of task, and after prompts of random tokens at temperature 1.5, where little can
-    be predicted."""
+    """What a strategy did: on each kind of task, and after prompts of random tokens at temperature 1.5, where little
+    can be predicted."""
 
     name: str
     kinds: dict[str, Result]
