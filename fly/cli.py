@@ -72,7 +72,7 @@ def _origin(error: Exception) -> tuple[str, bool]:
     """Where an error comes from, the command itself aside."""
     from fly.errors import origin
 
-    place, _ = origin(error)
+    place = origin(error)
     return place, not any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/"))
 
 

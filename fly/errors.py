@@ -1,13 +1,15 @@
-"""One way to say what was wrong with an input."""
+"""One way to say what was wrong with an input, or with a plug-in."""
 
 from __future__ import annotations
 
+import importlib
 import traceback
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "origin"]
+__all__ = ["explain", "import_object", "origin"]
 
 
 def explain(error: ValidationError) -> str:
@@ -22,13 +24,22 @@ def explain(error: ValidationError) -> str:
     return "; ".join(parts)
 
 
-def origin(error: BaseException) -> tuple[str, bool]:
-    """Where an error comes from, and whether that is somebody else's code: the innermost line outside of torch and of
-    this package, if there is one."""
+def import_object(path: str, what: str) -> Any:
+    """What ``module:name`` names. Raises ``ValueError`` saying why it cannot be had, whatever the module does."""
+    module, _, name = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except Exception as error:
+        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{what} {path!r} cannot be imported: {told}") from error
+
+
+def origin(error: BaseException) -> str:
+    """Where an error comes from: the innermost line outside of torch and of this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
     theirs = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
-    return f"{frame.filename}:{frame.lineno} in {frame.name}", bool(theirs)
+    return f"{frame.filename}:{frame.lineno} in {frame.name}"

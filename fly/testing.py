@@ -121,7 +121,7 @@ def run_checks(
         except Exception as error:
             detail, where = str(error), ""
             if not isinstance(error, ConformanceError):
-                detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)[0]})"
+                detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
             first = told.setdefault(detail, _title(check))
             detail = f"{detail}{where}" if first == _title(check) else f"the same as in '{first}'"
             report.findings.append(Finding(_title(check), False, detail))

@@ -34,6 +34,7 @@ __all__ = [
     "Verdict",
     "Why",
     "depths",
+    "first_branch",
 ]
 
 
@@ -127,6 +128,15 @@ def depths(parents: list[int]) -> list[int]:
     for parent in parents:
         found.append(0 if parent < 0 else found[parent] + 1)
     return found
+
+
+def first_branch(parents: list[int]) -> list[int]:
+    """Numbers of a tree's tokens along the branch that is tried first at every fork."""
+    branch: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (branch[-1] if branch else -1):
+            branch.append(node)
+    return branch
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,8 @@ from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
 from fly.sampling import Law
-from fly.types import Draft, Sequence, Target
+from fly.types import Draft, Target
+from tests.test_drafts import make_row, proposals
 from tests.toys import dense_logits, random_llama
 
 ENGLISH = (
@@ -123,17 +124,6 @@ def pair(name: str, **options: object) -> TranslatedDraft:
 
 def between(target: Tokenizer, draft: Tokenizer, mode: str = "auto") -> Vocabularies:
     return Vocabularies(target, SIZES[target], draft, SIZES[draft], mode)  # type: ignore[arg-type]
-
-
-def make_row(
-    tokens: list[int], temperature: float = 0.0, seed: int = 0, stop: tuple[int, ...] = (), **params: object
-) -> Sequence:
-    sampling = SamplingParams(temperature=temperature, stop_token_ids=stop, **params)  # type: ignore[arg-type]
-    return Sequence(list(tokens), 1, sampling, Exact(), seed, 8, frozenset(stop))
-
-
-def proposals(draft: Draft) -> list[list[int]]:
-    return [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> bytes:

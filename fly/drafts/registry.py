@@ -6,7 +6,6 @@ Nothing in a text is executed; ``module:Class`` imports only where the caller tr
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import os
 import re
@@ -29,7 +28,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
-from fly.errors import explain
+from fly.errors import explain, import_object
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["CLASS_PATH", "draft_types", "parse_draft"]
@@ -286,12 +285,7 @@ def _checkable(hint: Any) -> Any:
 
 
 def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
-        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"draft {path!r} cannot be imported: {told}") from error
+    found = import_object(path, "draft")
     if not isinstance(found, DraftStrategy):
         _check_class(found, path)
     return found

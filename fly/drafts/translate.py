@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.base import DraftStrategy, pad, until_end
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.engine import Model, Runner, common_prefix
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.sampling import derive
-from fly.types import Draft, SamplingParams, Sequence
+from fly.types import Draft, SamplingParams, Sequence, first_branch
 
 __all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
 
@@ -427,25 +427,16 @@ class TranslatedDraft(DraftStrategy):
         parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
         lengths, drafts = draft.lengths_B.tolist(), []
         for b, (row, tokens) in enumerate(zip(rows, draft.tokens_BK.tolist())):
-            ids = tokens[: lengths[b]] if parents is None else _first_branch(tokens[: lengths[b]], parents[b])
+            ids = tokens[: lengths[b]]
+            if parents is not None:
+                ids = [ids[node] for node in first_branch(parents[b][: lengths[b]])]
             at = next((j for j, i in enumerate(ids) if i not in vocabularies.draft.plain), len(ids))
             text = vocabularies.draft.text_after(own[b].tokens, ids[:at])
             window = vocabularies.window(self._contexts[row.id].last())
             new = vocabularies.target.continued(window, text) if text else []
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
-            ends = (j for j, i in enumerate(new, start=1) if i in row.stop_ids)
-            drafts.append(new[: next(ends, len(new))])
+            drafts.append(until_end(new, row))
         return pad(drafts, self._to_target_V.device)
-
-
-def _first_branch(tokens: list[int], parents: list[int]) -> list[int]:
-    """The branch of a tree that is tried first at every fork."""
-    branch, at = [], -1
-    for node, token in enumerate(tokens):
-        if parents[node] == at:
-            branch.append(token)
-            at = node
-    return branch
 
 
 def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:

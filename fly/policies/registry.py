@@ -8,7 +8,6 @@ it reads. Nothing in a text is executed; ``module:Class`` imports only where the
 from __future__ import annotations
 
 import ast
-import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping
@@ -28,7 +27,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from fly.errors import explain
+from fly.errors import explain, import_object
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
@@ -267,12 +266,7 @@ def check_types(rule: Rule) -> None:
 
 
 def _import(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        rule = getattr(importlib.import_module(module), name)
-    except Exception as error:  # whatever the module does when it is imported
-        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"policy {path!r} cannot be imported: {told}") from error
+    rule = import_object(path, "policy")
     if not isinstance(rule, (AcceptancePolicy, Condition)):
         _check_rule_class(rule, path)
     return rule

@@ -12,7 +12,7 @@ from torch import Tensor
 from fly.policies.base import AcceptancePolicy, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.sampling import draw
-from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why, first_branch
 from fly.vocabulary import pick
 
 __all__ = ["verify"]
@@ -88,13 +88,8 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
 def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
     """The verdict of a rule that judges chains only, on the first children of each tree."""
     assert draft.parents_BK is not None
-    chains = []
-    for parents, n in zip(draft.parents_BK.tolist(), draft.lengths_B.tolist()):
-        chain: list[int] = []
-        for node in range(n):
-            if parents[node] == (chain[-1] if chain else -1):
-                chain.append(node)
-        chains.append(chain)
+    trees = zip(draft.parents_BK.tolist(), draft.lengths_B.tolist())
+    chains = [first_branch(parents[:n]) for parents, n in trees]
     path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
     rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
