@@ -69,6 +69,8 @@ class SamplingParams(BaseModel):
     positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
     (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way. They hold
     in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
+
+    ``n`` is the number of completions; all but the first have seeds derived from that of the first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -89,6 +91,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
+    n: int = Field(default=1, ge=1)
 
     @property
     def penalises(self) -> bool:
@@ -424,6 +427,8 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached: int = 0  # prompt tokens that were in the cache already, from other requests
+    preempted: int = 0  # times it had to make room for others and start again from its tokens
     generated: int = 0
     rounds: int = 0
     emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
@@ -463,6 +468,8 @@ class Stats:
             gates[name] = gates.get(name, Gate()) + gate
         return Stats(
             self.prompt_tokens + other.prompt_tokens,
+            self.cached + other.cached,
+            self.preempted + other.preempted,
             self.generated + other.generated,
             self.rounds + other.rounds,
             self.emitted + other.emitted,
@@ -498,6 +505,9 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     finish_reason: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
+    priority: int = 0  # smaller goes first
+    parent: Sequence | None = None  # has the same prompt, and prefills it for both
+    error: Exception | None = None  # what ended it, where that was an error
 
     @property
     def generated(self) -> int:
@@ -507,6 +517,19 @@ class Sequence:
     @property
     def greedy(self) -> bool:
         return self.params.temperature == 0
+
+    def sample(self, seed: int) -> Sequence:
+        """Another completion of the same request, which has just come in."""
+        return replace(
+            self,
+            id=next(_ids),
+            parent=self,
+            seed=seed,
+            tokens=list(self.tokens),
+            provenance=[],
+            logprobs=[],
+            stats=replace(self.stats, gates={}),
+        )
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
         """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""

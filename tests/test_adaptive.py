@@ -184,7 +184,7 @@ def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     wanted = [out.token_ids for out in llm.generate(prompts, params, k=0)]
     assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
     assert not strategy._accounts
-    for allocator, _ in llm._allocators():
+    for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks
 
 

@@ -165,7 +165,8 @@ class LayerSkipDraft(SingleDraft):
     def _use(self, skip: Rows[int]) -> None:
         assert self._target is not None
         layers = [number for number in range(len(self._llama.layers)) if number not in skip]
-        self.runner = Runner(_Part(self._llama, layers), self._target.cache)
+        # what it caches behind a row is of some layers only
+        self.runner = Runner(_Part(self._llama, layers), self._target.cache, share=False)
 
     def _choices(self, tokens: list[int], layers: list[int]) -> Tensor:
         """[T] the most likely token after each of ``tokens``, by some layers alone."""
