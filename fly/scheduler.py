@@ -100,7 +100,8 @@ class Scheduler:
             self._preempt(self.running[-1])
             step = self._plan()
         before = [*self.running]
-        self._run(step)
+        if before:
+            self._run(step)
         told = {}
         for row in before:
             new = row.provenance[self._reported[row.id] :]
