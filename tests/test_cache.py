@@ -197,6 +197,23 @@ def test_the_page_unused_for_longest_goes_first_and_ends_before_beginnings() -> 
         allocator.resize("g", 4)
 
 
+def test_a_page_that_is_written_again_is_no_longer_known_by_what_it_held() -> None:
+    allocator = BlockAllocator(8, 2)
+    allocator.resize("a", 4)
+    allocator.publish("a", [1, 2, 3, 4], 4)
+    allocator.resize("a", 3)
+    assert allocator.adopt("b", [1, 2, 3, 4]) == 4  # nothing was written yet
+    assert allocator.resize("a", 4) == [(allocator.table("b")[1], allocator.table("a")[1])]  # so it writes elsewhere
+    allocator = BlockAllocator(8, 2)
+    allocator.resize("a", 4)
+    allocator.publish("a", [1, 2, 3, 4], 4)
+    allocator.resize("a", 3)
+    assert allocator.resize("a", 4) == []  # it has the page to itself and writes there
+    assert allocator.adopt("b", [1, 2, 3, 4]) == 2
+    allocator.publish("a", [1, 2, 3, 9], 4)
+    assert allocator.adopt("c", [1, 2, 3, 9]) == 4
+
+
 def test_one_content_is_kept_once_and_known_through_any_of_its_holders() -> None:
     allocator = BlockAllocator(8, 2)
     for seq in "ab":  # both work out the same, at the same time

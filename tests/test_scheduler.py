@@ -166,6 +166,8 @@ class Simulation(RuleBasedStateMachine):
     @invariant()
     def pages_belong_to_those_that_run(self) -> None:
         if hasattr(self, "scheduler"):
+            for rows in (self.scheduler.running, self.scheduler.waiting):
+                assert rows == sorted(rows, key=lambda row: (row.priority, row.id))
             running = {row.id for row in self.scheduler.running}
             assert {row.id for row in self.scheduler.waiting} | running == set(self.open)
             assert len(running) <= self.scheduler.max_rows
