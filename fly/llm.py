@@ -28,7 +28,7 @@ from fly.sampling import derive
 from fly.scheduler import Scheduler
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 
-__all__ = ["LLM", "Output", "Piece", "Stream"]
+__all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
 
 Prompt = str | Rows[int]
 
@@ -92,9 +92,9 @@ class Stream(Iterator[Piece]):
 
 
 @dataclass(eq=False)
-class _Request:
+class Request:
     """A row with its text: ``text`` follows its tokens where somebody reads along (to stream, or to find a stop
-    string), and ``pieces`` are those that were not fetched yet."""
+    string), and ``pieces`` are those that were not fetched yet, if it is ``streamed``."""
 
     row: Sequence
     text: TextStream | None = None
@@ -206,7 +206,7 @@ class LLM:
             draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        self._open: dict[int, _Request] = {}  # of all unfinished calls
+        self._open: dict[int, Request] = {}  # of all unfinished calls
         self.engine = Engine(Runner(loaded, cache, control, share=prefix_reuse), draft)
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens)
 
@@ -245,22 +245,22 @@ class LLM:
                 Nothing has run then.
             Exception: what a policy or a strategy raised on one of these prompts; open streams go on.
         """
-        requests = self._requests(prompts, params, policy, k, priority)
+        requests = self.requests(prompts, params, policy, k, priority)
         try:
             for request in requests:
-                self._submit(request)
+                self.submit(request)
             while any(not request.row.finish_reason for request in requests):
-                self._step()
+                self.step()
                 for request in requests:
                     if request.row.error is not None:
                         raise request.row.error
         finally:
             for request in requests:
-                self._close(request)
+                self.close(request)
         outputs, samples = [], iter(requests)
         for request in samples:
-            others = [self._output(next(samples)) for _ in range(request.row.params.n - 1)]
-            outputs.append(replace(self._output(request), others=tuple(others)))
+            others = [self.output(next(samples)) for _ in range(request.row.params.n - 1)]
+            outputs.append(replace(self.output(request), others=tuple(others)))
         return outputs
 
     def stream(
@@ -281,7 +281,7 @@ class LLM:
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        request, *others = self._requests([prompt], params, policy, k, priority)
+        request, *others = self.requests([prompt], params, policy, k, priority)
         if others:
             raise ValueError(f"n {request.row.params.n}: a stream is of one completion; open several, or use generate")
         request.streamed, request.text = True, self._text_stream(request.row)
@@ -298,12 +298,12 @@ class LLM:
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self.tokenizer.apply_chat_template(conversation)
 
-    def _stream(self, request: _Request) -> Generator[Piece, None, None]:
+    def _stream(self, request: Request) -> Generator[Piece, None, None]:
         row, text = request.row, request.text
         assert text is not None
         held: tuple[Token, ...] = ()
         try:
-            self._submit(request)
+            self.submit(request)
             while request.pieces or not row.finish_reason:
                 while request.pieces:
                     token, piece = request.pieces.popleft()
@@ -313,38 +313,43 @@ class LLM:
                         held = ()
                 if row.finish_reason:
                     break
-                self._step()
+                self.step()
             if row.error is not None:
                 raise row.error
         finally:
-            self._close(request)
+            self.close(request)
         if (rest := text.finish()) or held:
             yield Piece(rest, held)
 
-    def _submit(self, request: _Request) -> None:
+    def submit(self, request: Request) -> None:
+        """Let a request take part in the steps from now on. One that is over already stays so."""
         if not request.row.finish_reason:
             self._open[request.row.id] = request
             self.scheduler.add(request.row, request.stopped)
 
-    def _step(self) -> None:
-        """One step of all open requests."""
+    def step(self) -> None:
+        """One step of all requests that were submitted. A row's ``finish_reason`` says when it is over; ``close`` the
+        request then."""
         for id_, tokens in self.scheduler.step().items():
             if (request := self._open.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
                 request.take(tokens)
 
-    def _close(self, request: _Request) -> None:
+    def close(self, request: Request) -> None:
+        """Forget a request, and end it if it goes on: whatever it holds is free at once."""
         self.scheduler.cancel(request.row)
         self._open.pop(request.row.id, None)
 
-    def _requests(
+    def requests(
         self,
         prompts: Prompt | Rows[Prompt],
-        params: SamplingParams | Rows[SamplingParams] | None,
-        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None,
-        k: int | Rows[int] | None,
-        priority: int,
-    ) -> list[_Request]:
-        """The requests of a call, checked; where n asks for several completions, they stand one after another."""
+        params: SamplingParams | Rows[SamplingParams] | None = None,
+        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
+        k: int | Rows[int] | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """What ``generate`` would run, checked, for those who take the steps themselves: ``submit`` each, ``step``
+        until they are over, ``close`` each. Where n asks for several completions, they stand one after another.
+        Arguments and errors as there."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
@@ -363,7 +368,7 @@ class LLM:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             for sample in (row, *others):
-                requests.append(_Request(sample, self._text_stream(sample) if sample.params.stop else None))
+                requests.append(Request(sample, self._text_stream(sample) if sample.params.stop else None))
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
@@ -431,7 +436,8 @@ class LLM:
         assert self.tokenizer is not None
         return TextStream(self.tokenizer, row.params.stop)
 
-    def _output(self, request: _Request) -> Output:
+    def output(self, request: Request) -> Output:
+        """What has become of a request, without what ``others`` of the same prompt are."""
         row = request.row
         ids = row.tokens[row.prompt_length :]
         if request.text is not None:

@@ -161,6 +161,13 @@ class BlockAllocator:
         self._lengths[seq], self._published[seq] = len(table) * self.block_size, _Published(len(table), at)
         return self._lengths[seq]
 
+    def forget(self) -> None:
+        """Let no later sequence share what is published so far."""
+        self._evict(self.num_free)
+        for block in list(self._keys):
+            self._unlist(block)
+        self._published.clear()
+
     def next_key(self, seq: Hashable, tokens: Sequence[int]) -> Hashable:
         """Names the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
         would work out the same page. None if there is no whole one left."""
