@@ -26,6 +26,7 @@ class Config(BaseModel):
     k: int = Field(default=15, ge=0)
     dtype: str = "auto"
     device: str = "auto"
+    deterministic: bool = False
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     cache_share: float | None = Field(default=None, gt=0, le=1)

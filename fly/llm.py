@@ -22,6 +22,7 @@ from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
 from fly.models import load_model
+from fly.models.invariant import invariant
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.sampling import derive
@@ -129,7 +130,10 @@ class LLM:
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.
-        deterministic: results bit for bit independent of batch and draft length. Not available yet.
+        deterministic: what the target says of a token is the same to the last bit, whatever is fed together with it:
+            other requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of
+            autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order,
+            else it takes one forward a token (see ``fly.models.invariant``).
         cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
             eight full contexts, or as much of that as ``cache_bytes`` hold.
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
@@ -162,8 +166,6 @@ class LLM:
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
     ) -> None:
-        if deterministic:
-            raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
@@ -179,6 +181,8 @@ class LLM:
             self.default_params = read_sampling_defaults(directory)
         else:
             loaded = model
+        if deterministic:
+            loaded = invariant(loaded)
         config = loaded.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)

@@ -7,7 +7,7 @@ G key/value heads, D head width, L layers, P pages, Z tokens a page.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -73,6 +73,16 @@ class PagedBatch:
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
+
+    def tokens(self) -> Iterator[PagedBatch]:
+        """The same, token by token: each alone with a copy of all that it sees, in the order of its sequence."""
+        for row in self.rows:
+            stored_S = torch.arange(self.cache.keys.shape[1], device=self.cache.device)[row.stored]
+            count = row.new.stop - row.new.start
+            for n in range(count):
+                seen_S = stored_S[: row.length - count + n + 1] if row.mask_NS is None else stored_S[row.mask_NS[n]]
+                slots_T = self.slots_T[row.new.start + n : row.new.start + n + 1]
+                yield PagedBatch(self.cache, slots_T, [_Row(slice(0, 1), len(seen_S), seen_S, None, False)])
 
 
 class PagedKVCache:
