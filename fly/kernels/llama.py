@@ -12,6 +12,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from fly.cache import PagedBatch
 from fly.kernels.library import TORCH, Batch, Shape, chosen, load, number
 from fly.models import Llama
-from fly.models.llama import rotary_frequencies
+from fly.models.llama import KV, Layer, rotary_frequencies
 
 __all__ = ["CompiledLlama", "compiled"]
 
@@ -102,7 +103,7 @@ class CompiledLlama:
             raise MemoryError("no memory for a packed model")
         self._model = ctypes.c_void_p(made)
         weakref.finalize(self, self._library.fly_free, self._model)
-        for i, layer in enumerate(model.layers):
+        for i, layer in enumerate(cast(list[Layer], model.layers)):
             norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
             self._done(self._library.fly_set_norms(self._model, i, *(norm.data_ptr() for norm in norms)))
             attention, mlp = layer.self_attn, layer.mlp
@@ -132,9 +133,7 @@ class CompiledLlama:
         tokens of a call, and with the longest sequence."""
         return int(self._library.fly_workspace(self._model))
 
-    def __call__(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: PagedBatch, layers: Sequence[int] | None = None
-    ) -> Tensor:
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
         layers or those numbered in ``layers`` only. ``kv`` is a ``PagedKVCache``'s.
 
@@ -154,16 +153,14 @@ class CompiledLlama:
         count = len(hidden_TC)
         logits_TV = torch.empty(count, self.config.vocab_size)
         threads = torch.get_num_threads()
-        self._done(
-            self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads)
-        )
+        self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV
 
     def greedy(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
-        kv: PagedBatch,
+        kv: KV,
         most: Sequence[int],
         stop_ids: Sequence[Collection[int]],
         layers: Sequence[int] | None = None,
@@ -187,7 +184,7 @@ class CompiledLlama:
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
 
     def _batch(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: PagedBatch, layers: Sequence[int] | None
+        self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None
     ) -> tuple[Batch, tuple[object, ...]]:
         """What the library takes, and what must live as long."""
         if not isinstance(kv, PagedBatch):
