@@ -299,11 +299,12 @@ class Engine:
             self._commit(rows)  # forget what was speculated
             raise
         emitted: list[list[Token]] = [[] for _ in rows]
+        places: list[list[int]] = [[] for _ in rows]  # the position that each emitted token's law stands at
         for numbers, verdict in verdicts:
-            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
-        for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
+            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
+        for row, tokens, raw_JV, at in zip(rows, emitted, raw_BJV, places):
             if row.params.logprobs is not None:
-                row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
+                row.logprobs += _logprobs(raw_JV[at], tokens, row.params.logprobs)
         self._commit(rows)
         return emitted
 
@@ -363,6 +364,7 @@ class Engine:
         prompts: list[bool],
         stopped: Callable[[Sequence, int], bool] | None,
         emitted: list[list[Token]],
+        places: list[list[int]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
@@ -407,6 +409,7 @@ class Engine:
                 if row.finish_reason:
                     break
             stats, count = row.stats, len(emitted[b])
+            places[b] = positions[:count]
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1
