@@ -34,6 +34,7 @@ class Config(BaseModel):
     max_rows: int = Field(default=256, gt=0)
     step_tokens: int = Field(default=2048, gt=0)
     prefix_reuse: bool = True
+    kernels: str = "auto"
 
     @field_validator("draft")
     @classmethod

@@ -21,6 +21,7 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
+from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.invariant import invariant
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
@@ -142,6 +143,9 @@ class LLM:
         block_size: tokens a page of the cache.
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
+        kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
+            dtype), ``"torch"``, or one of ``fly.kernels.available()``; holds for a draft path too. A loaded model is
+            used as it is (``fly.kernels.compiled`` compiles it).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -165,6 +169,7 @@ class LLM:
         max_rows: int = 256,
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
+        kernels: str = "auto",
     ) -> None:
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
@@ -175,7 +180,7 @@ class LLM:
         self.default_params = SamplingParams(temperature=0.0)
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = load_model(directory, dtype, device)
+            loaded: Model = compiled(load_model(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
@@ -187,7 +192,7 @@ class LLM:
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device)
+            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
         if draft is not None:
             draft = translated(draft, self.tokenizer, config.vocab_size)
         most_tokens = 8 * config.max_position_embeddings

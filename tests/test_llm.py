@@ -112,7 +112,6 @@ def test_one_for_all_or_one_for_each() -> None:
         (lambda: LLM(MODEL, k=1.5), ("k", "1.5")),
         (lambda: LLM(MODEL).generate([[1]], GREEDY, k=-3), ("k", "-3")),
         (lambda: LLM(MODEL).generate([[1]], GREEDY, k=[-4]), ("k", "-4")),
-        (lambda: LLM(MODEL, deterministic=True), ("deterministic",)),
         (lambda: LLM(MODEL, SingleDraft(random_llama(0, VOCAB + 1))), (str(VOCAB), str(VOCAB + 1))),
         (lambda: LLM(MODEL, CascadeDraft([NGramDraft(), SingleDraft(random_llama(0, 5))])), (str(VOCAB), "5")),
         (lambda: LLM(MODEL).generate([1, 2, 3]), ("[[1, 2, 3]]",)),
