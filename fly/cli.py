@@ -497,7 +497,7 @@ def bench_batch(
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
+    kernels: Kernels = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -514,10 +514,10 @@ def bench_batch(
 
         check_plot(plot)
         sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options["cache_tokens"] = max(sizes) * 1024
         plain = LLM(model, **options)
-        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device)
+        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device, kernels=kernels)
         fast = LLM(model, draft=strategy, **options)
         settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
         if rule != Exact():
@@ -530,7 +530,7 @@ def bench_batch(
             loads = measure_load(
                 settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), lambda: progress.advance(task)
             )
-        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, pages of {block_size}"
+        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, {_kernels_of(plain)}"
         console.print(load_table(loads, title))
         console.print(
             "[dim]first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import DEFAULT_BYTES, PagedKVCache
+from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
@@ -140,7 +140,7 @@ class LLM:
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
             a size of its own is not counted.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
-        block_size: tokens a page of the cache.
+        block_size: tokens a page of the target's cache; None is what suits the device.
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
@@ -165,7 +165,7 @@ class LLM:
         cache_tokens: int | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         cache_share: float | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_rows: int = 256,
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
@@ -195,6 +195,7 @@ class LLM:
             draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
         if draft is not None:
             draft = translated(draft, self.tokenizer, config.vocab_size)
+        block_size = block_size_for(loaded.device) if block_size is None else block_size
         most_tokens = 8 * config.max_position_embeddings
         if cache_share is not None:
             if not 0 < cache_share <= 1:

@@ -19,10 +19,16 @@ from torch import Tensor
 from fly.cache.allocator import BlockAllocator
 from fly.models.config import LlamaConfig
 
-__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache"]
+__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache", "block_size_for"]
 
 
 DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
+
+
+def block_size_for(device: torch.device | str) -> int:
+    """Tokens a page on a kind of device: few on the CPU, whose kernels find their way through any table, so that little
+    is left unused behind the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
+    return 4 if torch.device(device).type == "cpu" else 256
 
 
 class Cacheable(Protocol):
@@ -128,7 +134,7 @@ class PagedKVCache:
     Args:
         config: the model whose keys and values are stored.
         num_blocks: pages; one page holds ``block_size`` tokens of all layers.
-        block_size: tokens a page.
+        block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
         dtype, device: of the stored tensors.
 
     ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z.
@@ -138,10 +144,11 @@ class PagedKVCache:
         self,
         config: LlamaConfig,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.device = torch.device(device)
         shape = (
@@ -154,12 +161,12 @@ class PagedKVCache:
         self.values = torch.zeros(shape, dtype=dtype, device=device)
 
     @classmethod
-    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int = 16) -> PagedKVCache:
+    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
         """A cache of the model's dtype on its device, of at least ``tokens`` tokens over all sequences.
 
         None is eight full contexts, or as much of that as 4 GiB hold.
         """
-        dtype = getattr(model, "dtype", torch.float32)
+        dtype, block_size = getattr(model, "dtype", torch.float32), block_size or block_size_for(model.device)
         if tokens is None:
             affordable = DEFAULT_BYTES // cls.bytes_per_token(model.config, dtype)
             tokens = min(8 * model.config.max_position_embeddings, max(affordable, block_size))

@@ -56,7 +56,7 @@ class SingleDraft(DraftStrategy):
         confidence: float = 0.0,
         entropy: float = math.inf,
         cache_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",

@@ -65,7 +65,7 @@ class TreeDraft(SingleDraft):
         branching: Rows[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
