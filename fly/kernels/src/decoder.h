@@ -8,6 +8,8 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
+
 // Whatever is still on the way to memory must have been seen by all before anybody goes on.
 inline void wait(Call* call) {
     if (call->threads == 1) return;
@@ -18,11 +20,14 @@ inline void wait(Call* call) {
         __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
         return;
     }
-    for (int spins = 0; __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase; spins++)
-        if (spins < 4000)
-            _mm_pause();
-        else
-            sched_yield();  // the processor may be needed by whoever we wait for
+    for (int spins = 0; spins < 1000; spins++) {
+        if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
+        fly::pause();
+    }
+    // Whoever we wait for may have lost the processor, or need this one.
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
+    if (nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
 }
 
 struct Range {
