@@ -85,6 +85,7 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Kernels = Annotated[str, typer.Option(help="What runs on the CPU: auto, torch, avx512bf16 or avx2.")]
 
 
 @app.command()
@@ -114,6 +115,7 @@ def generate(
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    kernels: Kernels = "auto",
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
@@ -139,7 +141,9 @@ def generate(
             bad_words=tuple(bad_word or ()),
         )
         text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
-        setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
+        setup = _setup(
+            context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
+        )
         llm = LLM.from_config(setup)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
@@ -150,7 +154,18 @@ def generate(
         stats, elapsed = _show_stream(llm, ids, params)
         if console.is_terminal:
             _legend()
-            console.print(f"[dim]{_summary(stats, elapsed)}[/]", highlight=False)
+            console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]", highlight=False)
+
+
+def _kernels_of(llm: Any) -> str:
+    """What runs the target, and why it is PyTorch where compiled kernels were to be had."""
+    from fly.kernels import why_not
+
+    model = llm.engine.runner.model
+    if (name := getattr(model, "kernels", None)) is not None:
+        return f"kernels {name}"
+    reason = why_not() if model.device.type == "cpu" else ""
+    return f"kernels torch ({reason})" if reason else "kernels torch"
 
 
 def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
@@ -429,16 +444,24 @@ def bench_drafts(
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    kernels: Kernels = "auto",
 ) -> None:
     """Every draft strategy on every kind of task, and on text that nobody can predict."""
     with _plain_errors():
         from fly.bench.drafts import STRATEGIES
 
-        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device)
+        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device, kernels)
 
 
 def _show_drafts(
-    names: tuple[str, ...], policy: str, problems: int, k: int, model: str, dtype: str, device: str
+    names: tuple[str, ...],
+    policy: str,
+    problems: int,
+    k: int,
+    model: str,
+    dtype: str,
+    device: str,
+    kernels: str = "auto",
 ) -> None:
     """Measure strategies, the single draft first, and print the table."""
     from fly.bench.drafts import STRATEGIES, measure_drafts
@@ -451,7 +474,7 @@ def _show_drafts(
     columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
-        rows = measure_drafts(names, rule, problems, k, model, dtype, device, lambda: progress.advance(task))
+        rows = measure_drafts(names, rule, problems, k, model, dtype, device, kernels, lambda: progress.advance(task))
     console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
     console.print(
         "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: after "
@@ -498,6 +521,7 @@ def demo(
     split: Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")] = "heldout",
     seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 0,
     dtype: Dtype = "auto",
+    kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
     with _plain_errors():
@@ -508,7 +532,7 @@ def demo(
 
         rule = parse_policy(policy, trusted=True)
         (question,) = list(draw_problems(None, split, seed, 1))
-        llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+        llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
         params = SamplingParams(temperature=0.0, max_tokens=400)
 
         console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
@@ -517,12 +541,14 @@ def demo(
         stats, elapsed = _show_stream(llm, llm.chat_prompt(question.prompt), params, rule)
         console.print()
         _legend()
-        console.print(f"[dim]{_summary(stats, elapsed)}[/]\n", highlight=False)
+        console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]\n", highlight=False)
 
-        _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True)
+        _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True, kernels=kernels)
 
 
-def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool) -> None:
+def _compare_on_bundled(
+    rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool, kernels: str = "auto"
+) -> None:
     """Run held-out problems through the bundled models by each setting, and print the table."""
     from fly.bundled.tasks import problems as draw_problems
     from fly.eval import Setting, compare
@@ -530,12 +556,12 @@ def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dt
     from fly.policies import Exact
     from fly.types import SamplingParams
 
-    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
     settings = [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact())]
     if rule != Exact():
         settings.append(Setting(rule_name(rule), llm, k, rule))
     if multi_level:
-        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype)
+        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype, kernels=kernels)
         settings.append(Setting(f"{rule_name(rule)}, multi-level", levels, k, rule))
     questions = list(draw_problems(None, split, seed, count))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -29,6 +29,7 @@ class Config(BaseModel):
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     block_size: int = Field(default=16, gt=0)
+    kernels: str = "auto"
 
     @field_validator("draft")
     @classmethod

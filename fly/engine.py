@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fly.cache import PagedKVCache
+from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
@@ -101,7 +101,7 @@ class Runner:
             for at, row, start, tree in zip(positions, rows, starts, parents):
                 at[len(at) - len(tree) :] = [len(row.tokens) + depth for depth in depths(tree)]
                 masks.append(_tree_mask(start, len(row.tokens), tree).to(device) if tree else None)
-        kv = self._reserve(rows, starts, counts, masks)
+        kv = self._reserve(rows, starts, counts, masks, counts)
         tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
         positions_T = torch.tensor([at for row_positions in positions for at in row_positions], device=device)
         hidden_TC = self.model(tokens_T, positions_T, kv)
@@ -119,12 +119,42 @@ class Runner:
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
-    def _reserve(
-        self, rows: Rows[Sequence], starts: list[int], counts: list[int], masks: list[Tensor | None] | None
-    ) -> KV:
-        """Room for every row's new tokens, or for none."""
+    def greedy(self, rows: Rows[Sequence], most: Rows[int]) -> list[list[int]] | None:
+        """What the model says of every row at temperature 0, token after token, up to ``most[b]`` (at least 1) or one
+        that ends the row; all but the last are then cached. As ``feed`` and an argmax, again and again, in one call.
+
+        None where the model has no such call, or the cache not the room for it; nothing was changed then.
+        """
+        if (draft := getattr(self.model, "greedy", None)) is None:
+            return None
+        starts = [len(self._cached.get(row.id, ())) for row in rows]
+        new = [row.tokens[start:] for row, start in zip(rows, starts)]
+        counts = [len(tokens) for tokens in new]
         try:
-            for row, start, count in zip(rows, starts, counts):
+            kv = self._reserve(rows, starts, counts, None, [count + n - 1 for count, n in zip(counts, most)])
+        except OutOfBlocks:
+            return None
+        tokens_T = torch.tensor([token for tokens in new for token in tokens])
+        positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
+        drafts: list[list[int]] = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows])
+        for row, tokens, drafted, n in zip(rows, new, drafts, most):
+            cached = self._cached.setdefault(row.id, [])
+            cached += tokens + drafted[:-1]
+            if len(drafted) < n:
+                self.cache.resize(row.id, len(cached))
+        return drafts
+
+    def _reserve(
+        self,
+        rows: Rows[Sequence],
+        starts: list[int],
+        counts: list[int],
+        masks: list[Tensor | None] | None,
+        room: list[int],
+    ) -> PagedBatch:
+        """The batch of every row's new tokens, with ``room`` for so many, or for none."""
+        try:
+            for row, start, count in zip(rows, starts, room):
                 self.cache.resize(row.id, start + count)
         except BaseException:
             for row, start in zip(rows, starts):
@@ -269,11 +299,12 @@ class Engine:
             self._commit(rows)  # forget what was speculated
             raise
         emitted: list[list[Token]] = [[] for _ in rows]
+        places: list[list[int]] = [[] for _ in rows]  # the position that each emitted token's law stands at
         for numbers, verdict in verdicts:
-            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
-        for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
+            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
+        for row, tokens, raw_JV, at in zip(rows, emitted, raw_BJV, places):
             if row.params.logprobs is not None:
-                row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
+                row.logprobs += _logprobs(raw_JV[at], tokens, row.params.logprobs)
         self._commit(rows)
         return emitted
 
@@ -333,6 +364,7 @@ class Engine:
         prompts: list[bool],
         stopped: Callable[[Sequence, int], bool] | None,
         emitted: list[list[Token]],
+        places: list[list[int]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
@@ -377,6 +409,7 @@ class Engine:
                 if row.finish_reason:
                     break
             stats, count = row.stats, len(emitted[b])
+            places[b] = positions[:count]
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1

@@ -19,6 +19,7 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
+from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.policies import AcceptancePolicy, Bound, Exact
@@ -105,6 +106,9 @@ class LLM:
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
             a size of its own is not counted.
         block_size: tokens a page of the cache.
+        kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
+            dtype), ``"torch"``, or one of ``fly.kernels.available()``; holds for a draft path too. A loaded model is
+            used as it is (``fly.kernels.compiled`` compiles it).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -124,6 +128,7 @@ class LLM:
         cache_tokens: int | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         block_size: int = 16,
+        kernels: str = "auto",
     ) -> None:
         if deterministic:
             raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
@@ -136,7 +141,7 @@ class LLM:
         self.default_params = SamplingParams(temperature=0.0)
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = load_model(directory, dtype, device)
+            loaded: Model = compiled(load_model(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
@@ -146,7 +151,7 @@ class LLM:
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device)
+            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
         if draft is not None:
             draft = translated(draft, self.tokenizer, config.vocab_size)
         if cache_tokens is None:

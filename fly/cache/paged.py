@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -47,17 +48,50 @@ class _Row:
 class PagedBatch:
     """The ``kv`` of one forward: which slots the packed tokens are written to and which each row reads."""
 
-    def __init__(self, cache: PagedKVCache, slots_T: Tensor, rows: list[_Row]) -> None:
-        self.cache, self.slots_T, self.rows = cache, slots_T, rows
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        seqs: Sequence[Hashable],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        masks: Sequence[Tensor | None] | None,
+    ) -> None:
+        self.cache, self.seqs, self.starts, self.counts, self.masks = cache, seqs, starts, counts, masks
+
+    def tables(self) -> list[list[int]]:
+        """Each row's pages in order (the allocator's own lists), for an attention that finds its way by itself."""
+        return [self.cache.allocator.table(seq) for seq in self.seqs]
+
+    @cached_property
+    def _packed(self) -> tuple[Tensor, list[_Row]]:
+        """Slots [T] that the packed tokens are written to, and what each row reads."""
+        cache, device = self.cache, self.cache.device
+        rows, written, at = [], [], 0
+        for b, (seq, start, count) in enumerate(zip(self.seqs, self.starts, self.counts)):
+            length = start + count
+            stored: slice | list[int] | Tensor = cache.slots(seq, 0, length)
+            if isinstance(stored, slice):
+                written.append(torch.arange(stored.start + start, stored.stop, device=device))
+            else:
+                stored = torch.tensor(stored, device=device)
+                written.append(stored[start:])
+            mask_NS = None if self.masks is None else self.masks[b]
+            fresh = mask_NS is None and count > 1 and start == 0
+            if mask_NS is None and count > 1 and not fresh:
+                mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)
+            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
+            at += count
+        return written[0] if len(written) == 1 else torch.cat(written), rows
 
     def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself.
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
+        slots_T, rows = self._packed
         k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
-        k_SGD.index_copy_(0, self.slots_T, k_TGD.to(k_SGD.dtype))
-        v_SGD.index_copy_(0, self.slots_T, v_TGD.to(v_SGD.dtype))
+        k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
+        v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
         q = q_THD.to(k_SGD.dtype).transpose(0, 1).unsqueeze(0)
         grouped = q_THD.shape[1] != k_TGD.shape[1]
         outs = [
@@ -69,7 +103,7 @@ class PagedBatch:
                 is_causal=row.causal,
                 enable_gqa=grouped,
             )
-            for row in self.rows
+            for row in rows
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
@@ -171,21 +205,7 @@ class PagedKVCache:
         Raises ``ValueError`` where ``resize`` has not reserved the room: the slots behind a sequence's last page may be
         another's.
         """
-        rows, written, at = [], [], 0
-        for b, (seq, start, count) in enumerate(zip(seqs, starts, counts, strict=True)):
-            length = start + count
-            if length > (room := self.allocator.length(seq)):
+        for seq, start, count in zip(seqs, starts, counts, strict=True):
+            if (length := start + count) > (room := self.allocator.length(seq)):
                 raise ValueError(f"sequence {seq!r} has room for {room} tokens, not for {length}: resize it first")
-            stored: slice | list[int] | Tensor = self.slots(seq, 0, length)
-            if isinstance(stored, slice):
-                written.append(torch.arange(stored.start + start, stored.stop, device=self.device))
-            else:
-                stored = torch.tensor(stored, device=self.device)
-                written.append(stored[start:])
-            mask_NS = None if masks is None else masks[b]
-            fresh = mask_NS is None and count > 1 and start == 0
-            if mask_NS is None and count > 1 and not fresh:
-                mask_NS = torch.ones(count, length, dtype=torch.bool, device=self.device).tril_(start)
-            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
-            at += count
-        return PagedBatch(self, written[0] if len(written) == 1 else torch.cat(written), rows)
+        return PagedBatch(self, seqs, starts, counts, masks)

@@ -17,10 +17,11 @@ from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, PagedKVCache
 from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
 from fly.engine import Model, Runner, judge
+from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
-from fly.sampling import Law, Stream, constrain, derive, draw, uniforms
+from fly.sampling import Law, Stream, constrain, constrains, derive, draw, uniforms
 from fly.types import Draft, Guarantee, Sequence, Target
 from fly.vocabulary import argmax
 
@@ -43,7 +44,7 @@ class SingleDraft(DraftStrategy):
             that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a lossless rule
             stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device: how a path is loaded.
+        dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class SingleDraft(DraftStrategy):
         block_size: int = 16,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        kernels: str = "auto",
     ) -> None:
         self._set_limits(k, confidence, entropy)
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            model = load_model(directory, dtype, device)
+            model = compiled(load_model(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
             control |= self.tokenizer.control_ids if self.tokenizer else frozenset()
@@ -137,6 +139,10 @@ class SingleDraft(DraftStrategy):
         self.runner.commit(scratch)  # what was drafted last may still be cached, even for a fork of other tokens
         starts = [len(row.tokens) for row in rows]
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
+        if (drafted := self._at_once([scratch[b] for b in active], [most[b] for b in active])) is not None:
+            for b, tokens in zip(active, drafted):
+                scratch[b].tokens += tokens
+            active = []
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
             new_laws, sure = self._advance([scratch[b] for b in active], left)
@@ -178,6 +184,12 @@ class SingleDraft(DraftStrategy):
         from fly.drafts.translate import translated  # which builds on this class
 
         return translated(draft, self.tokenizer, self.vocab_size)
+
+    def _at_once(self, rows: list[Sequence], most: list[int]) -> list[list[int]] | None:
+        """What ``_advance`` comes to, over and over, in one call of the model; None where it must go step by step."""
+        if self.draft is not None or self._stops or not all(row.greedy and not constrains(row) for row in rows):
+            return None
+        return self.runner.greedy(rows, most)
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws
