@@ -3,6 +3,7 @@ what a draft is made of."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -15,56 +16,69 @@ __all__ = ["AdaptiveDraft"]
 
 _COSTS = 32.0  # measurements that a cost looks back on, about
 _PAUSE = 3.0  # a measurement counts for at most so many times what was expected
-_FEW = 3  # the least of so many first measurements counts
-_COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on, about
-_OWN = 64.0  # the same for a row's own
-_HOPE = 0.9  # chance that a drafted token stands, while nothing is known
-_PRIOR = 4.0  # drafted tokens that what is known beforehand counts for beside what was seen
 _AGAIN = 64  # rounds after which decoding without a draft is measured again; sooner while it was measured seldom
+_COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on, about
+_OWN = 100.0  # the same for a row's own
+_HOPE = 0.9  # chance that a drafted token stands, while nothing is known
+_PRIOR = 4.0  # drafted tokens for which that counts
+_OTHERS = 20.0  # drafted tokens for which all rows count beside a row's own
+_ASTRAY = 0.05  # chance that a token stands where the strategy has lost the thread
+_FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
+_FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
+_SURE = 5.0  # the odds stay within this, so that a text may change
+_LATE = 16  # tokens by which a text has grown before a drafter that has not seen them has to catch up
 _REST = 64  # rounds that a row may go on before it is thought about again
-# In steps of autoregressive decoding:
-_ONCE = 4.0  # what may be lost by finding out what a strategy is worth, over all rows
-_GRACE = 2.0  # what a row may be expected to lose by a draft that it cannot pay for
-_CREDIT = 6.0  # gain that may be lost again
+# In rounds without a draft:
+_ONCE = 4.0  # what may be lost by finding out what a strategy is worth
+_GIFT = 0.02  # share of gains that may be spent on probes
+_CREDIT = 12.0  # gain that may be lost again
 
 
 class _Plain:
     """Seconds of a round without a draft, for one number of rows."""
 
     def __init__(self) -> None:
-        self.seconds, self.count, self.since = 0.0, 0, 0
+        self.seconds, self.since = 0.0, 0
+        self._first: list[float] = []
+        self._count = 0
 
     def add(self, seconds: float) -> None:
-        self.count, self.since = self.count + 1, 0
-        if self.count <= _FEW:
-            self.seconds = min(seconds, self.seconds) if self.count > 1 else seconds
+        self._count, self.since = self._count + 1, 0
+        if self._count <= 3:  # a pause of the machine must not stand for it: the least of two, the middle one of three
+            self._first = sorted([*self._first, seconds])
+            self.seconds = self._first[(self._count - 1) // 2]
         else:
-            self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self.count, 0.1)
+            self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self._count, 0.1)
 
     @property
     def due(self) -> bool:
-        return self.since >= min(_AGAIN, 8 * self.count)
+        return self.since >= min(_AGAIN, 8 * self._count)
 
 
 class _Line:
     """Seconds of what drafting takes, by its size: a straight line ``start + slope · size`` through what was measured
-    lately, by least squares. Nothing is known to take no time, which counts as one measurement."""
+    lately, by least squares.
 
-    def __init__(self) -> None:
+    Where only one size was measured that says nothing of the slope. Either it is all slope (``through_zero``, as of a
+    model that drafts token by token) or none (as of a forward that reads all weights whatever it is for): by a
+    measurement of 0 seconds at size 0, or a penalty on the slope, that count for one measurement.
+    """
+
+    def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
         self.count = 0
+        self._zero, self._flat = float(through_zero), float(not through_zero)
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def __call__(self, size: float) -> float:
         return self.start + self.slope * size
 
-    def add(self, size: float, seconds: float, beside: float = 0.0) -> float:
-        """Learn from a measurement that ``beside`` seconds of another cost are in. Returns what it counts for: a pause
-        of the machine is no cost of the size, and the first times are long ones."""
+    def add(self, size: float, seconds: float, base: float) -> float:
+        """Learn from a measurement beside a round of ``base`` seconds. Returns what it counts for: a pause of the
+        machine is no cost of the size, and first times are long ones."""
         expected = self(size)
-        if self.count >= _FEW:
-            seconds = min(seconds, _PAUSE * (expected + beside) - beside)
-        elif self.count and seconds + beside < (expected + beside) / 2:
+        seconds = min(seconds, _PAUSE * (expected + base) - base)
+        if self.count < 3 and expected > 0 and seconds + base < (expected + base) / 2:
             self._y *= max(seconds, 0.0) / expected
             self._xy *= max(seconds, 0.0) / expected
         self.count += 1
@@ -74,12 +88,12 @@ class _Line:
         self._y = keep * self._y + seconds
         self._xx = keep * self._xx + size * size
         self._xy = keep * self._xy + size * seconds
-        weight = self._weight + 1
-        spread = weight * self._xx - self._x * self._x
-        self.slope = max((weight * self._xy - self._x * self._y) / spread, 0.0) if spread > 0 else 0.0
+        weight = self._weight + self._zero
+        spread = weight * (self._xx + self._flat) - self._x * self._x
+        self.slope = max((weight * self._xy - self._x * self._y) / spread, 0.0)
         self.start = (self._y - self.slope * self._x) / weight
         if self.start < 0:
-            self.start, self.slope = 0.0, max(self._xy / self._xx, 0.0) if self._xx else 0.0
+            self.start, self.slope = 0.0, max(self._xy / self._xx, 0.0)
         return seconds
 
 
@@ -93,9 +107,10 @@ class _Rates:
         self._sums = 0.0, 0.0
         self._weight = 1.0  # of the newest: growing instead of letting all others shrink
 
-    def add(self, asked: int, accepted: int) -> None:
+    def add(self, asked: int, accepted: int, share: float) -> None:
+        """Learn from a draft, of which ``share`` counts."""
         reached = min(asked, accepted + 1)
-        self._weight *= 1 + reached / _COMMON
+        self._weight *= 1 + share * reached / _COMMON
         if self._weight > 1e9:
             self.tried = [count / self._weight for count in self.tried]
             self.stood = [count / self._weight for count in self.stood]
@@ -104,7 +119,7 @@ class _Rates:
         if (missing := asked - len(self.tried)) > 0:
             self.tried += [0.0] * missing
             self.stood += [0.0] * missing
-        weight, tried, stood = self._weight, self.tried, self.stood
+        weight, tried, stood = self._weight * share, self.tried, self.stood
         for position in range(accepted):
             tried[position] += weight
             stood[position] += weight
@@ -112,12 +127,15 @@ class _Rates:
             tried[accepted] += weight
         sum_tried, sum_stood = self._sums
         self._sums = sum_tried, sum_stood = sum_tried + reached * weight, sum_stood + accepted * weight
-        self.overall = (sum_stood + _PRIOR * _HOPE * weight) / (sum_tried + _PRIOR * weight)
+        sum_tried, sum_stood = self._sums
+        prior = _PRIOR * self._weight
+        self.overall = (sum_stood + prior * _HOPE) / (sum_tried + prior)
 
-    def reach(self, rate: float, most: int) -> list[float]:
-        """For each of ``most`` positions the chance that its token and all before it stand in a row where tokens do at
-        ``rate``: each in the proportion in which its position stands to the others in all rows."""
-        chance, found = 1.0, []
+    def reach(self, chance: float, rate: float, most: int) -> list[float]:
+        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens do
+        at ``rate`` and else none does: each in the proportion in which its position stands to the others in all rows.
+        """
+        found = []
         common, prior = self.overall, _PRIOR * self._weight
         known = len(self.tried)
         for position in range(most):
@@ -131,27 +149,34 @@ class _Rates:
 
 
 @dataclass
-class _Account:
-    """What drafting has cost and brought, in seconds, against decoding without it."""
+class _Row:
+    """What is known of a row."""
 
-    elapsed: float = 0.0
-    lost: float = 0.0  # negative where drafting gained
-
-    def book(self, elapsed: float, lost: float, credit: float) -> None:
-        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later."""
-        self.elapsed += elapsed
-        self.lost = max(-credit, self.lost + lost)
-
-
-@dataclass
-class _Row(_Account):
-    """The same of a row, and what is known of it."""
-
+    doubt: float  # ln of the odds that the strategy is astray there
     tried: float = 0.0  # drafted tokens, those long past for little
     stood: float = 0.0
     rest: int = 0  # rounds for which nothing needs to be thought about
     seen: int = 0  # its tokens when it was last drafted for
-    drafted_last: bool = False
+
+    def add(self, asked: int, accepted: int, common: float) -> None:
+        reached = min(asked, accepted + 1)
+        keep = _OWN / (_OWN + reached)
+        self.tried = keep * self.tried + reached
+        self.stood = keep * self.stood + accepted
+        common = min(max(common, 2 * _ASTRAY), _FOLLOWS)
+        if accepted:
+            self.doubt = max(self.doubt + accepted * math.log(_ASTRAY / common), -_SURE)
+        if accepted < asked:
+            self.doubt = min(self.doubt + math.log((1 - _ASTRAY) / (1 - common)), _SURE)
+
+    def rate(self, common: float) -> float:
+        """Chance that a drafted token stands if the strategy is not astray."""
+        return (self.stood + _OTHERS * common) / (self.tried + _OTHERS)
+
+    @property
+    def trust(self) -> float:
+        """Chance that it is not."""
+        return 1 / (1 + math.exp(self.doubt))
 
 
 @dataclass
@@ -178,10 +203,13 @@ class AdaptiveDraft(Wrapper):
     A token that was asked for and not proposed counts as one that did not stand, and of what is asked for, the share
     that is proposed is measured too (above 1 in trees): the strategy may end a draft where it likes.
 
+    A row may be one where the strategy has lost the thread, whatever it does in others: the odds of that, by what
+    stood there lately, are weighed in.
+
     The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
-    draft, and once four steps of it. Accounts of all rows and of each say what drafting has cost; a draft that would
-    overdraw them is not made. Where nothing pays, what they allow is spent on probes. In a round in which no row is
-    due for one, the strategy does not hear of anything, since even listening takes time.
+    draft, and once four rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
+    of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. In a round in which no
+    row is due for one, the strategy does not hear of anything, since even listening takes time.
 
     Args:
         strategy: who proposes.
@@ -192,44 +220,48 @@ class AdaptiveDraft(Wrapper):
     learns = True
 
     def __init__(
-        self, strategy: DraftStrategy, loss: float = 0.01, clock: Callable[[], float] = time.perf_counter
+        self, strategy: DraftStrategy, loss: float = 0.005, clock: Callable[[], float] = time.perf_counter
     ) -> None:
         super().__init__([strategy])
         if not 0 <= loss < 1:
             raise ValueError(f"loss {loss} must be in [0, 1)")
         self.strategy, self.loss, self._clock = strategy, loss, clock
         self._plain: dict[int, _Plain] = {}  # by the number of rows
-        self._drafting, self._verifying, self._catching_up = _Line(), _Line(), _Line()
+        self._drafting, self._verifying, self._catching_up = _Line(), _Line(through_zero=False), _Line()
+        self._longest = 1  # draft that was asked for and verified
         self._share = 1.0  # tokens proposed for each that was asked for
         self._rates = _Rates()
-        self._all = _Account()
+        self._balance = 0.0  # seconds gained by drafting, and allowed to be lost
+        self._pot = 0.0  # seconds that may be spent on probes
         self._rows: dict[int, _Row] = {}
+        self._astray = _FEAR  # share of the latest rows in which the strategy was at the end
         self._round: _Round | None = None
         self._resting = False
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        known = [self._rows.get(row.id) or self._rows.setdefault(row.id, _Row()) for row in rows]
+        known = [self._rows.get(row.id) or self._new(row) for row in rows]
         count = len(known)
         self._resting = all(row.rest for row in known)
         if self._resting:
-            step = self._plain[count].seconds / count if count in self._plain else 0.0
             for row in known:
                 row.rest -= 1
-                row.elapsed += step
-            self._all.elapsed += step * count
+            if count in self._plain:
+                base = self._plain[count].seconds
+                self._book(base, 0.0, base)
             return Draft.empty(count)
         begin = self._clock()
-        behind = [0 if row.drafted_last else len(own.tokens) - row.seen for row, own in zip(known, rows)]
+        behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         lengths = self._lengths(known, behind, max_len)
         this = self._round = _Round()
         if longest := max(lengths):
             draft = self.strategy.propose(rows, lengths)
             this.verified = sum(draft.lengths_B.tolist())
+            if this.verified:
+                self._longest = max(self._longest, longest)
             self._share += (this.verified / sum(lengths) - self._share) / _COSTS
         else:
             draft = Draft.empty(count)
         for row, own, n in zip(known, rows, lengths):
-            row.drafted_last = n > 0
             if n:
                 row.seen = len(own.tokens)
             this.rows.append((own.id, len(own.tokens), n))
@@ -239,12 +271,13 @@ class AdaptiveDraft(Wrapper):
             self._round = None
             return draft
         if longest:
+            base = self._plain[count].seconds
             missed = sum(late for late, n in zip(behind, lengths) if n)
             if not missed:
-                this.drafting = self._drafting.add(longest, this.drafting)
+                this.drafting = self._drafting.add(longest, this.drafting, base)
             elif self._drafting.count:
                 usual = self._drafting(longest)
-                this.drafting = usual + self._catching_up.add(missed, max(this.drafting - usual, 0.0), usual)
+                this.drafting = usual + self._catching_up.add(missed, this.drafting - usual, base)
         return draft
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
@@ -261,8 +294,14 @@ class AdaptiveDraft(Wrapper):
         super().commit(rows)
 
     def release(self, row: Sequence) -> None:
-        self._rows.pop(row.id, None)
+        if (known := self._rows.pop(row.id, None)) is not None and known.tried:
+            self._astray += ((known.trust < 0.5) - self._astray) / 4
         super().release(row)
+
+    def _new(self, row: Sequence) -> _Row:
+        astray = min(max(self._astray, _FEAR), 1 - _FEAR)
+        known = self._rows[row.id] = _Row(math.log(astray / (1 - astray)))
+        return known
 
     def _settle(self, rows: Rows[Sequence], this: _Round) -> None:
         """Learn from a round that is over."""
@@ -279,25 +318,23 @@ class AdaptiveDraft(Wrapper):
             plain.since += 1
             extra = self._verifying.add(this.verified, seconds - plain.seconds, plain.seconds)
             seconds = plain.seconds + extra
-        step = plain.seconds / count
-        share, credit = (this.drafting + seconds) / count, _CREDIT * step
-        total = 0.0
+        total = 0
         for id_, before, asked in this.rows:
             own = after[id_]
-            known, emitted = self._rows.get(id_), len(own.tokens) - before
-            if known is None:
-                continue
-            lost = share - emitted * step
-            known.book(share, lost, credit)
-            total += lost
+            emitted = len(own.tokens) - before
+            total += emitted
             if asked and own.finish_reason is None:  # the end of a row cuts off what would have stood
                 accepted = min(emitted - 1, asked)
-                self._rates.add(asked, accepted)
-                reached = min(asked, accepted + 1)
-                keep = 1 - reached / (_OWN + reached)
-                known.tried = keep * known.tried + reached
-                known.stood = keep * known.stood + accepted
-        self._all.book(share * count, total, count * credit)
+                known = self._rows[id_]
+                self._rates.add(asked, accepted, known.trust)  # what is astray says nothing of the others
+                known.add(asked, accepted, self._rates.overall)
+        elapsed = this.drafting + seconds
+        self._book(elapsed, total / count * plain.seconds - elapsed, plain.seconds)
+
+    def _book(self, elapsed: float, gained: float, base: float) -> None:
+        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later."""
+        self._balance = min(self._balance + self.loss * elapsed + gained, _CREDIT * base)
+        self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _ONCE * base)
 
     def _lengths(self, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
@@ -307,24 +344,22 @@ class AdaptiveDraft(Wrapper):
             return [0] * count
         if not self._drafting.count:  # until there is a draft without catching up in it
             return [min(1, most) for most in max_len]
-        base, step = plain.seconds, plain.seconds / count
+        base, rates = plain.seconds, self._rates
         start = self._drafting.start + self._verifying.start
         each, verify = self._drafting.slope, self._verifying.slope * self._share
         every = each + verify * count  # what one more token in every row takes
-        spare = self.loss * self._all.elapsed + _ONCE * base - self._all.lost
-        rates = self._rates
+        spare = self._balance + _ONCE * base - start
         places = []  # minus the chance that a token and all before it stand, its position, its row
         for b, (row, late, most) in enumerate(zip(known, behind, max_len)):
             if row.rest:
                 row.rest -= 1
                 continue
-            rate = (row.stood + _PRIOR * rates.overall) / (row.tried + _PRIOR)
-            late_seconds = self._catching_up(late) if late else 0.0
-            own = self.loss * row.elapsed + _GRACE * step - row.lost
-            budget = min(count * own / max(1 - rate, 1e-9), spare) - late_seconds - start
+            most = min(most, 4 * self._longest)  # how costs go on beyond what was measured nobody knows
+            budget = spare - self._late(late)
             if budget < every * most:
                 most = max(0, int(budget / every))
-            places += [(-chance, position, b) for position, chance in enumerate(rates.reach(rate, most))]
+            for position, chance in enumerate(rates.reach(row.trust, row.rate(rates.overall), most)):
+                places.append((-chance, position, b))
         if count > 1:
             places.sort()
         emitted, best_value, best, longest = float(count), count / base, 0, 0
@@ -337,31 +372,25 @@ class AdaptiveDraft(Wrapper):
         lengths = [0] * count
         for _, position, b in places[:best]:
             lengths[b] = position + 1
+        if not best and self._drafting.count < 3:  # perhaps the machine paused when it was measured
+            return [min(1, most) for most in max_len]
         if not best:
-            self._probe(known, behind, max_len, lengths, start + 2 * every, spare, step)
+            self._probe(known, behind, max_len, lengths, start + 2 * every, base)
         return lengths
 
+    def _late(self, tokens: int) -> float:
+        """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
+        return self._catching_up(tokens) if tokens and self._catching_up.count >= 3 else 0.0
+
     def _probe(
-        self,
-        known: list[_Row],
-        behind: list[int],
-        max_len: Rows[int],
-        lengths: list[int],
-        price: float,
-        spare: float,
-        step: float,
+        self, known: list[_Row], behind: list[int], max_len: Rows[int], lengths: list[int], price: float, base: float
     ) -> None:
-        """Where nothing pays: two tokens in each row that can afford them, or a rest until one can."""
-        count = len(known)
+        """Where nothing pays: two tokens in a row that the pot can pay for, or a rest until it can."""
         for b, (row, late) in enumerate(zip(known, behind)):
-            if row.rest:
-                continue
-            cost = price + (self._catching_up(late) if late else 0.0)
-            short = max(
-                cost / count + row.lost - self.loss * row.elapsed - step * _GRACE / 2,
-                (cost - spare) / count,
-            )
-            if short <= 0:
+            cost = price + self._late(late)
+            pot = min(self._pot, self._balance + _ONCE * base)
+            if cost <= pot and max_len[b]:
                 lengths[b] = min(2, max_len[b])
-            else:
-                row.rest = min(_REST, int(short / max(self.loss * step, 1e-12)))
+                self._pot -= cost
+                return
+            row.rest = min(_REST, int((cost - pot) / max(self.loss * base, 1e-12)))
