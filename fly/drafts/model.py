@@ -15,14 +15,14 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, PagedKVCache
-from fly.drafts.base import DraftStrategy, pad, until_end
+from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, constrain, constrains, derive, draw, uniforms
-from fly.types import Draft, Guarantee, Sequence, Target
+from fly.types import Draft, Guarantee, Sequence
 from fly.vocabulary import argmax
 
 __all__ = ["CascadeDraft", "SingleDraft"]
@@ -253,7 +253,7 @@ class SingleDraft(DraftStrategy):
         return laws, surely
 
 
-class CascadeDraft(DraftStrategy):
+class CascadeDraft(Wrapper):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
@@ -274,30 +274,8 @@ class CascadeDraft(DraftStrategy):
                     "only a SingleDraft can verify a level below it"
                 )
             top = level.over(top)
+        super().__init__([top])
         self.top = top
-        self.vocab_size, self.context, self.tokenizer = top.vocab_size, top.context, top.tokenizer
-        self.spare = top.spare
-
-    def attach(self, target: Runner) -> None:
-        self.top.attach(target)
-
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
-        self.top.observe(rows, draft, target)
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
-
-    def commit(self, rows: Rows[Sequence]) -> None:
-        self.top.commit(rows)
-
-    def release(self, row: Sequence) -> None:
-        self.top.release(row)
-
-    def bytes_per_token(self) -> int:
-        return self.top.bytes_per_token()
-
-    def reserve(self, tokens: int) -> None:
-        self.top.reserve(tokens)
-
-    def allocators(self) -> list[BlockAllocator]:
-        return self.top.allocators()
