@@ -332,6 +332,8 @@ class Engine:
             OutOfBlocks: the cache cannot hold this round; rows and caches are as they were, as after any error of
                 a strategy or a policy.
         """
+        if prefill and self.strategy is not None:
+            self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
         if not rows:
             self.runner.feed([], [], prefill=prefill)
             self.runner.commit(row for row, _ in prefill)

@@ -280,6 +280,9 @@ class AdaptiveDraft(Wrapper):
                 this.drafting = usual + self._catching_up.add(missed, this.drafting - usual, base)
         return draft
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """Whether these rows will be drafted for is not known yet."""
+
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
         if not self._resting:
             super().observe(rows, draft, target)

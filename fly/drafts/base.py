@@ -38,6 +38,10 @@ class DraftStrategy(ABC):
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """The target takes in each row up to its first so many tokens, of a prompt that comes in by chunks. A strategy
+        may do the same, so that it need not take in all at once when it first drafts. The default waits until then."""
+
     @abstractmethod
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
@@ -85,6 +89,10 @@ class Wrapper(DraftStrategy):
     def attach(self, target: Runner) -> None:
         for member in self.members:
             member.attach(target)
+
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        for member in self.members:
+            member.prefill(parts)
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
         """Every member hears of the whole block: what the target said of it is true whoever proposed it."""

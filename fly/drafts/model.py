@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import BlockAllocator, PagedKVCache
+from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
@@ -123,6 +124,16 @@ class SingleDraft(DraftStrategy):
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
         return level
+
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        left = [(row, min(end, self.context) - len(self.runner.begin(row))) for row, end in parts if row.k]
+        if left := [(row, n) for row, n in left if n > 0]:
+            # without room for it now, the row is caught up with when it is drafted for
+            with suppress(OutOfBlocks), torch.inference_mode():
+                self.runner.feed([], [], prefill=left)
+                self.runner.commit(row for row, _ in left)
+        if self.draft is not None:
+            self.draft.prefill(parts)
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         most = [
