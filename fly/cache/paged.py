@@ -6,7 +6,10 @@ G key/value heads, D head width, L layers, P pages, Z tokens a page.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import mmap
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +25,7 @@ from fly.models.config import LlamaConfig
 __all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache", "block_size_for"]
 
 
+_LARGE = 1 << 22  # bytes
 DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
 
 
@@ -128,6 +132,19 @@ class PagedBatch:
                 yield alone
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU, memory that is taken as it is first written, in large pages where the system has any: a
+    sequence lies in many small ones, and finding them costs more time than reading them."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class PagedKVCache:
     """Keys and values of every layer in pages, and the allocator that says whose they are.
 
@@ -157,8 +174,7 @@ class PagedKVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod
     def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:

@@ -67,7 +67,7 @@ class CompiledLlama:
     """
 
     layer_subsets = True  # a call may go through some layers only
-    invariant = True  # what it says of a token does not depend on what else is fed
+    batch_invariant = True  # a token's logits depend on the tokens before it alone
 
     def __init__(self, model: Llama, variant: str) -> None:
         if variant == TORCH or (refusal := _refusal(model)) is not None:

@@ -182,6 +182,16 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int stor
     return (K*)base + layer * call->cache.layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
+// A head's keys or values lie far apart, at a stride that the processor does not foresee.
+template <class K>
+inline void prefetch(const Call* call, void* base, int layer, const Row& row, int group, int from, int to) {
+    const int bytes = call->model->shape.head_dim * (int)sizeof(K);
+    for (int stored = from; stored < to; stored++) {
+        const char* at = (const char*)slot<K>(call, base, layer, row, stored, group);
+        for (int i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
+    }
+}
+
 // Keys and values of the new tokens of a piece, one key/value head.
 template <class K>
 void store(const Call* call, const Piece& piece, int layer, int group) {
@@ -268,17 +278,25 @@ void attend(const Call* call, const Piece& piece, int layer, int group, int from
                call->position[call->tile_at + at], rotated);
         convert(rotated, d, (Query*)s.queries + q * width, (int)width);
     }
+    constexpr int AHEAD = 32;  // stored tokens
+    auto soon = [&](void* base, int stored) {
+        if (stored >= longest) return;
+        prefetch<K>(call, base, layer, row, group, stored, stored + 16 < longest ? stored + 16 : longest);
+    };
+    for (int stored = 0; stored < AHEAD; stored += 16) soon(call->cache.keys, stored);
     const K* key[16];
     for (int block = 0; block < blocks; block++) {
+        soon(call->cache.keys, block * 16 + AHEAD);
         for (int i = 0; i < 16; i++) {
-            const int stored = block * 16 + i;
-            key[i] = stored < longest ? slot<K>(call, call->cache.keys, layer, row, stored, group) : nullptr;
+            const int stored = block * 16 + i;  // behind the end the last again, for a score that is dropped
+            key[i] = slot<K>(call, call->cache.keys, layer, row, stored < longest ? stored : longest - 1, group);
         }
         Keys<K>::block(key, d, s.keys);
         int q = 0;
         for (; q + GROUP <= queries; q += GROUP) score_group<K, GROUP>(s, width, q, words, block * 16);
         for (; q < queries; q++) score_group<K, 1>(s, width, q, words, block * 16);
     }
+    for (int stored = 0; stored < AHEAD; stored += 16) soon(call->cache.values, stored);
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
         const int n = from + q / per, sees = row.start + n + 1;
@@ -301,6 +319,7 @@ void attend(const Call* call, const Piece& piece, int layer, int group, int from
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
     for (int block = 0; block < blocks; block++) {
+        soon(call->cache.values, block * 16 + AHEAD);
         for (int i = 0; i < 16; i++) {
             const int stored = block * 16 + i;
             if (stored < longest)
