@@ -262,6 +262,9 @@ class Engine:
         try:
             draft = self._propose(rows, prompts)
             target, raw_BJV = self.runner.score(rows, draft)
+            for row in rows:
+                if row.matcher is not None:
+                    row.matcher.check(row.tokens[row.prompt_length :])
             verdicts = judge(rows, target, draft)
             if self.strategy is not None:
                 self.strategy.observe(rows, draft, target)

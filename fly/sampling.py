@@ -264,6 +264,8 @@ def constrain(
 ) -> Tensor:
     """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
 
+    Last come the bans of a row's grammar, which are right at every place (``fly.structured.Matcher``).
+
     Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
     path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
     and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are.
@@ -271,18 +273,21 @@ def constrain(
     constrained = logits_BJV
     for b, (row, draft) in enumerate(zip(rows, drafts)):
         early = row.stop_ids and row.generated < row.params.min_tokens
-        if not (early or row.params.penalises):
+        if not (early or row.params.penalises or row.matcher):
             continue
         constrained = logits_BJV.clone() if constrained is logits_BJV else constrained
         tree = range(-1, len(draft) - 1) if parents is None else parents[b]
         texts = [row.tokens[row.prompt_length :]]
-        for token, parent in zip(draft, tree):
-            texts.append([*texts[parent + 1], token])
-        for logits_V, text in zip(constrained[b], texts):
-            if row.params.penalises:
-                _penalise(logits_V, row, text)
-            if early and len(text) < row.params.min_tokens:
-                logits_V[sorted(row.stop_ids)] = -torch.inf
+        if early or row.params.penalises:
+            for token, parent in zip(draft, tree):
+                texts.append([*texts[parent + 1], token])
+            for logits_V, text in zip(constrained[b], texts):
+                if row.params.penalises:
+                    _penalise(logits_V, row, text)
+                if early and len(text) < row.params.min_tokens:
+                    logits_V[sorted(row.stop_ids)] = -torch.inf
+        if row.matcher is not None:
+            row.matcher.constrain(constrained[b], logits_BJV[b], texts[0], draft, tree)
     return constrained
 
 
