@@ -109,7 +109,8 @@ def generate(
     repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
     json_schema: Annotated[
-        str | None, typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT")
+        str | None,
+        typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,

@@ -287,7 +287,8 @@ def constrain(
                 if early and len(text) < row.params.min_tokens:
                     logits_V[sorted(row.stop_ids)] = -torch.inf
         if row.matcher is not None:
-            row.matcher.constrain(constrained[b], logits_BJV[b], texts[0], draft, tree)
+            raw_JV = logits_BJV[b] if early or row.bad else None
+            row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV)
     return constrained
 
 

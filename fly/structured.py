@@ -16,6 +16,7 @@ from functools import cached_property, lru_cache
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from fly.engine import common_prefix
 from fly.models.tokenizer import Tokenizer
@@ -28,7 +29,7 @@ _MASKS = 256  # masks kept of a row: more than any draft is long
 _LIMITS = LLParserLimits(verbose_errors=False)
 # JSON on one line or indented, but no runs of blanks, with which small models like to go on for ever. A schema's own
 # "x-guidance" wins over this.
-_JSON = {"whitespace_pattern": r" |\n[ ]{0,16}"}
+_BLANKS = r" |\n[ ]{0,16}"
 # 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
 _BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
 
@@ -89,7 +90,8 @@ class Grammars:
         elif structured.kind == "grammar":
             grammar = LLMatcher.grammar_from_lark(source)
         else:
-            grammar = LLMatcher.grammar_from_json_schema(source or '{"type": "object"}', defaults=_JSON)
+            schema = source or '{"type": "object"}'
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         for warning in matcher.get_grammar_warnings():
             warnings.warn(f"{what}: {warning}", stacklevel=2)
@@ -130,33 +132,35 @@ class Matcher:
         self._stuck: tuple[list[int], str] | None = None  # a text that nothing can follow, and why
 
     def constrain(
-        self, logits_JV: Tensor, raw_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int]
+        self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None
     ) -> None:
         """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
 
-        Bans that leave nothing of what the grammar allows, as of bad words or of ends before ``min_tokens``, give way
-        to it: there the logits are the allowed ones of ``raw_JV``. Places behind a token that is itself forbidden can
-        never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V], J >= 1 +
-        tokens drafted.
+        Where bans that came before, of bad words or of ends before ``min_tokens``, leave nothing of what the grammar
+        allows, they give way to it: ``raw_JV`` are the logits without them (None if there are none). Places behind a
+        token that is itself forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in
+        ``Draft``; logits [J, V], J >= 1 + tokens drafted.
         """
-        found = self._along(text, draft, parents)
-        places, device = torch.tensor(list(found), device=logits_JV.device), logits_JV.device
+        found = sorted(self._along(text, draft, parents).items())
         if not found:
             return
-        bits_JW = torch.frombuffer(bytearray(b"".join(bits for bits, _ in found.values())), dtype=torch.uint8)
-        bits_JW = bits_JW.view(len(found), -1).to(device)
-        bias_JV = torch.nn.functional.embedding(bits_JW.int(), _BIAS_OF_BYTE.to(device)).flatten(1)
-        bias_JV = bias_JV[:, : logits_JV.shape[1]]
+        device = logits_JV.device
+        bits = bytearray(b"".join(bits for _, (bits, _) in found))
+        bits_JW = torch.frombuffer(bits, dtype=torch.uint8).view(len(found), -1).to(device)
+        bias_JV = embedding(bits_JW.int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
         bias_JV[:, sorted(self._no_text)] = -torch.inf
-        may_end_J = torch.tensor([may_end for _, may_end in found.values()], device=device)
-        end_J1 = torch.where(may_end_J, 0.0, -torch.inf).unsqueeze(1)
+        end_J1 = torch.tensor([[0.0 if may_end else -torch.inf] for _, (_, may_end) in found], device=device)
         bias_JV[:, sorted(self._ends)] = end_J1
         if self._last_ends:
             goes_on_J1 = (bias_JV == 0).any(-1, keepdim=True)
             bias_JV[:, sorted(self._last_ends)] = torch.where(goes_on_J1, -torch.inf, end_J1)
-        allowed_JV = logits_JV[places] + bias_JV
-        lost_J1 = (allowed_JV.amax(-1, keepdim=True) == -torch.inf) & (bias_JV == 0).any(-1, keepdim=True)
-        logits_JV[places] = torch.where(lost_J1, raw_JV[places] + bias_JV, allowed_JV)
+        places = [place for place, _ in found]
+        # all of a chain, as a rule: then nothing is copied
+        at = slice(len(places)) if places[-1] == len(places) - 1 else torch.tensor(places, device=device)
+        logits_JV[at] += bias_JV
+        if raw_JV is not None:
+            lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
+            logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
 
     def check(self, text: list[int]) -> None:
         """Raise ``ValueError`` if ``text``, which was just asked about, cannot go on and is not whole: the vocabulary
