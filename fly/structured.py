@@ -128,8 +128,8 @@ class Matcher:
         self._start, self._matcher = start, start.deep_copy()
         self._ends, self._last_ends, self._no_text = ends, last_ends, never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
-        self._masks: dict[int, tuple[bytes, bool]] = {}  # by length of text: what may follow, whether it may end
-        self._stuck: tuple[list[int], str] | None = None  # a text that nothing can follow, and why
+        self._masks: dict[int, tuple[bytes, bool, str]] = {}  # by length of text
+        self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
 
     def constrain(
         self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None
@@ -162,15 +162,17 @@ class Matcher:
             lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
 
-    def check(self, text: list[int]) -> None:
-        """Raise ``ValueError`` if ``text``, which was just asked about, cannot go on and is not whole: the vocabulary
-        lacks what must follow, or the grammar is beyond the limits of the library."""
-        if self._stuck is not None and self._stuck[0] == text:
-            raise ValueError(f"structured output cannot go on after {len(text)} tokens: {self._stuck[1]}")
+    def check(self, place: int) -> None:
+        """Raise ``ValueError`` if a text that stands up to ``place``, of those last asked about, is not whole and cannot
+        go on: the vocabulary cannot spell what must follow, or the grammar is beyond the limits of the library."""
+        if place in self._stuck:
+            raise ValueError(f"structured output cannot go on: {self._stuck[place]}")
 
     def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, tuple[bytes, bool]]:
         """What may follow each place that the grammar can reach, branch by branch."""
+        self._stuck = {}
         if not self._follow(text):
+            self._stuck[0] = f"the {len(text)} tokens so far are no beginning of such a text"
             return {}
         after: list[list[int]] = [[] for _ in range(len(draft) + 1)]
         for node, parent in enumerate(parents):
@@ -181,7 +183,10 @@ class Matcher:
             node, depth = waiting.pop()
             if node >= 0 and not self._step(depth - 1, draft[node]):
                 continue
-            found[node + 1] = self._mask(depth)
+            bits, may_end, wrong = self._mask(depth)
+            if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
+                self._stuck[node + 1] = f"{wrong} after {depth} tokens"
+            found[node + 1] = bits, may_end or bool(wrong)
             waiting += [(child, depth + 1) for child in reversed(after[node + 1])]
         return found
 
@@ -204,17 +209,16 @@ class Matcher:
             self._restart()
         return False
 
-    def _mask(self, depth: int) -> tuple[bytes, bool]:
-        """What may follow the first ``depth`` tokens, a bit each, and whether the text may end there."""
+    def _mask(self, depth: int) -> tuple[bytes, bool, str]:
+        """What may follow the first ``depth`` tokens, a bit each, whether the text may end there, and what is wrong
+        with it, if anything."""
         if (known := self._masks.get(depth)) is None:
             self._roll_back(depth)
-            known = self._matcher.compute_bitmask(), self._matcher.is_accepting()
+            bits, may_end, wrong = self._matcher.compute_bitmask(), self._matcher.is_accepting(), ""
             if self._matcher.is_error():
-                # A drafter that came here ends its draft; a request that did is told by ``check``.
-                self._stuck = list(self._text), _one_line(self._matcher.get_error())
-                known = bytes(len(known[0])), True
+                bits, wrong = bytes(len(bits)), _one_line(self._matcher.get_error())
                 self._restart()
-            self._masks[depth] = known
+            known = self._masks[depth] = bits, may_end, wrong
             self._masks.pop(depth - _MASKS, None)
         return known
 
