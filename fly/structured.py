@@ -163,7 +163,7 @@ class Matcher:
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
 
     def check(self, place: int) -> None:
-        """Raise ``ValueError`` if a text that stands up to ``place``, of those last asked about, is not whole and cannot
+        """Raise ``ValueError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
         go on: the vocabulary cannot spell what must follow, or the grammar is beyond the limits of the library."""
         if place in self._stuck:
             raise ValueError(f"structured output cannot go on: {self._stuck[place]}")
@@ -187,7 +187,7 @@ class Matcher:
             if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             found[node + 1] = bits, may_end or bool(wrong)
-            waiting += [(child, depth + 1) for child in reversed(after[node + 1])]
+            waiting += [(child, depth + 1) for child in after[node + 1]]
         return found
 
     def _follow(self, text: list[int]) -> bool:
