@@ -111,6 +111,11 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
@@ -125,8 +130,16 @@ def generate(
     """Complete a prompt; on a terminal, colours show why each token stands."""
     with _plain_errors():
         from fly.llm import LLM
-        from fly.types import SamplingParams
+        from fly.types import SamplingParams, StructuredOutput
 
+        if json_schema is not None and not json_schema.lstrip().startswith("{"):
+            try:
+                json_schema = Path(json_schema).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"--json-schema {json_schema!r} is no object, and no file: {error.strerror}") from None
+        structured = None
+        if json_schema is not None or regex is not None:
+            structured = StructuredOutput(json_schema=json_schema, regex=regex)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -141,6 +154,7 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             bad_words=tuple(bad_word or ()),
+            structured=structured,
         )
         text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
         setup = _setup(

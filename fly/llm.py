@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampl
 from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.sampling import derive
 from fly.scheduler import Scheduler
+from fly.structured import Grammars, Matcher
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 
 __all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
@@ -377,6 +379,8 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
+            for other in others:  # a matcher goes by one text at a time
+                other.matcher = self._matcher(row.params)
             for sample in (row, *others):
                 requests.append(Request(sample, self._text_stream(sample) if sample.params.stop else None))
         return requests
@@ -411,7 +415,9 @@ class LLM:
             raise ValueError(f"logit_bias names ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, which this model lacks; use logit_bias")
-        eos = frozenset() if params.ignore_eos else self.eos_ids
+        matcher = self._matcher(params)
+        # under a grammar even a row that ignores them ends where nothing else may follow
+        eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
         row = Sequence(
             tokens=tokens,
             prompt_length=len(tokens),
@@ -421,11 +427,22 @@ class LLM:
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
             bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),
+            matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
         if not params.max_tokens:
             row.finish_reason = "length"
         return row
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
+            raise ValueError("structured output needs a tokenizer, which this model lacks")
+        return Grammars(self.tokenizer, self.engine.runner.model.config.vocab_size, self.eos_ids)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """Follows the grammar of a request, if it has one."""
+        return None if params.structured is None else self._grammars.matcher(params)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """How the tokenizer spells a word at the start of a text and inside it."""
