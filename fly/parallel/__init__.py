@@ -1,0 +1,23 @@
+"""One model on many processes: the sharding plan as data, launch, collectives, agreement, faults."""
+
+from fly.parallel.model import load, parallelise
+from fly.parallel.plan import LLAMA, LLAMA_WHOLE_SUMS, Part, PlanError, Rule
+from fly.parallel.ranks import Ranks, follow, launch, launched, lead
+from fly.parallel.watch import CollectiveError, RankError
+
+__all__ = [
+    "LLAMA",
+    "LLAMA_WHOLE_SUMS",
+    "CollectiveError",
+    "Part",
+    "PlanError",
+    "RankError",
+    "Ranks",
+    "Rule",
+    "follow",
+    "launch",
+    "launched",
+    "lead",
+    "load",
+    "parallelise",
+]
