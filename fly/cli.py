@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,6 +69,20 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+@contextmanager
+def _ranks() -> Iterator[Any]:
+    """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from fly.parallel import launch
+
+    with launch() as ranks:
+        if not ranks.leads:
+            sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+        yield ranks
+
+
 def _origin(error: Exception) -> tuple[str, bool]:
     """Where an error comes from, the command itself aside."""
     from fly.errors import origin
@@ -119,7 +134,7 @@ def generate(
     ] = None,
 ) -> None:
     """Complete a prompt; on a terminal, colours show why each token stands."""
-    with _plain_errors():
+    with _plain_errors(), _ranks() as ranks:
         from fly.llm import LLM
         from fly.types import SamplingParams
 
@@ -138,9 +153,11 @@ def generate(
             repetition_penalty=repetition_penalty,
             bad_words=tuple(bad_word or ()),
         )
-        text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
+        text = str(prompt)
+        if prompt in (None, "-"):
+            text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
-        llm = LLM.from_config(setup)
+        llm = LLM.from_config(setup, ranks)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -16,7 +17,7 @@ __all__ = ["Config"]
 
 
 class Config(BaseModel):
-    """What ``fly.LLM`` takes, in a YAML or JSON file. Unknown fields are errors."""
+    """What ``fly.LLM`` takes, in a YAML or JSON file (its ranks aside). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -29,6 +30,7 @@ class Config(BaseModel):
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     block_size: int = Field(default=16, gt=0)
+    draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
 
     @field_validator("draft")
     @classmethod

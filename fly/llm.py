@@ -1,15 +1,17 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP or ranks."""
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and of ranks only that a
+model may be loaded among several: all of them then make the same calls in the same order."""
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -23,6 +25,10 @@ from fly.models import load_model
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
+
+if TYPE_CHECKING:
+    from fly.parallel import Ranks
+    from fly.parallel.draft import Placement
 
 __all__ = ["LLM", "Output", "Piece", "Stream"]
 
@@ -105,6 +111,9 @@ class LLM:
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
             a size of its own is not counted.
         block_size: tokens a page of the cache.
+        ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
+            rank makes the same calls, and gets the same answers.
+        draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -124,6 +133,8 @@ class LLM:
         cache_tokens: int | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         block_size: int = 16,
+        ranks: Ranks | None = None,
+        draft_placement: Placement = "auto",
     ) -> None:
         if deterministic:
             raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
@@ -134,9 +145,16 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
+        load: Any = load_model
+        if ranks is not None:
+            from fly.parallel import load as load_part
+            from fly.parallel import place_draft
+
+            load = partial(load_part, ranks=ranks)
+        self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = load_model(directory, dtype, device)
+            loaded: Model = load(directory, dtype, device)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
@@ -145,10 +163,17 @@ class LLM:
         config = loaded.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device)
-        if draft is not None:
-            draft = translated(draft, self.tokenizer, config.vocab_size)
+        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
+            raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
+        given = draft
+
+        def make_draft(load: Any = load_model) -> DraftStrategy | None:
+            made: Any = given
+            if isinstance(given, (str, Path)):
+                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, load=load)
+            return None if made is None else translated(made, self.tokenizer, config.vocab_size)
+
+        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement)
         if cache_tokens is None:
             each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
             each += 0 if draft is None else draft.bytes_per_token()
@@ -166,10 +191,10 @@ class LLM:
         self.engine = Engine(Runner(loaded, cache, control), draft)
 
     @classmethod
-    def from_config(cls, config: Config | str | Path) -> LLM:
+    def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
         """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
-        return cls(**{name: getattr(config, name) for name in Config.model_fields})
+        return cls(**{name: getattr(config, name) for name in Config.model_fields}, ranks=ranks)
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -364,7 +389,7 @@ class LLM:
             prompt_length=len(tokens),
             params=params,
             policy=self._bound(policy),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
             bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),

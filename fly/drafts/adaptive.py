@@ -143,7 +143,7 @@ class AdaptiveDraft(DraftStrategy):
     Args:
         strategy: who proposes.
         loss: largest share of a row's time that may be lost by drafting in vain.
-        clock: gives seconds; for tests.
+        clock: gives seconds; where ranks share the work, all go by one.
     """
 
     learns = True
@@ -153,7 +153,7 @@ class AdaptiveDraft(DraftStrategy):
     ) -> None:
         if not 0 <= loss < 1:
             raise ValueError(f"loss {loss} must be in [0, 1)")
-        self.strategy, self.loss, self._clock = strategy, loss, clock
+        self.strategy, self.loss, self.clock = strategy, loss, clock
         self.vocab_size, self.context, self.spare = strategy.vocab_size, strategy.context, strategy.spare
         self.tokenizer: Tokenizer | None = strategy.tokenizer
         self._drafting, self._verifying = _Costs(), _Costs()
@@ -172,7 +172,7 @@ class AdaptiveDraft(DraftStrategy):
             if row.id not in self._accounts:
                 self._accounts[row.id] = _Account(most=max(most, _START) if known else _START)
         accounts = [self._accounts[row.id] for row in rows]
-        begin = self._clock()
+        begin = self.clock()
         if all(account.rest > 0 for account in accounts):
             for account in accounts:
                 account.rest -= 1
@@ -187,7 +187,7 @@ class AdaptiveDraft(DraftStrategy):
         if draft.parents_BK is not None:  # of a tree, its longest path is what can be emitted
             trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), counts)]
             proposed = [max((depth + 1 for depth in depths(tree)), default=0) for tree in trees]
-        end = self._clock()
+        end = self.clock()
         # A drafter that sat out a while has text to catch up on; that is no cost of the length.
         if any(proposed) and all(account.drafted_last for account, n in zip(accounts, proposed) if n):
             self._drafting.add(max(proposed), end - begin)
@@ -231,7 +231,7 @@ class AdaptiveDraft(DraftStrategy):
         self, rows: Rows[Sequence], begin: float, end: float, size: int, round_: list[tuple[int, int, int]]
     ) -> None:
         """Learn from a round that is over."""
-        now = self._clock()
+        now = self.clock()
         count = len(round_)
         self._verifying.add(size, now - end)
         # By the averages: a pause of the machine is nobody's fault.

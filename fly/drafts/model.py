@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import cached_property
 from pathlib import Path
@@ -43,7 +44,7 @@ class SingleDraft(DraftStrategy):
             that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a lossless rule
             stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
-        dtype, device: how a path is loaded.
+        dtype, device: how a path is loaded; ``load(directory, dtype, device)`` loads it.
     """
 
     def __init__(
@@ -58,12 +59,13 @@ class SingleDraft(DraftStrategy):
         block_size: int = 16,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        load: Callable[..., Model] = load_model,
     ) -> None:
         self._set_limits(k, confidence, entropy)
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            model = load_model(directory, dtype, device)
+            model = load(directory, dtype, device)
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
             control |= self.tokenizer.control_ids if self.tokenizer else frozenset()

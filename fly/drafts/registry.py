@@ -9,6 +9,7 @@ import ast
 import inspect
 import os
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import cache
 from importlib.metadata import entry_points
@@ -29,6 +30,7 @@ from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
 from fly.errors import explain, import_object
+from fly.models import load_model
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["CLASS_PATH", "draft_types", "parse_draft"]
@@ -78,6 +80,7 @@ def parse_draft(
     trusted: bool = False,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    load: Callable[..., Any] = load_model,
 ) -> DraftStrategy | None:
     """The strategy a text describes; None for ``none``::
 
@@ -99,7 +102,7 @@ def parse_draft(
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device: how checkpoints are loaded; for every class with parameters of these names that the text does
+        dtype, device, load: how checkpoints are loaded; for every class with parameters of these names that the text does
             not give.
 
     Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
@@ -107,7 +110,7 @@ def parse_draft(
     """
     if text.strip() == "none":
         return None
-    reader = _Reader(text, trusted, {"dtype": dtype, "device": device})
+    reader = _Reader(text, trusted, {"dtype": dtype, "device": device, "load": load})
     if text.strip() not in draft_types() and os.path.isdir(text):
         return reader.checkpoint(text)
     return reader.strategy(reader.parse())

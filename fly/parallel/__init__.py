@@ -1,5 +1,6 @@
 """One model on many processes: the sharding plan as data, launch, collectives, agreement, faults."""
 
+from fly.parallel.draft import place_draft
 from fly.parallel.model import load, parallelise
 from fly.parallel.plan import LLAMA, LLAMA_WHOLE_SUMS, Part, PlanError, Rule
 from fly.parallel.ranks import Ranks, follow, launch, launched, lead
@@ -20,4 +21,5 @@ __all__ = [
     "lead",
     "load",
     "parallelise",
+    "place_draft",
 ]

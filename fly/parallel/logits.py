@@ -59,7 +59,8 @@ class VocabularyShards(Tensor):
         if function in _ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if args and isinstance(args[0], VocabularyShards) and (own := _OWN.get(function)) is not None:
+        first = args[0] if args and isinstance(args[0], VocabularyShards) else None
+        if first is not None and first.whole is None and (own := _OWN.get(function)) is not None:
             found = own(*args, **kwargs)
             if found is not NotImplemented:
                 return found
@@ -83,9 +84,13 @@ _ATTRIBUTES = {
 
 
 def _at(x: VocabularyShards, index: Any) -> Any:
-    """Positions, whole vocabulary: an index that leaves the last dimension alone."""
+    """Positions with the whole vocabulary, or one token at each of them."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) == x.dim() and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        *positions, tokens = torch.broadcast_tensors(*parts)
+        return _pick(VocabularyShards(x.shard[tuple(positions)], x.ranks), tokens)
     taken = 0
-    for part in index if isinstance(index, tuple) else (index,):
+    for part in parts:
         if isinstance(part, Tensor) and part.dtype == torch.bool:
             taken += part.dim()
         elif isinstance(part, (int, slice, Tensor, list)):
@@ -124,8 +129,10 @@ def _float(x: VocabularyShards) -> VocabularyShards:
     return VocabularyShards(x.shard.float(), x.ranks)
 
 
-def _iterate(x: VocabularyShards) -> Any:
-    return iter([VocabularyShards(shard, x.ranks) for shard in x.shard.unbind(0)] if x.dim() > 1 else x.gathered())
+def _unbind(x: VocabularyShards, dim: int = 0) -> Any:
+    if dim % x.dim() == x.dim() - 1:
+        return NotImplemented
+    return tuple(VocabularyShards(shard, x.ranks) for shard in x.shard.unbind(dim))
 
 
 def _amax(x: VocabularyShards, dim: Any = (), keepdim: bool = False) -> Any:
@@ -190,7 +197,7 @@ _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.unsqueeze: _unsqueeze,
     Tensor.expand: _expand,
     Tensor.float: _float,
-    Tensor.__iter__: _iterate,
+    Tensor.unbind: _unbind,
     Tensor.amax: _amax,
     vocabulary.argmax: _argmax,
     vocabulary.top: _top,

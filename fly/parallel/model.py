@@ -26,10 +26,10 @@ __all__ = ["load", "parallelise"]
 
 def load(
     path: str | Path,
-    ranks: Ranks,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     *,
+    ranks: Ranks,
     plan: Sequence[Rule] = LLAMA,
     gather_logits: bool = False,
 ) -> Llama:

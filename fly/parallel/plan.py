@@ -73,7 +73,8 @@ LLAMA_WHOLE_SUMS: tuple[Rule, ...] = tuple(
 class Part:
     """What rank ``rank`` of ``size`` holds of the model of ``config``, by ``plan``.
 
-    ``sizes`` is the configuration of its share: what its ``Llama`` and its cache are made of, with the vocabulary whole.
+    ``sizes`` is the configuration of its share: what its ``Llama`` and its cache are made of, but for the vocabulary,
+    which is whole in it.
 
     Raises:
         PlanError: a rule matches no tensor, a tensor is matched by no rule or by several, a size does not divide

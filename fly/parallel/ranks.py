@@ -82,6 +82,14 @@ class Ranks:
         """[..., ranks * W]: the last dimensions [..., W] of all ranks, side by side."""
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
 
+    def spread(self, x: Tensor) -> Tensor:
+        """``x`` of the first rank, written into that of the others, which has its shape and type."""
+        if self.size > 1:
+            x = x.contiguous()
+            with self._inside():
+                dist.broadcast(x, src=self.first, group=self.group)
+        return x
+
     def share(self, value: Share | None, wait: bool = False) -> Share:
         """What the first rank gives, on every rank. ``wait``: it may take its time, and nobody is to blame for that."""
         box = [value if self.rank == 0 else None]
@@ -225,7 +233,7 @@ def launch(
 _END = "end"
 
 
-class lead:  # noqa: N801  (a verb, as follow is)
+class lead:
     """The first rank of a group that takes requests: ``lead(ranks, handle)(message)`` has every rank do
     ``handle(message)`` and gives the first one's result; the others are in ``follow(ranks, handle)`` until ``close``.
 

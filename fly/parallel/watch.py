@@ -165,7 +165,9 @@ class Watch:
                     self._left.add(other)
             except Exception as error:  # the store's, whatever torch calls it
                 if not self._stop.is_set():
-                    message = f"rank {self.rank} lost the rendezvous store, whose host has ended or is cut off ({error})"
+                    message = (
+                        f"rank {self.rank} lost the rendezvous store, whose host has ended or is cut off ({error})"
+                    )
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                     self._end(message)
 
