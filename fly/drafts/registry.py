@@ -102,8 +102,8 @@ def parse_draft(
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device, load: how checkpoints are loaded; for every class with parameters of these names that the text does
-            not give.
+        dtype, device, load: how checkpoints are loaded; for every class with parameters of these names that the text
+            does not give.
 
     Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
     choices.

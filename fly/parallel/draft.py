@@ -120,15 +120,15 @@ class FirstDraft(DraftStrategy):
     def __init__(self, ranks: Ranks, make: Make) -> None:
         self.ranks = ranks
         self.strategy = ranks.together(lambda: self._checked(make()) if ranks.leads else None, "the draft")
-        strategy, facts = self.strategy, None
-        if strategy is not None:
-            observes = type(strategy).observe is not DraftStrategy.observe
-            facts = (strategy.vocab_size, strategy.context, strategy.learns, strategy.spare, observes)
-            facts += (strategy.bytes_per_token(),)
+        facts: dict[str, Any] | None = None
+        if (strategy := self.strategy) is not None:
+            facts = {name: getattr(strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
+            facts["_bytes"] = strategy.bytes_per_token()
+            facts["_observes"] = type(strategy).observe is not DraftStrategy.observe
         facts = ranks.share(facts)
         self.drafts = facts is not None
-        if facts is not None:
-            self.vocab_size, self.context, self.learns, self.spare, self._observes, self._bytes = facts
+        self._bytes, self._observes = 0, False
+        vars(self).update(facts or {})
         self._allocators: list[BlockAllocator] | None = None
 
     @staticmethod
@@ -141,7 +141,11 @@ class FirstDraft(DraftStrategy):
         return strategy
 
     def attach(self, target: Runner) -> None:
-        self.ranks.together(lambda: self.strategy and self.strategy.attach(target), "the draft")
+        def attach() -> None:
+            if self.strategy is not None:
+                self.strategy.attach(target)
+
+        self.ranks.together(attach, "the draft")
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         draft: Draft | None = None

@@ -36,7 +36,7 @@ class VocabularyShards(Tensor):
     @staticmethod
     def __new__(cls, shard: Tensor, ranks: Ranks) -> VocabularyShards:
         shape = (*shard.shape[:-1], shard.shape[-1] * ranks.size)
-        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)  # type: ignore[attr-defined]
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
         made.shard, made.ranks, made.whole = shard, ranks, None
         return made
 
@@ -67,14 +67,14 @@ class VocabularyShards(Tensor):
         return cls.__torch_dispatch__(function, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """On the whole."""
         plain = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 
-    def __repr__(self, *, tensor_contents: None = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"VocabularyShards({list(self.shape)}, {self.start} to {self.start + self.shard.shape[-1]} here)"
 
 

@@ -91,10 +91,10 @@ def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = Fa
 def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
     """A token's row comes from the rank that holds it, and zeros from the others: the sum is exact."""
 
-    def forward(tokens_T: Tensor) -> Tensor:
-        local_T = tokens_T - start
+    def forward(input: Tensor) -> Tensor:  # torch's name for the tokens [T]
+        local_T = input - start
         elsewhere_T = (local_T < 0) | (local_T >= module.weight.shape[0])
         x_TC = F.embedding(local_T.masked_fill(elsewhere_T, 0), module.weight)
         return ranks.sum_(x_TC.masked_fill_(elsewhere_T.unsqueeze(-1), 0.0))
 
-    module.forward = forward  # type: ignore[method-assign]
+    module.forward = forward  # type: ignore[method-assign, assignment]

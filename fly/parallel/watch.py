@@ -18,6 +18,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 __all__ = ["CollectiveError", "Progress", "RankError", "Watch"]
@@ -165,9 +166,7 @@ class Watch:
                     self._left.add(other)
             except Exception as error:  # the store's, whatever torch calls it
                 if not self._stop.is_set():
-                    message = (
-                        f"rank {self.rank} lost the rendezvous store, whose host has ended or is cut off ({error})"
-                    )
+                    message = f"rank {self.rank} lost the rendezvous store: its host ended or is cut off ({error})"
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                     self._end(message)
 
@@ -189,7 +188,7 @@ def _key(*parts: object) -> str:
 def _place() -> dict[str, str]:
     """What two processes have in common that can see one another by their numbers; nothing where nobody can tell."""
     try:
-        boot = open("/proc/sys/kernel/random/boot_id", encoding="ascii").read().strip()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         return {"boot": boot, "space": os.readlink("/proc/self/ns/pid")}
     except OSError:
         return {"space": f"unknown to {os.getpid()}"}
