@@ -31,6 +31,7 @@ class Config(BaseModel):
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     block_size: int = Field(default=16, gt=0)
     draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
+    whole_sums: bool = False
 
     @field_validator("draft")
     @classmethod

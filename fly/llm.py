@@ -114,6 +114,8 @@ class LLM:
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls, and gets the same answers.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
+        whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
+            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -135,6 +137,7 @@ class LLM:
         block_size: int = 16,
         ranks: Ranks | None = None,
         draft_placement: Placement = "auto",
+        whole_sums: bool = False,
     ) -> None:
         if deterministic:
             raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
@@ -147,9 +150,10 @@ class LLM:
         self.default_params = SamplingParams(temperature=0.0)
         load: Any = load_model
         if ranks is not None:
-            from fly.parallel import load as load_part
-            from fly.parallel import place_draft
+            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
+            from fly.parallel import load as load_any
 
+            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA)
             load = partial(load_part, ranks=ranks)
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):
@@ -173,7 +177,7 @@ class LLM:
                 made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, load=load)
             return None if made is None else translated(made, self.tokenizer, config.vocab_size)
 
-        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement)
+        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, load_part)
         if cache_tokens is None:
             each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
             each += 0 if draft is None else draft.bytes_per_token()

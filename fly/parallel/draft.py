@@ -36,11 +36,13 @@ class Make(Protocol):
     def __call__(self, load: Callable[..., Any] = ...) -> DraftStrategy | None: ...
 
 
-def place_draft(make: Make, ranks: Ranks, placement: Placement = "auto") -> DraftStrategy | None:
+def place_draft(
+    make: Make, ranks: Ranks, placement: Placement = "auto", load_part: Callable[..., Any] = load
+) -> DraftStrategy | None:
     """The strategy that ``make`` gives, placed among ``ranks``.
 
     - ``replicated``: every rank has all of it, and drafts for itself: nothing to communicate;
-    - ``sharded``: its models are divided like the target (by ``fly.parallel.load``), and all ranks draft together;
+    - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
     - ``first``: the first rank drafts, and tells the others;
     - ``auto``: replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both are loaded for
       that); replicated where there is no model to divide, or it does not divide.
@@ -55,7 +57,7 @@ def place_draft(make: Make, ranks: Ranks, placement: Placement = "auto") -> Draf
     if placement == "first":
         first = FirstDraft(ranks, make)
         return first if first.drafts else None
-    divided = partial(load, ranks=ranks)
+    divided = partial(load_part, ranks=ranks)
     if placement == "sharded":
         return _by_one_clock(make(divided), ranks)
     whole: list[Llama] = []

@@ -74,7 +74,7 @@ class VocabularyShards(Tensor):
         plain = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
         return function(*plain[0], **plain[1])
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         return f"VocabularyShards({list(self.shape)}, {self.start} to {self.start + self.shard.shape[-1]} here)"
 
 

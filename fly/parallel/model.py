@@ -97,4 +97,4 @@ def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
         x_TC = F.embedding(local_T.masked_fill(elsewhere_T, 0), module.weight)
         return ranks.sum_(x_TC.masked_fill_(elsewhere_T.unsqueeze(-1), 0.0))
 
-    module.forward = forward  # type: ignore[method-assign, assignment]
+    module.forward = forward  # type: ignore[method-assign]

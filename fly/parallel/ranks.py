@@ -45,7 +45,7 @@ class Ranks:
         self.group = dist.group.WORLD if group is None else group
         self.control = self.group if control is None else control
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.first = dist.get_global_rank(self.group, 0)
+        self.first = dist.get_global_rank(self.group, 0)  # type: ignore[arg-type]
         self.progress = Progress()
         self.watch: Watch | None = None
         self.check_every, self._forwards = check_every, 0
@@ -257,7 +257,10 @@ class lead:
 
 def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
     """Do what the first rank says, until it ends (see ``lead``)."""
-    while (said := ranks.share(None, wait=True)) != _END:
+    while True:
+        said: Any = ranks.share(None, wait=True)
+        if said == _END:
+            return
         (message,) = said
         try:
             ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
