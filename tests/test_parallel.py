@@ -28,15 +28,14 @@ from hypothesis import strategies as st
 
 import fly
 from fly import vocabulary
-from fly.drafts import AdaptiveDraft, NGramDraft, SingleDraft, parse_draft
-from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
+from fly.drafts import SingleDraft, parse_draft
+from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
 from fly.models.loading import layout
 from fly.parallel import (
     LLAMA,
     LLAMA_WHOLE_SUMS,
     Part,
     PlanError,
-    RankError,
     Ranks,
     Rule,
     follow,
@@ -46,7 +45,7 @@ from fly.parallel import (
     place_draft,
 )
 from fly.parallel.logits import VocabularyShards
-from fly.policies import Exact, FLy, LossySampling, parse_policy, policy_types
+from fly.policies import parse_policy, policy_types
 from fly.types import SamplingParams
 from tests.toys import build_llama, llama_configs
 
@@ -366,3 +365,230 @@ def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFact
     for size in (1, 2, 4):
         found = pool.run(size, generate, target, draft, request, {"draft_placement": placement, "whole_sums": whole_sums})
         assert found == expected
+
+
+def adapt(ranks: Ranks, target: str, draft: str, placement: str) -> list[Any]:
+    """Decisions by the clock, a text nobody seeded, and what drafting costs where."""
+    llm = fly.LLM(target, f'adaptive("{draft}")', k=4, ranks=ranks, cache_tokens=1024, draft_placement=placement)
+    outputs = llm.generate([[1, 2, 3], [3, 2]], SamplingParams(temperature=1.0, max_tokens=24))
+    return [*told(outputs), [o.stats.drafted for o in outputs]]
+
+
+@pytest.mark.parametrize("placement", ["auto", "replicated", "sharded", "first"])
+def test_time_and_chance_are_the_first_ranks(pool: Pool, tmp_path: Path, placement: str) -> None:
+    target, draft = checkpoints(tmp_path, TOY, 0)
+    pool.run(2, adapt, target, draft, placement)  # alike on both ranks
+
+
+def bits(ranks: Ranks | None, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:
+    model = load_model(target) if ranks is None else load(target, ranks=ranks, plan=plan, gather_logits=True)
+    with torch.inference_mode():
+        tokens = torch.arange(24)
+        return model.logits(model(tokens, tokens, DenseCausal(1, 24))).tolist()
+
+
+def test_plain_logits_where_they_are_asked_for(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    expected = torch.tensor(bits(None, target, LLAMA))
+    for size in (2, 4):
+        for plan in (LLAMA, LLAMA_WHOLE_SUMS):
+            torch.testing.assert_close(torch.tensor(pool.run(size, bits, target, plan)), expected)
+
+
+def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
+    def make(load: Any = load_model) -> Any:
+        return parse_draft(draft, load=load)
+
+    strategy = place_draft(make, ranks, placement)
+    shapes = [] if not isinstance(strategy, SingleDraft) else [tuple(strategy._model.lm_head.weight.shape)]  # type: ignore[attr-defined]
+    return [type(strategy).__name__, str(shapes)]
+
+
+def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -> None:
+    _, draft = checkpoints(tmp_path, TOY, 0)
+    odd = build_llama(LlamaConfig.model_validate({**TOY.model_dump(), "vocab_size": 47}))
+    save_model(odd, tmp_path / "odd", torch.float32)
+    assert pool.run(2, place, draft, "replicated") == ["SingleDraft", "[(48, 32)]"]
+    assert pool.run(2, place, draft, "sharded") == ["SingleDraft", "[(24, 32)]"]
+    assert pool.run(2, place, draft, "first") == ["FirstDraft", "[]"]
+    assert pool.run(2, place, draft, "auto") in (["SingleDraft", "[(24, 32)]"], ["SingleDraft", "[(48, 32)]"])
+    assert pool.run(2, place, str(tmp_path / "odd"), "auto") == ["SingleDraft", "[(47, 32)]"]
+    assert pool.run(2, place, "none", "first") == ["NoneType", "[]"]
+    for work, said in ((("skip(skip=[0])", "first"), "layers of the target"), (("ngram", "there"), "'there' is unknown")):
+        for success, error in pool.outcomes(2, place, *work):
+            assert not success and said in error[1]
+
+
+# Agreement
+
+
+def differ(ranks: Ranks, tokens: list[list[int]]) -> None:
+    mine_T = torch.tensor(tokens[ranks.rank])
+    ranks.check(mine_T, torch.arange(len(mine_T)))
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [1, 2], [2, 1], [1, 2]], [[1], [1], [1, 2], [1]]])
+def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]]) -> None:
+    for success, error in pool.outcomes(4, differ, tokens):
+        assert not success and error[0] == "RankError" and "rank 2 had other tokens than rank 0" in error[1]
+    assert pool.run(2, differ, tokens) is None
+
+
+def meddle(ranks: Ranks, target: str) -> None:
+    """The second rank is told something else."""
+    llm = fly.LLM(target, ranks=ranks, cache_tokens=256)
+    llm.generate([[1, 2, 3 + (ranks.rank == 1)]], SamplingParams(temperature=0, max_tokens=4))
+
+
+def test_a_model_notices_that_its_ranks_diverge(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    for success, error in pool.outcomes(2, meddle, target):
+        assert not success and "rank 1 had other tokens" in error[1]
+
+
+def work_together(ranks: Ranks, failing: list[int]) -> str:
+    def work() -> str:
+        if ranks.rank in failing:
+            raise KeyError("mine")
+        return "done"
+
+    return ranks.together(work, "the work")
+
+
+def test_what_some_ranks_cannot_do_none_does(pool: Pool) -> None:
+    assert pool.run(4, work_together, []) == "done"
+    for success, error in pool.outcomes(4, work_together, [1, 2]):
+        assert not success and error[0] == "RankError" and "rank 1: KeyError: 'mine'; rank 2:" in error[1]
+    for success, error in pool.outcomes(4, work_together, [0, 1, 2, 3]):
+        assert not success and error[0] == "KeyError"
+
+
+def take_requests(ranks: Ranks, target: str) -> list[Any]:
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    seen: list[Any] = []
+
+    def handle(message: Any) -> Any:
+        seen.append(message)
+        return told(llm.generate([message], SamplingParams(temperature=1.0, max_tokens=5)))
+
+    if not ranks.leads:
+        follow(ranks, handle)
+        with pytest.raises(ValueError, match="cannot lead"):
+            lead(ranks, handle)
+        return seen
+    leader = lead(ranks, handle)
+    answers = [leader([1, 2, 3])]
+    with pytest.raises(ValueError, match="outside the vocabulary"):  # the request's fault, not the group's
+        leader([1, 999])
+    answers.append(leader([4]))
+    leader.close()
+    assert all(len(tokens) == 5 for ((tokens, _, _),) in answers)
+    return seen
+
+
+def test_the_first_rank_takes_requests_and_all_serve_them(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    assert pool.run(4, take_requests, target) == [[1, 2, 3], [1, 999], [4]]
+
+
+# Broken checkpoints
+
+
+def load_own(ranks: Ranks, paths: list[str]) -> None:
+    load(paths[ranks.rank], ranks=ranks)
+
+
+def test_a_corrupt_shard_is_an_error_everywhere_before_anything_runs(pool: Pool, tmp_path: Path) -> None:
+    target, other = checkpoints(tmp_path, TOY, 0)
+    weights = Path(other) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for success, error in pool.outcomes(4, load_own, [target, target, other, target]):  # as on another node's disk
+        assert not success and error[0] == "RankError"
+        assert "rank 2: CheckpointError" in error[1] and "not a readable safetensors file" in error[1]
+    for success, error in pool.outcomes(2, load_own, [other, other]):
+        assert not success and error[0] == "CheckpointError"
+    config = Path(other) / "config.json"
+    save_model(build_llama(TOY), other, torch.float32)
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    for success, error in pool.outcomes(2, load_own, [target, other]):
+        assert not success and "another config.json" in error[1]
+    for success, error in pool.outcomes(4, load_own, [str(tmp_path / "odd")] * 4):
+        assert not success and "no such checkpoint directory" in error[1]
+
+
+# Faults
+
+
+def live(rank: int, size: int, port: int, log: str, what: str) -> None:
+    """A rank of a group that computes, or waits for requests, until something happens to it."""
+    torch.set_num_threads(1)
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with launch(patience=1.5, hang=1.5) as ranks:
+        print(f"rank {rank} lives", flush=True)
+        if what == "waits" and rank:
+            follow(ranks, print)
+        elif what == "waits":
+            time.sleep(60)
+        for step in range(10**9 if what != "ends" else 50):
+            ranks.sum_(torch.ones(8))
+            if step == 20 and rank == 1 and what == "fails":
+                raise MemoryError("no memory for this")
+            if step == 20 and rank == 1 and what == "hangs":
+                time.sleep(60)
+            if step == 20 and what == "errs":
+                raise ValueError("the same everywhere")
+
+
+def run_group(size: int, tmp_path: Path, what: str, harm: int | None = None) -> tuple[list[int | None], str, float]:
+    """Start a group, do ``harm`` (a signal) to its last rank; exit codes, all that was said, and how long it took."""
+    log, port = tmp_path / "log", free_port()
+    log.touch()
+    processes = [FORK.Process(target=live, args=(rank, size, port, str(log), what)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while log.read_text().count("lives") < size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start = time.monotonic()
+    if harm is not None:
+        time.sleep(0.1)
+        start = time.monotonic()
+        os.kill(processes[-1].pid or 0, harm)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes], log.read_text(), time.monotonic() - start
+
+
+FAULTS = [
+    (2, "computes", signal.SIGKILL, r"rank 1 .* ended without a word"),
+    (4, "computes", signal.SIGKILL, r"rank 3 .* ended without a word"),
+    (2, "waits", signal.SIGKILL, r"rank 1 .* ended without a word"),
+    (2, "computes", signal.SIGSTOP, r"rank 1 .* no sign of life for 1.5 s"),
+    (4, "computes", signal.SIGSTOP, r"rank 3 .* no sign of life for 1.5 s"),
+    (4, "fails", None, r"rank 1 .* failed: MemoryError: no memory for this"),
+    (2, "hangs", None, r"rank 1 .* hangs: for 1.5 s it has not come to collective 22"),
+]
+
+
+@pytest.mark.parametrize(("size", "what", "harm", "said"), FAULTS)
+def test_one_lost_rank_ends_all_with_one_message(
+    tmp_path: Path, size: int, what: str, harm: int | None, said: str
+) -> None:
+    codes, text, _ = run_group(size, tmp_path, what, harm)
+    assert all(codes), (codes, text)
+    messages = [line for line in text.splitlines() if line.startswith("fly: ")]
+    assert len(messages) == 1 and re.search(said + rf".*; all {size} ranks end", messages[0]), text
+
+
+def test_ranks_that_end_together_end_in_peace(tmp_path: Path) -> None:
+    codes, text, _ = run_group(4, tmp_path, "ends")
+    assert codes == [0] * 4 and "fly: " not in text, text
+    codes, text, _ = run_group(2, tmp_path, "errs")
+    assert codes == [1, 1] and "fly: " not in text and text.count("ValueError: the same everywhere") == 2, text

@@ -66,6 +66,7 @@ class Watch:
     ) -> None:
         self._store, self.rank, self.size, self.progress = store.clone(), rank, size, progress
         self.patience, self.hang, self.on_fault = patience, hang, on_fault
+        self.interval = min(patience / 5, 0.5)
         self._store.set(_key("who", rank), json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **_place()}))
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
@@ -114,6 +115,8 @@ class Watch:
         if rank in self._handles:  # else torchrun would wait half a minute for a stopped process to end by itself
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(self._handles[rank], signal.SIGKILL)
+        if self.rank == 0:  # the store may live in this process, and the others are to read the message in it
+            time.sleep(2 * self.interval)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
@@ -130,7 +133,6 @@ class Watch:
         return handles
 
     def _run(self) -> None:
-        interval = min(self.patience / 5, 0.5)
         poll = select.poll()
         ranks_of = {handle: other for other, handle in self._handles.items()}
         for handle in ranks_of:
@@ -151,14 +153,14 @@ class Watch:
                 for other in others:
                     if other not in self._left and self._store.check([_key("left", other)]):
                         self._left.add(other)
-                    if other in self._left or not self._store.check([_key("beat", other)]):
+                    if not self._store.check([_key("beat", other)]):
                         continue
                     if (beat := self._store.get(_key("beat", other))) != said[other]:
                         said[other], heard[other] = beat, now
-                    elif now - heard[other] > self.patience:
+                    elif other not in self._left and now - heard[other] > self.patience:
                         self.declare(other, f"has given no sign of life for {self.patience:g} s (stopped, or cut off)")
                 self._look_for_stuck(said, now)
-                for handle, _ in poll.poll(interval * 1000):
+                for handle, _ in poll.poll(self.interval * 1000):
                     other = ranks_of[handle]
                     poll.unregister(handle)
                     if not self._store.check([_key("left", other)]):
@@ -178,6 +180,8 @@ class Watch:
         behind = {other: int(beat.split()[1]) for other, beat in said.items() if beat}
         if behind and (least := min(behind.values())) < entered:
             other = min(rank for rank, count in behind.items() if count == least)
+            if other in self._left and now - since < self.hang + 2 * _LEAVE:
+                return  # it is about to say why
             self.declare(other, f"hangs: for {self.hang:g} s it has not come to collective {least + 1}")
 
 
