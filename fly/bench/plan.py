@@ -1,0 +1,412 @@
+"""What a setting should do before anybody has the machines: memory, step times and gains from a model of costs.
+
+A step reads every weight and every cached key and value once and multiplies them, whichever takes longer (Williams et
+al. 2009, the roofline), and adds up the results of the ranks twice a layer. Knows nothing of files or HTTP; what it
+predicts is checked against what is measured by ``measure_here``.
+
+Shape legend: T tokens of a step, C hidden width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import resource
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from fly.bundled import resolve_checkpoint
+from fly.bundled.tasks import problems
+from fly.cache import PagedKVCache
+from fly.drafts import SingleDraft
+from fly.llm import LLM
+from fly.models import DenseCausal, Llama, LlamaConfig
+from fly.models.loading import resolve_dtype
+from fly.parallel import Part, Ranks
+from fly.parallel.draft import Placement
+from fly.policies import AcceptancePolicy
+from fly.types import SamplingParams, Stats
+
+__all__ = [
+    "DEVICES",
+    "MODELS",
+    "PAPER",
+    "Check",
+    "Device",
+    "Forecast",
+    "Link",
+    "Machines",
+    "Setting",
+    "check_here",
+    "forecast",
+    "measure_here",
+    "memory_here",
+]
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one all-reduce among neighbours takes: ``latency`` seconds, and bytes at ``bandwidth`` bytes a second each
+    way."""
+
+    latency: float
+    bandwidth: float
+
+    def all_reduce(self, size: float, ranks: int) -> float:
+        """Seconds for ``size`` bytes on a ring of n ranks, where 2 (n - 1) / n of it pass a link (Patarasuk & Yuan 2009)."""
+        return 0.0 if ranks == 1 else self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Device:
+    """One rank's processor: bytes of memory, bytes a second from it, operations a second.
+
+    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time the
+    host needs to ask for one layer: an accelerator works meanwhile (``overlaps``), a CPU does not.
+    """
+
+    name: str
+    memory: float
+    bandwidth: float
+    flops: float
+    link: Link
+    layer: float
+    overlaps: bool = True
+
+
+_BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
+_EAGER = 80e-6  # seconds to launch the dozen kernels of a layer without a graph
+_RESERVED = 3e9  # bytes a rank keeps for its context, communication buffers and activations
+
+# Stated by the makers: memory, bandwidth and dense bfloat16; a link's share of what connects a node, one way.
+DEVICES: dict[str, Device] = {
+    device.name: device
+    for device in (
+        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), _EAGER),
+        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), _EAGER),
+        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), _EAGER),
+        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), _EAGER),
+    )
+}
+_NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
+
+
+def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128256,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=131072,
+    )
+
+
+MODELS = {
+    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
+    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
+    "llama-3.1-405b": _llama(16384, 53248, 126, 128),
+}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """``ranks`` devices, ``per_node`` of them to a node; ``network`` connects nodes, a link for each rank."""
+
+    device: Device
+    ranks: int
+    per_node: int = 8
+    network: Link = _NETWORK
+
+    def all_reduce(self, size: float) -> float:
+        """Seconds for ``size`` bytes: within nodes, then each rank's share between them."""
+        inside = min(self.ranks, self.per_node)
+        nodes = -(-self.ranks // inside)
+        return self.device.link.all_reduce(size, inside) + self.network.all_reduce(size / inside, nodes)
+
+    @property
+    def alone(self) -> Machines:
+        """One of the ranks."""
+        return replace(self, ranks=1)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is to run: a target, a draft (None: none), lengths and laws.
+
+    Args:
+        tau: tokens a round emits, as measured elsewhere.
+        draft_tau: tokens the draft emits a forward of its own; above 1 with a cheaper level below it.
+        rows, context: sequences in a batch, and tokens each has behind it.
+        itemsize: bytes a weight and a cached number.
+        decision: seconds a round for all that is no forward.
+    """
+
+    target: LlamaConfig
+    draft: LlamaConfig | None
+    k: int
+    tau: float
+    draft_tau: float = 1.0
+    rows: int = 1
+    context: int = 2048
+    itemsize: int = 2
+    decision: float = 0.5e-3
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Seconds of an autoregressive step, of a verification and of a draft step for each placement; bytes on a rank."""
+
+    setting: Setting
+    machines: Machines
+    step: float
+    verify: float
+    draft: dict[str, float]
+    memory: dict[str, float]
+
+    @property
+    def placement(self) -> str:
+        """Where a draft step is soonest done, of those that fit."""
+        fitting = [name for name in self.draft if self.memory[name] <= self.machines.device.memory]
+        return min(fitting or self.draft, key=lambda name: self.draft[name])
+
+    @property
+    def fits(self) -> bool:
+        return self.memory[self.placement] <= self.machines.device.memory
+
+    def round(self, placement: str | None = None) -> float:
+        """Seconds of a round of speculation."""
+        s = self.setting
+        return s.k / s.draft_tau * self.draft[placement or self.placement] + self.verify + s.decision
+
+    def gain(self, placement: str | None = None) -> float:
+        """Tokens a second over those without a draft."""
+        return self.setting.tau * self.step / self.round(placement)
+
+    @property
+    def tokens_per_second(self) -> tuple[float, float]:
+        """A row's, without and with the draft."""
+        return 1 / self.step, self.setting.tau / self.round()
+
+
+@cache
+def _share(config: LlamaConfig, ranks: int) -> Part:
+    """The first rank's."""
+    return Part(config, 0, ranks)
+
+
+def weights(config: LlamaConfig) -> int:
+    """Numbers that a step reads: all matrices but the embedding, of which it looks up a row a token."""
+    attention = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
+    return config.hidden_size * (
+        config.num_hidden_layers * (attention + 3 * config.intermediate_size) + config.vocab_size
+    )
+
+
+def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int, context: int, itemsize: int) -> float:
+    """One forward over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
+    device, ranks = machines.device, machines.ranks
+    part = _share(config, ranks)
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    cached = PagedKVCache.bytes_per_token(part.sizes, dtype) * rows * context
+    products = max(
+        weights(config) / ranks * itemsize / device.bandwidth, 2 * tokens * weights(config) / ranks / device.flops
+    )
+    width = part.sizes.num_attention_heads * config.head_dim
+    attention = max(cached / device.bandwidth, 4 * tokens * context * width * config.num_hidden_layers / device.flops)
+    layers = config.num_hidden_layers
+    exchanged = (2 * layers + 1) * machines.all_reduce(tokens * config.hidden_size * itemsize)
+    # Once what is about to be computed is compared; of the logits, the largest, the three largest, and the mass.
+    exchanged += 4 * machines.all_reduce(tokens * 8 * ranks)
+    working, asking = products + attention + exchanged, layers * device.layer
+    return max(working, asking) if device.overlaps else working + asking
+
+
+def forecast(setting: Setting, machines: Machines) -> Forecast:
+    """Times and memory of a setting.
+
+    Raises ``PlanError`` if a model does not divide among the ranks.
+    """
+    s, n = setting, machines.ranks
+    size = s.itemsize
+
+    def step(config: LlamaConfig, where: Machines, tokens: int) -> float:
+        return step_seconds(config, where, tokens, s.rows, s.context, size)
+
+    def held(config: LlamaConfig, ranks: int) -> float:
+        part = _share(config, ranks)
+        dtype = torch.float32 if size == 4 else torch.bfloat16
+        return part.bytes(size) + PagedKVCache.bytes_per_token(part.sizes, dtype) * s.rows * s.context
+
+    logits = 4 * s.rows * (s.k + 1) * s.target.vocab_size / n
+    base = held(s.target, n) + logits + (_RESERVED if machines.device.overlaps else 0.0)
+    draft, memory = {"none": 0.0}, {"none": base}
+    if s.draft is not None:
+        draft = {"replicated": step(s.draft, machines.alone, s.rows), "sharded": step(s.draft, machines, s.rows)}
+        memory = {"replicated": base + held(s.draft, 1), "sharded": base + held(s.draft, n)}
+    verify = step(s.target, machines, s.rows * (s.k + 1))
+    return Forecast(s, machines, step(s.target, machines, s.rows), verify, draft, memory)
+
+
+@dataclass(frozen=True)
+class Published:
+    """A setting of the paper (arXiv 2511.22972): drafter 8B, temperature 0; the gain is the mean of its two suites'."""
+
+    name: str
+    target: str
+    k: int
+    tau: float
+    gain: float
+    ranks: int
+
+
+PAPER = (
+    Published("70B : 8B", "llama-3.1-70b", 15, 12.41, 2.81, 8),
+    Published("405B : 8B", "llama-3.1-405b", 25, 17.13, 5.07, 16),
+)
+
+
+# What is measured here
+
+
+def _median(run: Callable[[], Any], repeats: int = 15) -> float:
+    times = []
+    for _ in range(repeats + 3):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[3:])
+
+
+def _thin(config: LlamaConfig, vocab: int) -> LlamaConfig:
+    """A model of as many layers, that computes next to nothing."""
+    thin = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 2, "vocab_size": vocab}
+    return LlamaConfig.model_validate({**config.model_dump(), **thin})
+
+
+@torch.inference_mode()
+def measure_here(config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None) -> Machines:
+    """This machine's figures for models about as large as ``config``, taken on parts that are no such model: products
+    with matrices of as many bytes, a model of the same depth that is too thin to compute anything, and all-reduces.
+
+    Runs on every rank, which all get the first one's figures. ``tokens`` is how many a verification looks at.
+    """
+    size = 1 if ranks is None else ranks.size
+    width = config.hidden_size
+    rows = max(64, weights(config) // size // width // (4 * config.num_hidden_layers))
+    matrices = [torch.randn(rows, width).to(dtype) for _ in range(4 * config.num_hidden_layers)]
+    held = sum(matrix.numel() for matrix in matrices)
+
+    def products(count: int) -> Callable[[], None]:
+        x_TC = torch.randn(count, width).to(dtype)
+
+        def run() -> None:
+            for matrix in matrices:
+                F.linear(x_TC, matrix)
+
+        return run
+
+    thin = _thin(config, 8)
+    model = Llama(thin).to(dtype).eval()
+    token_T = torch.zeros(1, dtype=torch.int64)
+    asked = _median(lambda: model.logits(model(token_T, token_T, DenseCausal(1, 1)))) / thin.num_hidden_layers
+    calls = 4 * asked / 14  # of the dozen calls of a layer four are products, which are counted with them
+    read, multiplied = _median(products(1)), _median(products(tokens))
+    link = Link(0.0, 1e12)
+    if ranks is not None and size > 1:
+        small, large = (torch.zeros(count, width, dtype=dtype) for count in (1, 64))
+        latency, longer = _median(lambda: ranks.sum_(small), 60), _median(lambda: ranks.sum_(large), 60)
+        bandwidth = 2 * (size - 1) / size * large.numel() * dtype.itemsize / max(longer - latency, 1e-6)
+        link = Link(latency, bandwidth)
+    flops = 2 * tokens * held / multiplied
+    device = Device("here", float("inf"), held * dtype.itemsize / read, flops, link, asked - calls, overlaps=False)
+    machines = Machines(device, size, size)
+    return machines if ranks is None else ranks.share(machines)
+
+
+@dataclass(frozen=True)
+class Check:
+    """Tokens a second, predicted and measured, without and with a draft; what a rank took of memory, in bytes."""
+
+    predicted: tuple[float, float]
+    measured: tuple[float, float]
+    tau: float
+    memory: list[dict[str, int]]
+    machines: Machines
+    placement: str
+
+
+def check_here(
+    target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None, placement: Placement
+) -> Check:
+    """Predict a setting on this machine from figures that are none of its own, run it, and compare.
+
+    ``draft`` is one checkpoint. Rounds emit as many tokens as they do (``tau`` is measured); every time is predicted.
+    """
+    config, raw = LlamaConfig.read(resolve_checkpoint(target))
+    small, _ = LlamaConfig.read(resolve_checkpoint(draft))
+    kind = resolve_dtype(dtype, raw)
+    here = measure_here(config, kind, k + 1, ranks)
+    llm = LLM(target, draft, policy, k, dtype, "cpu", cache_tokens=4096, ranks=ranks, draft_placement=placement)
+    prompts = [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, 4)]
+    params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
+    measured, tau, length = [], 1.0, 0.0
+    for most in (0, k):
+        llm.generate(prompts[:1], params, k=most)
+        start = time.perf_counter()
+        outputs = [llm.generate([prompt], params, k=most)[0] for prompt in prompts]
+        seconds = time.perf_counter() - start
+        stats = sum((output.stats for output in outputs), Stats())
+        measured.append(stats.generated / seconds)
+        tau, length = stats.tau, stats.prompt_tokens / len(prompts) + 48
+    drafted = stats.drafted / stats.rounds
+    setting = Setting(config, small, round(drafted), tau, context=round(length), itemsize=kind.itemsize)
+    setting = replace(setting, decision=_engine_seconds(config, policy, k))
+    found = forecast(setting, replace(here, device=replace(here.device, memory=0.0)))
+    where = "sharded" if _is_sharded(llm) else "replicated"
+    plain = 1 / (found.step + setting.decision)
+    return Check(
+        (plain, tau / found.round(where)),
+        (measured[0], measured[1]),
+        tau,
+        [memory_here()] if ranks is None else ranks.collect(memory_here()),
+        here,
+        where,
+    )
+
+
+def _is_sharded(llm: LLM) -> bool:
+    model = llm.draft.runner.model if isinstance(llm.draft, SingleDraft) else None
+    return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
+
+
+def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy, k: int) -> float:
+    """What a round takes beside its forwards: one of a model that computes next to nothing, less its forward."""
+    thin = _thin(config, config.vocab_size)
+    model = Llama(thin).eval().requires_grad_(False)
+    token_T = torch.zeros(1, dtype=torch.int64)
+    with torch.inference_mode():
+        forward = _median(lambda: model.logits(model(token_T, token_T, DenseCausal(1, 1))))
+    llm = LLM(model, None, policy, cache_tokens=512)
+    params = SamplingParams(temperature=0.0, max_tokens=64)
+    seconds = _median(lambda: llm.generate([[1, 2, 3]], params), 5) / 64
+    return max(seconds - forward, 0.0)
+
+
+def memory_here() -> dict[str, int]:
+    """Bytes this process has of its own now, and the most it ever had resident (mapped files included)."""
+    own = 0
+    with contextlib.suppress(OSError):
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
+        own = int(found[1]) * 1024 if found else 0
+    return {"own": own, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
