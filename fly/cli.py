@@ -531,8 +531,8 @@ def bench_plan(
                 )
         console.print(table)
         console.print(
-            "[dim]published: arXiv 2511.22972, on hardware and an engine of its own · gain: tokens/s over those without a "
-            "draft · a step without graphs, which on 8 ranks costs a small draft most of its time[/]",
+            "[dim]published: arXiv 2511.22972, on hardware and an engine of its own · gain: over tokens/s without a draft "
+            "· a step without graphs, which on 8 ranks costs a small draft most of its time[/]",
             highlight=False,
         )
 

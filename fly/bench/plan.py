@@ -61,7 +61,7 @@ class Link:
     bandwidth: float
 
     def all_reduce(self, size: float, ranks: int) -> float:
-        """Seconds for ``size`` bytes on a ring of n ranks, where 2 (n - 1) / n of it pass a link (Patarasuk & Yuan 2009)."""
+        """Seconds for ``size`` bytes on a ring of n: 2 (n - 1) / n of them pass each link (Patarasuk & Yuan 2009)."""
         return 0.0 if ranks == 1 else self.latency + 2 * (ranks - 1) / ranks * size / self.bandwidth
 
 
