@@ -531,7 +531,7 @@ def bench_plan(
                 )
         console.print(table)
         console.print(
-            "[dim]published: arXiv 2511.22972, on hardware and an engine of its own · gain: over tokens/s without a draft "
+            "[dim]published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
             "· a step without graphs, which on 8 ranks costs a small draft most of its time[/]",
             highlight=False,
         )
@@ -551,7 +551,8 @@ def _show_check(found: Any, target: str, draft: str) -> None:
     peak = ", ".join(f"{memory['peak'] / 1e6:,.0f}" for memory in found.memory)
     console.print(
         f"τ {found.tau:.2f} · read {device.bandwidth / 1e9:.1f} GB/s · {device.flops / 1e9:,.0f} GFLOP/s · a layer's "
-        f"calls {device.layer * 1e6:.0f} µs · all-reduce {link.latency * 1e6:,.0f} µs · memory by rank, its own {own} "
+        f"calls {device.layer * 1e6:.0f} µs, a forward's {device.forward * 1e6:.0f} µs, a round's "
+        f"{found.decision * 1e6:.0f} µs · all-reduce {link.latency * 1e6:,.0f} µs · memory by rank, its own {own} "
         f"MB, at most {peak} MB",
         highlight=False,
         soft_wrap=True,

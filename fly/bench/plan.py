@@ -22,18 +22,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
+from fly.engine import Runner
 from fly.llm import LLM
-from fly.models import DenseCausal, Llama, LlamaConfig
+from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
 from fly.parallel import Part, Ranks
 from fly.parallel.draft import Placement
-from fly.policies import AcceptancePolicy
-from fly.types import SamplingParams, Stats
+from fly.policies import AcceptancePolicy, Exact
+from fly.types import SamplingParams, Sequence, Stats
 
 __all__ = [
     "DEVICES",
@@ -70,7 +72,8 @@ class Device:
     """One rank's processor: bytes of memory, bytes a second from it, operations a second.
 
     ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time the
-    host needs to ask for one layer: an accelerator works meanwhile (``overlaps``), a CPU does not.
+    host needs to ask for one layer, ``forward`` that for a forward beside its layers: an accelerator works meanwhile
+    (``overlaps``), a CPU does not.
     """
 
     name: str
@@ -79,6 +82,7 @@ class Device:
     flops: float
     link: Link
     layer: float
+    forward: float = 0.0
     overlaps: bool = True
 
 
@@ -228,7 +232,7 @@ def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int
     exchanged = (2 * layers + 1) * machines.all_reduce(tokens * config.hidden_size * itemsize)
     # Once what is about to be computed is compared; of the logits, the largest, the three largest, and the mass.
     exchanged += 4 * machines.all_reduce(tokens * 8 * ranks)
-    working, asking = products + attention + exchanged, layers * device.layer
+    working, asking = products + attention + exchanged, layers * device.layer + device.forward
     return max(working, asking) if device.overlaps else working + asking
 
 
@@ -288,50 +292,64 @@ def _median(run: Callable[[], Any], repeats: int = 15) -> float:
     return statistics.median(times[3:])
 
 
-def _thin(config: LlamaConfig, vocab: int) -> LlamaConfig:
-    """A model of as many layers, that computes next to nothing."""
-    thin = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 2, "vocab_size": vocab}
+def _thin(config: LlamaConfig, layers: int, vocab: int) -> LlamaConfig:
+    """A model that computes next to nothing."""
+    thin = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 2, "vocab_size": vocab, "num_hidden_layers": layers}
     return LlamaConfig.model_validate({**config.model_dump(), **thin})
 
 
 @torch.inference_mode()
 def measure_here(config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None) -> Machines:
     """This machine's figures for models about as large as ``config``, taken on parts that are no such model: products
-    with matrices of as many bytes, a model of the same depth that is too thin to compute anything, and all-reduces.
+    with matrices of as many bytes, all-reduces between them, and models too thin to compute anything.
 
     Runs on every rank, which all get the first one's figures. ``tokens`` is how many a verification looks at.
     """
     size = 1 if ranks is None else ranks.size
-    width = config.hidden_size
-    rows = max(64, weights(config) // size // width // (4 * config.num_hidden_layers))
-    matrices = [torch.randn(rows, width).to(dtype) for _ in range(4 * config.num_hidden_layers)]
+    width, layers = config.hidden_size, config.num_hidden_layers
+    rows = max(64, weights(config) // size // width // (4 * layers))
+    matrices = [torch.randn(rows, width).to(dtype) for _ in range(4 * layers)]
     held = sum(matrix.numel() for matrix in matrices)
 
-    def products(count: int) -> Callable[[], None]:
+    def products(count: int, exchanged: Tensor | None = None) -> Callable[[], None]:
         x_TC = torch.randn(count, width).to(dtype)
 
         def run() -> None:
-            for matrix in matrices:
+            for number, matrix in enumerate(matrices):
                 F.linear(x_TC, matrix)
+                if exchanged is not None and ranks is not None and number % 2:
+                    ranks.sum_(exchanged)
 
         return run
 
-    thin = _thin(config, 8)
-    model = Llama(thin).to(dtype).eval()
-    token_T = torch.zeros(1, dtype=torch.int64)
-    asked = _median(lambda: model.logits(model(token_T, token_T, DenseCausal(1, 1)))) / thin.num_hidden_layers
-    calls = 4 * asked / 14  # of the dozen calls of a layer four are products, which are counted with them
+    shallow, deep = (_median(_thin_step(config, depth, dtype)) for depth in (1, layers + 1))
+    layer = (deep - shallow) / layers
     read, multiplied = _median(products(1)), _median(products(tokens))
     link = Link(0.0, 1e12)
     if ranks is not None and size > 1:
         small, large = (torch.zeros(count, width, dtype=dtype) for count in (1, 64))
-        latency, longer = _median(lambda: ranks.sum_(small), 60), _median(lambda: ranks.sum_(large), 60)
+        latency, longer = ((_median(products(1, x)) - read) / (2 * layers) for x in (small, large))
         bandwidth = 2 * (size - 1) / size * large.numel() * dtype.itemsize / max(longer - latency, 1e-6)
-        link = Link(latency, bandwidth)
+        link = Link(max(latency, 0.0), bandwidth)
     flops = 2 * tokens * held / multiplied
-    device = Device("here", float("inf"), held * dtype.itemsize / read, flops, link, asked - calls, overlaps=False)
+    figures = (float("inf"), held * dtype.itemsize / read, flops, link, layer)
+    device = Device("here", *figures, forward=max(shallow - layer, 0.0), overlaps=False)
     machines = Machines(device, size, size)
     return machines if ranks is None else ranks.share(machines)
+
+
+def _thin_step(config: LlamaConfig, depth: int, dtype: torch.dtype) -> Callable[[], None]:
+    """A decode step of a model of ``depth`` layers that computes next to nothing, on a paged cache."""
+    thin = _thin(config, depth, 8)
+    model = Llama(thin).to(dtype).eval().requires_grad_(False)
+    runner = Runner(model, PagedKVCache(thin, 4, 16, dtype))
+    row = Sequence([1, 2, 3], 3, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
+
+    def run() -> None:
+        runner.feed([row], [[]])
+        runner.commit([row])
+
+    return run
 
 
 @dataclass(frozen=True)
@@ -344,6 +362,8 @@ class Check:
     memory: list[dict[str, int]]
     machines: Machines
     placement: str
+    decision: float
+    figures: Forecast
 
 
 def check_here(
@@ -371,7 +391,7 @@ def check_here(
         tau, length = stats.tau, stats.prompt_tokens / len(prompts) + 48
     drafted = stats.drafted / stats.rounds
     setting = Setting(config, small, round(drafted), tau, context=round(length), itemsize=kind.itemsize)
-    setting = replace(setting, decision=_engine_seconds(config, policy, k))
+    setting = replace(setting, decision=_engine_seconds(config, policy))
     found = forecast(setting, replace(here, device=replace(here.device, memory=0.0)))
     where = "sharded" if _is_sharded(llm) else "replicated"
     plain = 1 / (found.step + setting.decision)
@@ -382,6 +402,8 @@ def check_here(
         [memory_here()] if ranks is None else ranks.collect(memory_here()),
         here,
         where,
+        setting.decision,
+        found,
     )
 
 
@@ -390,17 +412,12 @@ def _is_sharded(llm: LLM) -> bool:
     return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
 
 
-def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy, k: int) -> float:
+def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy) -> float:
     """What a round takes beside its forwards: one of a model that computes next to nothing, less its forward."""
-    thin = _thin(config, config.vocab_size)
-    model = Llama(thin).eval().requires_grad_(False)
-    token_T = torch.zeros(1, dtype=torch.int64)
-    with torch.inference_mode():
-        forward = _median(lambda: model.logits(model(token_T, token_T, DenseCausal(1, 1))))
-    llm = LLM(model, None, policy, cache_tokens=512)
+    llm = LLM(Llama(_thin(config, 1, config.vocab_size)).eval().requires_grad_(False), None, policy, cache_tokens=512)
+    forward = _median(_thin_step(config, 1, torch.float32))
     params = SamplingParams(temperature=0.0, max_tokens=64)
-    seconds = _median(lambda: llm.generate([[1, 2, 3]], params), 5) / 64
-    return max(seconds - forward, 0.0)
+    return max(_median(lambda: llm.generate([[1, 2, 3]], params), 5) / 64 - forward, 0.0)
 
 
 def memory_here() -> dict[str, int]:
