@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import re
 import resource
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -73,7 +72,8 @@ class Device:
 
     ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time the
     host needs to ask for one layer, ``forward`` that for a forward beside its layers: an accelerator works meanwhile
-    (``overlaps``), a CPU does not.
+    (``overlaps``), a CPU does not. ``attention`` and ``cached`` are operations and bytes a second where keys and values
+    are read, if they differ from the others.
     """
 
     name: str
@@ -84,6 +84,8 @@ class Device:
     layer: float
     forward: float = 0.0
     overlaps: bool = True
+    attention: float | None = None
+    cached: float | None = None
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
@@ -227,7 +229,10 @@ def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int
         weights(config) / ranks * itemsize / device.bandwidth, 2 * tokens * weights(config) / ranks / device.flops
     )
     width = part.sizes.num_attention_heads * config.head_dim
-    attention = max(cached / device.bandwidth, 4 * tokens * context * width * config.num_hidden_layers / device.flops)
+    operations = 4 * tokens * context * width * config.num_hidden_layers
+    attention = max(
+        cached / (device.cached or device.bandwidth), operations / rows / (device.attention or device.flops)
+    )
     layers = config.num_hidden_layers
     exchanged = (2 * layers + 1) * machines.all_reduce(tokens * config.hidden_size * itemsize)
     # Once what is about to be computed is compared; of the logits, the largest, the three largest, and the mass.
@@ -283,19 +288,29 @@ PAPER = (
 # What is measured here
 
 
-def _median(run: Callable[[], Any], repeats: int = 15) -> float:
-    times = []
-    for _ in range(repeats + 3):
-        start = time.perf_counter()
+def _seconds(run: Callable[[], Any], total: float = 0.3) -> float:
+    """Of one call, on average: what else the machine does slows it down as it does all that is measured."""
+    for _ in range(3):
         run()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times[3:])
+    start, count = time.perf_counter(), 0
+    while (elapsed := time.perf_counter() - start) < total:
+        run()
+        count += 1
+    return elapsed / count
 
 
 def _thin(config: LlamaConfig, layers: int, vocab: int) -> LlamaConfig:
     """A model that computes next to nothing."""
     thin = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 2, "vocab_size": vocab, "num_hidden_layers": layers}
     return LlamaConfig.model_validate({**config.model_dump(), **thin})
+
+
+def _seconds_of(run: Callable[[], Any], count: int) -> float:
+    """The same by number, where ranks must do it as often."""
+    start = time.perf_counter()
+    for _ in range(count):
+        run()
+    return (time.perf_counter() - start) / count
 
 
 @torch.inference_mode()
@@ -322,20 +337,35 @@ def measure_here(config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ra
 
         return run
 
-    shallow, deep = (_median(_thin_step(config, depth, dtype)) for depth in (1, layers + 1))
+    shallow, deep = (_seconds(_thin_step(config, depth, dtype)) for depth in (1, layers + 1))
     layer = (deep - shallow) / layers
-    read, multiplied = _median(products(1)), _median(products(tokens))
+    read, multiplied = _seconds(products(1)), _seconds(products(tokens))
     link = Link(0.0, 1e12)
     if ranks is not None and size > 1:
         small, large = (torch.zeros(count, width, dtype=dtype) for count in (1, 64))
-        latency, longer = ((_median(products(1, x)) - read) / (2 * layers) for x in (small, large))
+        latency, longer = ((_seconds_of(products(1, x), 24) - read) / (2 * layers) for x in (small, large))
         bandwidth = 2 * (size - 1) / size * large.numel() * dtype.itemsize / max(longer - latency, 1e-6)
         link = Link(max(latency, 0.0), bandwidth)
     flops = 2 * tokens * held / multiplied
     figures = (float("inf"), held * dtype.itemsize / read, flops, link, layer)
-    device = Device("here", *figures, forward=max(shallow - layer, 0.0), overlaps=False)
+    part, context = _share(config, size).sizes, 256
+    one, many = (_seconds(_attention(part, count, context, dtype)) for count in (1, tokens))
+    cached = PagedKVCache.bytes_per_token(part, dtype) / layers * context / one
+    operations = 4 * tokens * context * part.num_attention_heads * part.head_dim
+    device = Device("here", *figures, max(shallow - layer, 0.0), False, operations / many, cached)
     machines = Machines(device, size, size)
     return machines if ranks is None else ranks.share(machines)
+
+
+def _attention(config: LlamaConfig, tokens: int, context: int, dtype: torch.dtype) -> Callable[[], Any]:
+    """One layer's, of some tokens over a context."""
+    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
+    q, k, v = (
+        torch.randn(1, count, length, width).to(dtype)
+        for count, length in ((heads, tokens), (kv_heads, context), (kv_heads, context))
+    )
+    mask = None if tokens == 1 else torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
+    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != kv_heads)
 
 
 def _thin_step(config: LlamaConfig, depth: int, dtype: torch.dtype) -> Callable[[], None]:
@@ -380,7 +410,7 @@ def check_here(
     llm = LLM(target, draft, policy, k, dtype, "cpu", cache_tokens=4096, ranks=ranks, draft_placement=placement)
     prompts = [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, 4)]
     params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
-    measured, tau, length = [], 1.0, 0.0
+    measured, rounds = [], []
     for most in (0, k):
         llm.generate(prompts[:1], params, k=most)
         start = time.perf_counter()
@@ -388,15 +418,19 @@ def check_here(
         seconds = time.perf_counter() - start
         stats = sum((output.stats for output in outputs), Stats())
         measured.append(stats.generated / seconds)
-        tau, length = stats.tau, stats.prompt_tokens / len(prompts) + 48
-    drafted = stats.drafted / stats.rounds
-    setting = Setting(config, small, round(drafted), tau, context=round(length), itemsize=kind.itemsize)
-    setting = replace(setting, decision=_engine_seconds(config, policy))
-    found = forecast(setting, replace(here, device=replace(here.device, memory=0.0)))
+        rounds.append(stats.rounds)
+    tau, length = stats.tau, round(stats.prompt_tokens / len(prompts))
+    setting = Setting(config, small, round(stats.drafted / stats.rounds), tau, context=length + 48)
+    setting = replace(setting, decision=_engine_seconds(config, policy, setting.k), itemsize=kind.itemsize)
+    found = forecast(setting, here)
     where = "sharded" if _is_sharded(llm) else "replicated"
-    plain = 1 / (found.step + setting.decision)
+    # Prompts are read once; the draft reads them too.
+    prompt = step_seconds(config, here, length, 1, length, kind.itemsize)
+    own = step_seconds(small, here if where == "sharded" else here.alone, length, 1, length, kind.itemsize)
+    plain = len(prompts) * prompt + rounds[0] * (found.step + _engine_seconds(config, policy, 0))
+    drafted = len(prompts) * (prompt + own) + rounds[1] * found.round(where)
     return Check(
-        (plain, tau / found.round(where)),
+        (stats.generated / plain, stats.generated / drafted),
         (measured[0], measured[1]),
         tau,
         [memory_here()] if ranks is None else ranks.collect(memory_here()),
@@ -412,12 +446,24 @@ def _is_sharded(llm: LLM) -> bool:
     return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
 
 
-def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy) -> float:
-    """What a round takes beside its forwards: one of a model that computes next to nothing, less its forward."""
-    llm = LLM(Llama(_thin(config, 1, config.vocab_size)).eval().requires_grad_(False), None, policy, cache_tokens=512)
-    forward = _median(_thin_step(config, 1, torch.float32))
-    params = SamplingParams(temperature=0.0, max_tokens=64)
-    return max(_median(lambda: llm.generate([[1, 2, 3]], params), 5) / 64 - forward, 0.0)
+def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy, k: int) -> float:
+    """What a round takes beside its forwards: one of models that compute next to nothing, less their forwards."""
+    model = Llama(_thin(config, 1, config.vocab_size)).eval().requires_grad_(False)
+    llm = LLM(model, SingleDraft(model, cache_tokens=512), policy, k, cache_tokens=512)
+    forward = _seconds(_thin_step(config, 1, torch.float32))
+    forwards = rounds = 0
+
+    def run() -> None:
+        nonlocal forwards, rounds
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=96))
+        rounds += output.stats.rounds + 1
+        forwards += output.stats.rounds + 1 + output.stats.drafted
+
+    for _ in range(3):
+        run()
+    forwards = rounds = 0
+    total = _seconds_of(run, 4) * 4
+    return max(total - forwards * forward, 0.0) / rounds
 
 
 def memory_here() -> dict[str, int]:
