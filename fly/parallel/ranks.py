@@ -201,13 +201,15 @@ def launch(
     if missing := [name for name in _VARIABLES if name not in os.environ]:
         raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
     store, rank, size = next(iter(dist.rendezvous("env://")))
+    # torchrun keeps its store when it starts the ranks again, and what was said in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     device = None
     if cuda := torch.cuda.is_available():
         torch.cuda.set_device(local := int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
         device = torch.device("cuda", local)
     dist.init_process_group(
         "nccl" if cuda else "gloo",
-        store=dist.PrefixStore("group", store),
+        store=dist.PrefixStore(f"group/{attempt}", store),
         rank=rank,
         world_size=size,
         timeout=_FOREVER,
@@ -215,7 +217,7 @@ def launch(
     )
     # Watched from the first collective on: the others may be gone before it.
     progress = Progress()
-    watch = Watch(store, rank, size, progress, patience, hang, on_fault)
+    watch = Watch(dist.PrefixStore(f"watch/{attempt}", store.clone()), rank, size, progress, patience, hang, on_fault)
     try:
         ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER), check_every=check_every)
         ranks.progress, ranks.watch = progress, watch

@@ -46,7 +46,7 @@ class Watch:
     """Watches the group from a thread of its own.
 
     Args:
-        store: torch's rendezvous store, of which it takes a connection of its own.
+        store: torch's, on a connection that nobody else uses: a store answers one thread at a time.
         rank, size: this process among the group's.
         progress: what the collectives of this rank note.
         patience: seconds without a sign of life after which a rank counts as lost.
@@ -64,7 +64,7 @@ class Watch:
         hang: float,
         on_fault: Callable[[str], None] | None = None,
     ) -> None:
-        self._store, self.rank, self.size, self.progress = store.clone(), rank, size, progress
+        self._store, self.rank, self.size, self.progress = store, rank, size, progress
         self.patience, self.hang, self.on_fault = patience, hang, on_fault
         self.interval = min(patience / 5, 0.5)
         self._store.set(_key("who", rank), json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **_place()}))
