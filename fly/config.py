@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -16,7 +17,7 @@ __all__ = ["Config"]
 
 
 class Config(BaseModel):
-    """What ``fly.LLM`` takes, in a YAML or JSON file. Unknown fields are errors."""
+    """What ``fly.LLM`` takes, in a YAML or JSON file (its ranks aside). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -35,6 +36,8 @@ class Config(BaseModel):
     step_tokens: int = Field(default=2048, gt=0)
     prefix_reuse: bool = True
     kernels: str = "auto"
+    draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
+    whole_sums: bool = False
 
     @field_validator("draft")
     @classmethod

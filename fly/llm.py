@@ -1,18 +1,19 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP or ranks."""
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and of ranks only that a
+model may be loaded among several: all of them then make the same calls in the same order."""
 
 from __future__ import annotations
 
 import os
-import secrets
+import random
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +32,10 @@ from fly.sampling import derive
 from fly.scheduler import Scheduler
 from fly.structured import Grammars, Matcher
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
+
+if TYPE_CHECKING:
+    from fly.parallel import Ranks
+    from fly.parallel.draft import Placement
 
 __all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
 
@@ -148,6 +153,11 @@ class LLM:
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.kernels.available()``; holds for a draft path too. A loaded model is
             used as it is (``fly.kernels.compiled`` compiles it).
+        ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
+            rank makes the same calls, and gets the same answers.
+        draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
+        whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
+            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -172,6 +182,9 @@ class LLM:
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
         kernels: str = "auto",
+        ranks: Ranks | None = None,
+        draft_placement: Placement = "auto",
+        whole_sums: bool = False,
     ) -> None:
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
@@ -180,9 +193,17 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
+        load: Any = load_model
+        if ranks is not None:
+            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
+            from fly.parallel import load as load_any
+
+            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA)
+            load = partial(load_part, ranks=ranks)
+        self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = compiled(load_model(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
@@ -193,10 +214,17 @@ class LLM:
         config = loaded.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
-        if draft is not None:
-            draft = translated(draft, self.tokenizer, config.vocab_size)
+        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
+            raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
+        given = draft
+
+        def make_draft(load: Any = load_model) -> DraftStrategy | None:
+            made: Any = given
+            if isinstance(given, (str, Path)):
+                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels, load=load)
+            return None if made is None else translated(made, self.tokenizer, config.vocab_size)
+
+        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, load_part)
         block_size = block_size_for(loaded.device) if block_size is None else block_size
         most_tokens = 8 * config.max_position_embeddings
         if cache_share is not None:
@@ -223,10 +251,10 @@ class LLM:
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens)
 
     @classmethod
-    def from_config(cls, config: Config | str | Path) -> LLM:
+    def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
         """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
-        return cls(**{name: getattr(config, name) for name in Config.model_fields})
+        return cls(**{name: getattr(config, name) for name in Config.model_fields}, ranks=ranks)
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -423,7 +451,7 @@ class LLM:
             prompt_length=len(tokens),
             params=params,
             policy=self._bound(policy),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
             bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),

@@ -214,7 +214,7 @@ class AdaptiveDraft(Wrapper):
     Args:
         strategy: who proposes.
         loss: largest share of time that may be lost by drafting in vain.
-        clock: gives seconds; for tests.
+        clock: gives seconds; where ranks share the work, all go by one.
     """
 
     learns = True
@@ -225,7 +225,7 @@ class AdaptiveDraft(Wrapper):
         super().__init__([strategy])
         if not 0 <= loss < 1:
             raise ValueError(f"loss {loss} must be in [0, 1)")
-        self.strategy, self.loss, self._clock = strategy, loss, clock
+        self.strategy, self.loss, self.clock = strategy, loss, clock
         self._plain: dict[int, _Plain] = {}  # by the number of rows
         self._drafting, self._verifying, self._catching_up = _Line(), _Line(through_zero=False), _Line()
         self._longest = 1  # draft that was asked for and verified
@@ -249,7 +249,7 @@ class AdaptiveDraft(Wrapper):
                 base = self._plain[count].seconds
                 self._book(base, 0.0, base)
             return Draft.empty(count)
-        begin = self._clock()
+        begin = self.clock()
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         lengths = self._lengths(known, behind, max_len)
         this = self._round = _Round()
@@ -265,7 +265,7 @@ class AdaptiveDraft(Wrapper):
             if n:
                 row.seen = len(own.tokens)
             this.rows.append((own.id, len(own.tokens), n))
-        this.end = self._clock()
+        this.end = self.clock()
         this.drafting = this.end - begin
         if not all(own.generated for own in rows):  # the time that a prompt takes teaches nothing
             self._round = None
@@ -308,7 +308,7 @@ class AdaptiveDraft(Wrapper):
 
     def _settle(self, rows: Rows[Sequence], this: _Round) -> None:
         """Learn from a round that is over."""
-        seconds = self._clock() - this.end
+        seconds = self.clock() - this.end
         after = {row.id: row for row in rows}
         if any(id_ not in after or len(after[id_].tokens) <= before for id_, before, _ in this.rows):
             return  # it was given up

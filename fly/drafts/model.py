@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import suppress
 from functools import cached_property
@@ -46,6 +47,7 @@ class SingleDraft(DraftStrategy):
             stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
+        load: what loads it: ``load(directory, dtype, device)``.
     """
 
     def __init__(
@@ -61,12 +63,14 @@ class SingleDraft(DraftStrategy):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        load: Callable[..., Model] = load_model,
     ) -> None:
         self._set_limits(k, confidence, entropy)
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            model = compiled(load_model(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels)
+            model = loaded
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
             control |= self.tokenizer.control_ids if self.tokenizer else frozenset()
