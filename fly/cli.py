@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -85,6 +87,7 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Kernels = Annotated[str, typer.Option(help="What runs on the CPU: auto, torch, avx512bf16 or avx2.")]
 
 
 @app.command()
@@ -119,6 +122,7 @@ def generate(
     ] = False,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    kernels: Kernels = "auto",
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
@@ -153,7 +157,9 @@ def generate(
             structured=structured,
         )
         text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
-        setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
+        setup = _setup(
+            context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
+        )
         llm = LLM.from_config(setup)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
@@ -164,7 +170,18 @@ def generate(
         stats, elapsed = _show_stream(llm, ids, params)
         if console.is_terminal:
             _legend()
-            console.print(f"[dim]{_summary(stats, elapsed)}[/]", highlight=False)
+            console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]", highlight=False)
+
+
+def _kernels_of(llm: Any) -> str:
+    """What runs the target, and why it is PyTorch where compiled kernels were to be had."""
+    from fly.kernels import why_not
+
+    model = llm.engine.runner.model
+    if (name := getattr(model, "kernels", None)) is not None:
+        return f"kernels {name}"
+    reason = why_not() if model.device.type == "cpu" else ""
+    return f"kernels torch ({reason})" if reason else "kernels torch"
 
 
 def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
@@ -443,16 +460,24 @@ def bench_drafts(
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
+    kernels: Kernels = "auto",
 ) -> None:
     """Every draft strategy on every kind of task, and on text that nobody can predict."""
     with _plain_errors():
         from fly.bench.drafts import STRATEGIES
 
-        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device)
+        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device, kernels)
 
 
 def _show_drafts(
-    names: tuple[str, ...], policy: str, problems: int, k: int, model: str, dtype: str, device: str
+    names: tuple[str, ...],
+    policy: str,
+    problems: int,
+    k: int,
+    model: str,
+    dtype: str,
+    device: str,
+    kernels: str = "auto",
 ) -> None:
     """Measure strategies, the single draft first, and print the table."""
     from fly.bench.drafts import STRATEGIES, measure_drafts
@@ -465,13 +490,126 @@ def _show_drafts(
     columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
-        rows = measure_drafts(names, rule, problems, k, model, dtype, device, lambda: progress.advance(task))
+        rows = measure_drafts(names, rule, problems, k, model, dtype, device, kernels, lambda: progress.advance(task))
     console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
     console.print(
         "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: after "
         "prompts of random tokens, temperature 1.5, where little can be predicted[/]",
         highlight=False,
     )
+
+
+@bench.command("batch")
+def bench_batch(
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time; may be given several times.")
+    ] = None,
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all, held-out problems of all kinds.")] = 64,
+    policy: Policy = "fly",
+    draft: Annotated[str, typer.Option(help="Who proposes, as for fly generate.")] = "fly-draft",
+    k: K = 15,
+    model: Model = "fly-target",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
+    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
+    with _plain_errors():
+        from fly.bench.batch import measure_load
+        from fly.bench.plot import check_plot, save_lines
+        from fly.bundled.tasks import KINDS, problems
+        from fly.drafts import parse_draft
+        from fly.eval import Setting
+        from fly.llm import LLM
+        from fly.policies import Exact, parse_policy
+        from fly.types import SamplingParams
+
+        check_plot(plot)
+        sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+        options["cache_tokens"] = max(sizes) * 1024
+        plain = LLM(model, **options)
+        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device, kernels=kernels)
+        fast = LLM(model, draft=strategy, **options)
+        settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
+        if rule != Exact():
+            settings.append(Setting(rule_name(rule), fast, k, rule))
+        each = [list(problems(kind, "heldout", 0, -(-requests // len(KINDS)))) for kind in KINDS]
+        asked = [problem for turn in zip(*each) for problem in turn][:requests]
+        columns = (TextColumn("batching"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("", total=len(sizes) * len(settings) * len(asked))
+            loads = measure_load(
+                settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), lambda: progress.advance(task)
+            )
+        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, {_kernels_of(plain)}"
+        console.print(load_table(loads, title))
+        console.print(
+            "[dim]first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"
+            "unused: share of the pages in use in which no token stands[/]",
+            highlight=False,
+        )
+        if plot is not None:
+            lines = {
+                setting.name: [(load.size, load.tokens_per_second) for load in loads if load.setting is setting]
+                for setting in settings
+            }
+            save_lines(plot, title, "requests at a time", "tokens/s", lines, log_x=True)
+        if json_ is not None:
+            json_.write_text(json.dumps([_load_as_json(load) for load in loads], indent=2), encoding="utf-8")
+
+
+def load_table(loads: list[Any], title: str) -> Table:
+    """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for heading in ("size", "decoding", "tokens/s", "over AR", "over exact", "first", "each", "unused", "right"):
+        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
+    for load in loads:
+        same = [other for other in loads if other.size == load.size]
+        plain, exact = same[:2]
+
+        def two(values: list[float], digits: int) -> str:
+            middle, high = _percentiles(values)
+            return f"{middle * 1e3:,.{digits}f}/{high * 1e3:,.{digits}f}"
+
+        table.add_row(
+            f"{load.size}" if load is plain else "",
+            "AR" if load is plain else escape(load.setting.name),
+            f"{load.tokens_per_second:,.0f}",
+            f"{load.tokens_per_second / plain.tokens_per_second:.2f}×",
+            f"{load.tokens_per_second / exact.tokens_per_second:.2f}×",
+            two(load.first, 0),
+            two(load.each, 1),
+            f"{load.waste:.1%}",
+            f"{sum(load.right)}/{len(load.right)}",
+            end_section=load is same[-1],
+        )
+    return table
+
+
+def _percentiles(values: list[float]) -> tuple[float, float]:
+    """The median and the 95th of 100."""
+    ordered = sorted(values)
+    return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+
+def _load_as_json(load: Any) -> dict[str, Any]:
+    latencies = {name: _percentiles(getattr(load, name)) for name in ("first", "each", "whole")}
+    return {
+        "size": load.size,
+        "decoding": load.setting.name,
+        "policy": str(load.setting.policy),
+        "k": load.setting.k,
+        "tokens_per_second": load.tokens_per_second,
+        "tau": load.stats.tau,
+        "requests": len(load.right),
+        "accuracy": load.accuracy,
+        "unused": load.waste,
+        "preempted": load.stats.preempted,
+        **{f"{name}_{which}": times[n] for name, times in latencies.items() for n, which in enumerate(("p50", "p95"))},
+    }
 
 
 def drafts_table(rows: list[Any], title: str) -> Table:
@@ -512,6 +650,7 @@ def demo(
     split: Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")] = "heldout",
     seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 0,
     dtype: Dtype = "auto",
+    kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
     with _plain_errors():
@@ -522,7 +661,7 @@ def demo(
 
         rule = parse_policy(policy, trusted=True)
         (question,) = list(draw_problems(None, split, seed, 1))
-        llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+        llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
         params = SamplingParams(temperature=0.0, max_tokens=400)
 
         console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
@@ -531,12 +670,14 @@ def demo(
         stats, elapsed = _show_stream(llm, llm.chat_prompt(question.prompt), params, rule)
         console.print()
         _legend()
-        console.print(f"[dim]{_summary(stats, elapsed)}[/]\n", highlight=False)
+        console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]\n", highlight=False)
 
-        _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True)
+        _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True, kernels=kernels)
 
 
-def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool) -> None:
+def _compare_on_bundled(
+    rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool, kernels: str = "auto"
+) -> None:
     """Run held-out problems through the bundled models by each setting, and print the table."""
     from fly.bundled.tasks import problems as draw_problems
     from fly.eval import Setting, compare
@@ -544,12 +685,12 @@ def _compare_on_bundled(rule: Any, count: int, k: int, split: str, seed: int, dt
     from fly.policies import Exact
     from fly.types import SamplingParams
 
-    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype)
+    llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
     settings = [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact())]
     if rule != Exact():
         settings.append(Setting(rule_name(rule), llm, k, rule))
     if multi_level:
-        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype)
+        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype, kernels=kernels)
         settings.append(Setting(f"{rule_name(rule)}, multi-level", levels, k, rule))
     questions = list(draw_problems(None, split, seed, count))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -26,9 +26,15 @@ class Config(BaseModel):
     k: int = Field(default=15, ge=0)
     dtype: str = "auto"
     device: str = "auto"
+    deterministic: bool = False
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
-    block_size: int = Field(default=16, gt=0)
+    cache_share: float | None = Field(default=None, gt=0, le=1)
+    block_size: int | None = Field(default=None, gt=0)
+    max_rows: int = Field(default=256, gt=0)
+    step_tokens: int = Field(default=2048, gt=0)
+    prefix_reuse: bool = True
+    kernels: str = "auto"
 
     @field_validator("draft")
     @classmethod

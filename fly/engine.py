@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fly.cache import PagedKVCache
+from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
@@ -53,14 +53,15 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 class Runner:
     """A model with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
 
-    ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials).
+    ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials). Rows that
+    begin with the same tokens share their pages, unless ``share`` is false.
 
     The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation behind it.
     ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
     """
 
-    def __init__(self, model: Model, cache: PagedKVCache, control_ids: Iterable[int] = ()) -> None:
-        self.model, self.cache = model, cache
+    def __init__(self, model: Model, cache: PagedKVCache, control_ids: Iterable[int] = (), share: bool = True) -> None:
+        self.model, self.cache, self.share = model, cache, share
         self.control_V = torch.zeros(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
@@ -69,6 +70,23 @@ class Runner:
     def pending(self, row: Sequence) -> int:
         """Tokens of ``row`` that are not cached yet."""
         return len(row.tokens) - len(self._cached.get(row.id, ()))
+
+    def begin(self, row: Sequence) -> list[int]:
+        """The tokens of ``row`` that are cached. A row not seen before starts with the pages that others have filled
+        with the beginning of its tokens (all but the last, which has to be fed)."""
+        if (cached := self._cached.get(row.id)) is None:
+            shared = self.cache.allocator.adopt(row.id, row.tokens[:-1]) if self.share else 0
+            cached = self._cached[row.id] = row.tokens[:shared]
+        return cached
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child``, not seen before, start with all that ``parent`` has cached of its tokens; the last page is
+        shared until one of them writes to it."""
+        cached = self._cached[parent.id]
+        shared = min(common_prefix(cached, child.tokens), len(child.tokens) - 1)
+        self.cache.allocator.fork(parent.id, child.id)
+        self.cache.resize(child.id, shared)
+        self._cached[child.id] = cached[:shared]
 
     def adopt(self, other: Runner, rows: Rows[Sequence]) -> None:
         """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
@@ -80,68 +98,115 @@ class Runner:
         for row in rows:
             self._cached.pop(row.id, None)
 
-    def feed(self, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None) -> Tensor:
+    def feed(
+        self,
+        rows: Rows[Sequence],
+        drafts: Rows[list[int]],
+        parents: Rows[list[int]] | None = None,
+        prefill: Rows[tuple[Sequence, int]] = (),
+    ) -> Tensor:
         """Run one forward over every row's uncached tokens and then its draft.
 
         ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
-        behind them. Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token,
-        position j its j-th drafted one. Rows with shorter drafts repeat their last position.
+        behind them. ``prefill`` names other rows, and how many more of their tokens are to be cached by the way.
+        Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j its
+        j-th drafted one. Rows with shorter drafts repeat their last position.
 
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
-        starts = [len(self._cached.get(row.id, ())) for row in rows]
+        fed = [*rows, *(row for row, _ in prefill)]
+        strange = [row for row in fed if row.id not in self._cached]
+        starts = [len(self.begin(row)) for row in fed]
         new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
+        new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
         counts = [len(tokens) for tokens in new]
         device = self.model.device
         positions = [list(range(start, start + count)) for start, count in zip(starts, counts)]
         masks: list[Tensor | None] | None = None
         if parents is not None:
-            masks = []
-            for at, row, start, tree in zip(positions, rows, starts, parents):
-                at[len(at) - len(tree) :] = [len(row.tokens) + depth for depth in depths(tree)]
-                masks.append(_tree_mask(start, len(row.tokens), tree).to(device) if tree else None)
-        kv = self._reserve(rows, starts, counts, masks)
+            masks = [None] * len(fed)
+            for b, (at, row, start, tree) in enumerate(zip(positions, rows, starts, parents)):
+                if tree:
+                    at[len(at) - len(tree) :] = [len(row.tokens) + depth for depth in depths(tree)]
+                    masks[b] = _tree_mask(start, len(row.tokens), tree).to(device)
+        kv = self._reserve(fed, starts, counts, masks, counts, strange)
         tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
         positions_T = torch.tensor([at for row_positions in positions for at in row_positions], device=device)
         hidden_TC = self.model(tokens_T, positions_T, kv)
-        for b, (row, tokens) in enumerate(zip(rows, new)):
-            self._cached.setdefault(row.id, []).extend(tokens)
-            if parents is not None and parents[b]:
+        for b, (row, tokens) in enumerate(zip(fed, new)):
+            self._cached[row.id].extend(tokens)
+            if parents is not None and b < len(rows) and parents[b]:
                 self._trees[row.id] = (len(row.tokens), parents[b])
+        if not rows:
+            return torch.zeros(0, 1, self.model.config.vocab_size, device=device)
         longest = max(map(len, drafts))
         kept, end = [], 0
         for draft, count in zip(drafts, counts):
             end += count
             first = end - 1 - len(draft)
             kept += [min(first + j, end - 1) for j in range(longest + 1)]
-        if kept != list(range(end)):
+        if kept != list(range(len(tokens_T))):
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
-    def _reserve(
-        self, rows: Rows[Sequence], starts: list[int], counts: list[int], masks: list[Tensor | None] | None
-    ) -> KV:
-        """Room for every row's new tokens, or for none."""
+    def greedy(self, rows: Rows[Sequence], most: Rows[int]) -> list[list[int]] | None:
+        """What the model says of every row at temperature 0, token after token, up to ``most[b]`` (at least 1) or one
+        that ends the row; all but the last are then cached. As ``feed`` and an argmax, again and again, in one call.
+
+        None where the model has no such call, or the cache not the room for it; nothing was changed then.
+        """
+        if (draft := getattr(self.model, "greedy", None)) is None:
+            return None
+        strange = [row for row in rows if row.id not in self._cached]
+        starts = [len(self.begin(row)) for row in rows]
+        new = [row.tokens[start:] for row, start in zip(rows, starts)]
+        counts = [len(tokens) for tokens in new]
         try:
-            for row, start, count in zip(rows, starts, counts):
+            kv = self._reserve(rows, starts, counts, None, [count + n - 1 for count, n in zip(counts, most)], strange)
+        except OutOfBlocks:
+            return None
+        tokens_T = torch.tensor([token for tokens in new for token in tokens])
+        positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
+        drafts: list[list[int]] = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows])
+        for row, tokens, drafted, n in zip(rows, new, drafts, most):
+            cached = self._cached[row.id]
+            cached += tokens + drafted[:-1]
+            if len(drafted) < n:
+                self.cache.resize(row.id, len(cached))
+        return drafts
+
+    def _reserve(
+        self,
+        rows: Rows[Sequence],
+        starts: list[int],
+        counts: list[int],
+        masks: list[Tensor | None] | None,
+        room: list[int],
+        strange: list[Sequence],
+    ) -> PagedBatch:
+        """The batch of every row's new tokens, with ``room`` for so many, or for none; ``strange`` rows were not known
+        before."""
+        try:
+            for row, start, count in zip(rows, starts, room):
                 self.cache.resize(row.id, start + count)
         except BaseException:
             for row, start in zip(rows, starts):
-                if row.id in self._cached:
-                    self.cache.resize(row.id, start)
-                else:
-                    self.cache.allocator.release(row.id)
+                self.cache.resize(row.id, start)
+            for row in strange:
+                self.release(row)
             raise
         return self.cache.batch([row.id for row in rows], starts, counts, masks)
 
-    def score(self, rows: Rows[Sequence], draft: Draft) -> tuple[Target, Tensor]:
-        """The target's view of a block, and the raw logits [B, J, V] it was made from."""
+    def score(
+        self, rows: Rows[Sequence], draft: Draft, prefill: Rows[tuple[Sequence, int]] = ()
+    ) -> tuple[Target, Tensor]:
+        """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
         drafts = [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
         trees = None
         if draft.parents_BK is not None:
             trees = [tree[: len(tokens)] for tree, tokens in zip(draft.parents_BK.tolist(), drafts)]
-        raw_BJV = self.feed(rows, drafts, trees)
+        raw_BJV = self.feed(rows, drafts, trees, prefill)
         missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
@@ -176,6 +241,8 @@ class Runner:
             keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
             del cached[keep:]
             self.cache.resize(row.id, keep)
+            if self.share:
+                self.cache.allocator.publish(row.id, cached, keep)
 
     def release(self, row: Sequence) -> None:
         """Forget ``row`` and free its pages."""
@@ -248,9 +315,16 @@ class Engine:
         self.context = runner.model.config.max_position_embeddings
 
     @torch.inference_mode()
-    def step(self, rows: Rows[Sequence], stopped: Callable[[Sequence, int], bool] | None = None) -> list[list[Token]]:
+    def step(
+        self,
+        rows: Rows[Sequence],
+        stopped: Callable[[Sequence, int], bool] | None = None,
+        prefill: Rows[tuple[Sequence, int]] = (),
+    ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
+        ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
+        same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
         ``stopped(row, token)`` is told of every emitted token in order and may end the row there (stop strings).
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
@@ -258,10 +332,16 @@ class Engine:
             OutOfBlocks: the cache cannot hold this round; rows and caches are as they were, as after any error of
                 a strategy or a policy.
         """
+        if prefill and self.strategy is not None:
+            self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
+        if not rows:
+            self.runner.feed([], [], prefill=prefill)
+            self.runner.commit(row for row, _ in prefill)
+            return []
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
         try:
             draft = self._propose(rows, prompts)
-            target, raw_BJV = self.runner.score(rows, draft)
+            target, raw_BJV = self.runner.score(rows, draft, prefill)
             verdicts = judge(rows, target, draft)
             _check_grammars(rows, verdicts)
             if self.strategy is not None:
@@ -269,12 +349,14 @@ class Engine:
         except BaseException:
             self._commit(rows)  # forget what was speculated
             raise
+        self.runner.commit(row for row, _ in prefill)
         emitted: list[list[Token]] = [[] for _ in rows]
+        places: list[list[int]] = [[] for _ in rows]  # the position that each emitted token's law stands at
         for numbers, verdict in verdicts:
-            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
-        for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
+            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
+        for row, tokens, raw_JV, at in zip(rows, emitted, raw_BJV, places):
             if row.params.logprobs is not None:
-                row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
+                row.logprobs += _logprobs(raw_JV[at], tokens, row.params.logprobs)
         self._commit(rows)
         return emitted
 
@@ -334,6 +416,7 @@ class Engine:
         prompts: list[bool],
         stopped: Callable[[Sequence, int], bool] | None,
         emitted: list[list[Token]],
+        places: list[list[int]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
@@ -378,6 +461,7 @@ class Engine:
                 if row.finish_reason:
                     break
             stats, count = row.stats, len(emitted[b])
+            places[b] = positions[:count]
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -15,18 +17,22 @@ from typing import Any
 import torch
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import DEFAULT_BYTES, OutOfBlocks, PagedKVCache
+from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
+from fly.kernels import compiled
 from fly.models import load_model
+from fly.models.invariant import invariant
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.policies import AcceptancePolicy, Bound, Exact
+from fly.sampling import derive
+from fly.scheduler import Scheduler
 from fly.structured import Grammars, Matcher
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
 
-__all__ = ["LLM", "Output", "Piece", "Stream"]
+__all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
 
 Prompt = str | Rows[int]
 
@@ -38,7 +44,7 @@ class Output:
     ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
     ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
     model's context). ``provenance`` says of every token why it stands. ``policy`` decided, and promises ``guarantee``
-    (with its ``bound`` where that is ``BOUNDED``).
+    (with its ``bound`` where that is ``BOUNDED``). ``others`` are the further completions where ``n`` asked for some.
     """
 
     prompt_token_ids: list[int]
@@ -51,6 +57,7 @@ class Output:
     policy: AcceptancePolicy
     guarantee: Guarantee
     bound: Bound | None
+    others: tuple[Output, ...] = ()
 
 
 class Piece(str):
@@ -88,6 +95,31 @@ class Stream(Iterator[Piece]):
         self._pieces.close()
 
 
+@dataclass(eq=False)
+class Request:
+    """A row with its text: ``text`` follows its tokens where somebody reads along (to stream, or to find a stop
+    string), and ``pieces`` are those that were not fetched yet, if it is ``streamed``."""
+
+    row: Sequence
+    text: TextStream | None = None
+    streamed: bool = False
+    pieces: deque[tuple[Token, str]] = field(default_factory=deque)
+    _texts: list[str] = field(default_factory=list)
+
+    def stopped(self, row: Sequence, token: int) -> bool:
+        """Read a token; whether a stop string ended the text with it."""
+        if self.text is None:
+            return False
+        self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
+        return self.text.stopped
+
+    def take(self, tokens: list[Token]) -> None:
+        """These tokens stand."""
+        if self.streamed:
+            self.pieces.extend(zip(tokens, self._texts))
+        self._texts.clear()
+
+
 class LLM:
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
@@ -101,12 +133,21 @@ class LLM:
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.
-        deterministic: results bit for bit independent of batch and draft length. Not available yet.
+        deterministic: what the target says of a token is the same to the last bit, whatever is fed together with it:
+            other requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of
+            autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order,
+            else it takes one forward a token (see ``fly.models.invariant``).
         cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
             eight full contexts, or as much of that as ``cache_bytes`` hold.
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
             a size of its own is not counted.
-        block_size: tokens a page of the cache.
+        cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
+        block_size: tokens a page of the target's cache; None is what suits the device.
+        max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
+        prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
+        kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
+            dtype), ``"torch"``, or one of ``fly.kernels.available()``; holds for a draft path too. A loaded model is
+            used as it is (``fly.kernels.compiled`` compiles it).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -125,10 +166,13 @@ class LLM:
         *,
         cache_tokens: int | None = None,
         cache_bytes: int = DEFAULT_BYTES,
-        block_size: int = 16,
+        cache_share: float | None = None,
+        block_size: int | None = None,
+        max_rows: int = 256,
+        step_tokens: int = 2048,
+        prefix_reuse: bool = True,
+        kernels: str = "auto",
     ) -> None:
-        if deterministic:
-            raise ValueError("deterministic=True is not available yet; float32 at temperature 0 comes closest")
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
@@ -138,24 +182,34 @@ class LLM:
         self.default_params = SamplingParams(temperature=0.0)
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = load_model(directory, dtype, device)
+            loaded: Model = compiled(load_model(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
         else:
             loaded = model
+        if deterministic:
+            loaded = invariant(loaded)
         config = loaded.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device)
+            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
         if draft is not None:
             draft = translated(draft, self.tokenizer, config.vocab_size)
+        block_size = block_size_for(loaded.device) if block_size is None else block_size
+        most_tokens = 8 * config.max_position_embeddings
+        if cache_share is not None:
+            if not 0 < cache_share <= 1:
+                raise ValueError(f"cache_share {cache_share} must be in (0, 1]")
+            if cache_tokens is not None:
+                raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
+            cache_bytes, most_tokens = int(cache_share * free_memory(loaded.device)), sys.maxsize
         if cache_tokens is None:
             each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
             each += 0 if draft is None else draft.bytes_per_token()
             affordable = cache_bytes // each // block_size * block_size
-            if (cache_tokens := min(8 * config.max_position_embeddings, affordable)) < 1:
+            if (cache_tokens := min(most_tokens, affordable)) < 1:
                 raise ValueError(
                     f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target "
                     "and draft together"
@@ -164,8 +218,9 @@ class LLM:
             draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        self._open: dict[int, Sequence] = {}  # rows that hold cache, of this and other unfinished calls
-        self.engine = Engine(Runner(loaded, cache, control), draft)
+        self._open: dict[int, Request] = {}  # of all unfinished calls
+        self.engine = Engine(Runner(loaded, cache, control, share=prefix_reuse), draft)
+        self.scheduler = Scheduler(self.engine, max_rows, step_tokens)
 
     @classmethod
     def from_config(cls, config: Config | str | Path) -> LLM:
@@ -185,24 +240,40 @@ class LLM:
         *,
         policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
         k: int | Rows[int] | None = None,
+        priority: int = 0,
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
+
+        All run at once, as far as the caches hold them; streams that are open go on beside them.
 
         Args:
             prompts: texts or lists of token ids (one text is a list of one).
             params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
                 this object's policy and k. k = 0 decodes autoregressively.
+            priority: smaller is served first, and may make others start again later.
 
         Raises:
             ValueError: an empty or too long prompt, an id outside the vocabulary, a request no cache can hold.
                 Nothing has run then.
-            OutOfBlocks: other open streams hold the cache.
+            Exception: what a policy or a strategy raised on one of these prompts; open streams go on.
         """
-        rows = self._rows(prompts, params, policy, k)
-        streams = {row.id: self._text_stream(row) for row in rows if row.params.stop}
-        for _ in self._run(rows, streams):
-            pass
-        return [self._output(row, streams.get(row.id)) for row in rows]
+        requests = self.requests(prompts, params, policy, k, priority)
+        try:
+            for request in requests:
+                self.submit(request)
+            while any(not request.row.finish_reason for request in requests):
+                self.step()
+                for request in requests:
+                    if request.row.error is not None:
+                        raise request.row.error
+        finally:
+            for request in requests:
+                self.close(request)
+        outputs, samples = [], iter(requests)
+        for request in samples:
+            others = [self.output(next(samples)) for _ in range(request.row.params.n - 1)]
+            outputs.append(replace(self.output(request), others=tuple(others)))
+        return outputs
 
     def stream(
         self,
@@ -211,17 +282,22 @@ class LLM:
         *,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
+        priority: int = 0,
     ) -> Stream:
         """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
 
         Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
-        ``close`` frees everything the request holds. Arguments and errors as in ``generate``; a model
-        without a tokenizer cannot stream text (``ValueError``).
+        Streams that are open at the same time run in one batch: to fetch of one advances all. ``close`` frees
+        everything the request holds. Arguments and errors as in ``generate``; a model without a tokenizer cannot
+        stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        (row,) = self._rows([prompt], params, policy, k)
-        return Stream(row, self._stream(row))
+        request, *others = self.requests([prompt], params, policy, k, priority)
+        if others:
+            raise ValueError(f"n {request.row.params.n}: a stream is of one completion; open several, or use generate")
+        request.streamed, request.text = True, self._text_stream(request.row)
+        return Stream(request.row, self._stream(request))
 
     def chat(self, messages: Rows[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> Output:
         """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
@@ -234,101 +310,78 @@ class LLM:
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self.tokenizer.apply_chat_template(conversation)
 
-    def _stream(self, row: Sequence) -> Generator[Piece, None, None]:
-        stream = self._text_stream(row)
+    def _stream(self, request: Request) -> Generator[Piece, None, None]:
+        row, text = request.row, request.text
+        assert text is not None
         held: tuple[Token, ...] = ()
-        for settled in self._run([row], {row.id: stream}):
-            for token, text in settled[row.id]:
-                held += (token,)
-                if text:
-                    yield Piece(text, held)
-                    held = ()
-        if (rest := stream.finish()) or held:
+        try:
+            self.submit(request)
+            while request.pieces or not row.finish_reason:
+                while request.pieces:
+                    token, piece = request.pieces.popleft()
+                    held += (token,)
+                    if piece:
+                        yield Piece(piece, held)
+                        held = ()
+                if row.finish_reason:
+                    break
+                self.step()
+            if row.error is not None:
+                raise row.error
+        finally:
+            self.close(request)
+        if (rest := text.finish()) or held:
             yield Piece(rest, held)
 
-    def _run(
-        self, rows: list[Sequence], streams: dict[int, TextStream]
-    ) -> Iterator[dict[int, list[tuple[Token, str]]]]:
-        """Step until every row has ended. Yields, each step, the tokens of rows that stream with their text.
+    def submit(self, request: Request) -> None:
+        """Let a request take part in the steps from now on. One that is over already stays so."""
+        if not request.row.finish_reason:
+            self._open[request.row.id] = request
+            self.scheduler.add(request.row, request.stopped)
 
-        Rows wait until all caches can hold them to their end, beside those of other open streams.
-        """
-        waiting = deque(row for row in rows if not row.finish_reason)
-        running: list[Sequence] = []
-        texts: dict[int, list[str]] = {}
+    def step(self) -> None:
+        """One step of all requests that were submitted. A row's ``finish_reason`` says when it is over; ``close`` the
+        request then."""
+        for id_, tokens in self.scheduler.step().items():
+            if (request := self._open.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
+                request.take(tokens)
 
-        def stopped(row: Sequence, token: int) -> bool:
-            if (stream := streams.get(row.id)) is None:
-                return False
-            texts[row.id].append(stream.push(token, stoppable=row.generated >= row.params.min_tokens))
-            return stream.stopped
+    def close(self, request: Request) -> None:
+        """Forget a request, and end it if it goes on: whatever it holds is free at once."""
+        self.scheduler.cancel(request.row)
+        self._open.pop(request.row.id, None)
 
-        try:
-            while waiting or running:
-                while waiting and self._fits([*self._open.values(), waiting[0]]):
-                    running.append(row := waiting.popleft())
-                    self._open[row.id] = row
-                if not running:
-                    raise OutOfBlocks(
-                        f"{len(self._open)} other open streams hold the KV cache; close one, or give more cache_tokens"
-                    )
-                texts = {row.id: [] for row in running if row.id in streams}
-                emitted = self.engine.step(running, stopped)
-                settled = {
-                    row.id: list(zip(tokens, texts[row.id]))
-                    for row, tokens in zip(running, emitted)
-                    if row.id in streams
-                }
-                for row in running:
-                    if row.finish_reason:
-                        self._close(row)
-                running = [row for row in running if not row.finish_reason]
-                yield settled
-        finally:
-            for row in running:
-                self._close(row)
-
-    def _close(self, row: Sequence) -> None:
-        self._open.pop(row.id, None)
-        self.engine.release(row)
-
-    def _allocators(self) -> list[tuple[Any, int]]:
-        """Every allocator, with the most tokens one row takes of it."""
-        own = (self.engine.runner.cache.allocator, self.engine.context)
-        if self.draft is None:
-            return [own]
-        most = self.draft.context or self.engine.context
-        return [own, *((allocator, most) for allocator in self.draft.allocators())]
-
-    def _fits(self, rows: list[Sequence]) -> bool:
-        """Whether all caches hold ``rows`` to their very end, so that no step can run out of blocks."""
-        spare = 0 if self.draft is None else self.draft.spare
-        return all(
-            sum(allocator.blocks_for(min(_most_tokens(row), most) + spare) for row in rows) <= allocator.num_blocks
-            for allocator, most in self._allocators()
-        )
-
-    def _rows(
+    def requests(
         self,
         prompts: Prompt | Rows[Prompt],
-        params: SamplingParams | Rows[SamplingParams] | None,
-        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None,
-        k: int | Rows[int] | None,
-    ) -> list[Sequence]:
+        params: SamplingParams | Rows[SamplingParams] | None = None,
+        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
+        k: int | Rows[int] | None = None,
+        priority: int = 0,
+    ) -> list[Request]:
+        """What ``generate`` would run, checked, for those who take the steps themselves: ``submit`` each, ``step``
+        until they are over, ``close`` each. Where n asks for several completions, they stand one after another.
+        Arguments and errors as there."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
+        if not isinstance(priority, int):
+            raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
         every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
         every_k = _one_each(self.k if k is None else k, len(listed), "k")
-        rows = [self._row(*request) for request in zip(listed, every_params, every_policy, every_k)]
-        for number, row in enumerate(rows):
-            if not self._fits([row]):
-                raise ValueError(
-                    f"prompt {number}: {row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit "
-                    "the KV cache; give fewer, or a larger cache_tokens"
-                )
-        return rows
+        requests = []
+        for number, asked in enumerate(zip(listed, every_params, every_policy, every_k)):
+            row = self._row(*asked)
+            row.priority = priority
+            try:
+                self.scheduler.check(row)
+            except ValueError as error:
+                raise ValueError(f"prompt {number}: {error}") from None
+            others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
+            for sample in (row, *others):
+                requests.append(Request(sample, self._text_stream(sample) if sample.params.stop else None))
+        return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
         config = self.engine.runner.model.config
@@ -408,11 +461,13 @@ class LLM:
         assert self.tokenizer is not None
         return TextStream(self.tokenizer, row.params.stop)
 
-    def _output(self, row: Sequence, stream: TextStream | None) -> Output:
+    def output(self, request: Request) -> Output:
+        """What has become of a request, without what ``others`` of the same prompt are."""
+        row = request.row
         ids = row.tokens[row.prompt_length :]
-        if stream is not None:
-            stream.finish()
-            text = stream.text
+        if request.text is not None:
+            request.text.finish()
+            text = request.text.text
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
         return Output(
@@ -429,9 +484,11 @@ class LLM:
         )
 
 
-def _most_tokens(row: Sequence) -> int:
-    """Tokens ``row`` ever has cached at once, its drafts included."""
-    return row.prompt_length + row.params.max_tokens
+def free_memory(device: torch.device) -> int:
+    """Bytes that ``device`` has free."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_k(k: int) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 from fly.types import SamplingParams, Sequence
 from fly.vocabulary import argmax, log_mass, pick, top
 
-__all__ = ["Law", "ProcessedLaw", "Stream", "constrain", "derive", "draw", "uniforms"]
+__all__ = ["Law", "ProcessedLaw", "Stream", "constrain", "constrains", "derive", "draw", "uniforms"]
 
 
 class Stream(IntEnum):
@@ -259,6 +259,12 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
     return torch.where(total_B > 0, at, 0)
 
 
+def constrains(row: Sequence) -> bool:
+    """Whether ``constrain`` may change anything for a row, now or later in its draft."""
+    early = bool(row.stop_ids) and row.generated < row.params.min_tokens
+    return early or row.params.penalises or row.matcher is not None
+
+
 def constrain(
     logits_BJV: Tensor, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None
 ) -> Tensor:
@@ -272,9 +278,9 @@ def constrain(
     """
     constrained = logits_BJV
     for b, (row, draft) in enumerate(zip(rows, drafts)):
-        early = row.stop_ids and row.generated < row.params.min_tokens
-        if not (early or row.params.penalises or row.matcher):
+        if not constrains(row):
             continue
+        early = row.stop_ids and row.generated < row.params.min_tokens
         constrained = logits_BJV.clone() if constrained is logits_BJV else constrained
         tree = range(-1, len(draft) - 1) if parents is None else parents[b]
         texts = [row.tokens[row.prompt_length :]]

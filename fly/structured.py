@@ -131,10 +131,15 @@ class Matcher:
         self, start: LLMatcher, never: frozenset[int], ends: frozenset[int], last_ends: frozenset[int] = frozenset()
     ) -> None:
         self._start, self._matcher = start, start.deep_copy()
-        self._ends, self._last_ends, self._no_text = ends, last_ends, never | ends | last_ends
+        self._never, self._ends, self._last_ends = never, ends, last_ends
+        self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+
+    def fresh(self) -> Matcher:
+        """The same for another request, at its start."""
+        return Matcher(self._start, self._never, self._ends, self._last_ends)
 
     def constrain(
         self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None

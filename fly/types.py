@@ -124,6 +124,8 @@ class SamplingParams(BaseModel):
     under ``ignore_eos`` (which else keeps it going as long as the form allows) and before ``min_tokens``. So an output
     has its form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it, as
     ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
+
+    ``n`` is the number of completions; all but the first have seeds derived from that of the first.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -145,6 +147,7 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     structured: StructuredOutput | None = None
+    n: int = Field(default=1, ge=1)
 
     @property
     def penalises(self) -> bool:
@@ -480,6 +483,8 @@ class Stats:
     """
 
     prompt_tokens: int = 0
+    cached: int = 0  # prompt tokens that were in the cache already, from other requests
+    preempted: int = 0  # times it had to make room for others and start again from its tokens
     generated: int = 0
     rounds: int = 0
     emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
@@ -519,6 +524,8 @@ class Stats:
             gates[name] = gates.get(name, Gate()) + gate
         return Stats(
             self.prompt_tokens + other.prompt_tokens,
+            self.cached + other.cached,
+            self.preempted + other.preempted,
             self.generated + other.generated,
             self.rounds + other.rounds,
             self.emitted + other.emitted,
@@ -555,6 +562,9 @@ class Sequence:
     finish_reason: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
     matcher: Matcher | None = None  # of the form its output must have; forks share it, since it goes by their tokens
+    priority: int = 0  # smaller goes first
+    parent: Sequence | None = None  # has the same prompt, and prefills it for both
+    error: Exception | None = None  # what ended it, where that was an error
 
     @property
     def generated(self) -> int:
@@ -564,6 +574,20 @@ class Sequence:
     @property
     def greedy(self) -> bool:
         return self.params.temperature == 0
+
+    def sample(self, seed: int) -> Sequence:
+        """Another completion of the same request, which has just come in."""
+        return replace(
+            self,
+            id=next(_ids),
+            parent=self,
+            seed=seed,
+            tokens=list(self.tokens),
+            provenance=[],
+            logprobs=[],
+            stats=replace(self.stats, gates={}),
+            matcher=None if self.matcher is None else self.matcher.fresh(),
+        )
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
         """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""

@@ -45,6 +45,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.pages = [[0] * block_size for _ in range(num_blocks)]
         self.content: dict[str, list[int]] = {}
+        self.published: list[list[int]] = []  # every content that was ever published
         self.stamp = 0
 
     def read(self, seq: str) -> list[int]:
@@ -93,6 +94,37 @@ class AllocatorMachine(RuleBasedStateMachine):
         assert self.allocator.table(child) == self.allocator.table(parent)
         assert self.allocator.num_free == free  # sharing takes nothing
 
+    @precondition(lambda self: self.content)
+    @rule(seq=names, share=st.floats(0, 1))
+    def publish(self, seq: str, share: float) -> None:
+        tokens, before = self.content.get(seq, []), snapshot(self.allocator)
+        with pytest.raises(ValueError, match="has room for"):
+            self.allocator.publish(seq, [*tokens, 0], len(tokens) + 1)
+        if seq in self.content:
+            self.allocator.publish(seq, tokens, int(share * len(tokens)))
+            self.published.append(tokens[: int(share * len(tokens))])
+        assert snapshot(self.allocator) == before  # nobody's pages change
+
+    @precondition(lambda self: self.published)
+    @rule(seq=names, data=st.data())
+    def adopt(self, seq: str, data: st.DataObject) -> None:
+        """What a new sequence adopts is what it asked for, however long ago that was published."""
+        tokens = data.draw(st.sampled_from(self.published)) + data.draw(st.lists(st.just(-1), max_size=3))
+        if seq in self.content:
+            with pytest.raises(ValueError, match="has pages already"):
+                self.allocator.adopt(seq, tokens)
+            return
+        shared = self.allocator.adopt(seq, tokens)
+        assert shared % self.allocator.block_size == 0 and shared <= len(tokens)
+        self.content[seq] = tokens[:shared]
+        # what somebody holds and has published is there to be had
+        for other, content in self.content.items():
+            known = self.allocator._published.get(other)
+            if other != seq and known is not None and content[:shared] == tokens[:shared]:
+                whole = known.pages * self.allocator.block_size
+                listed = all(page in self.allocator._keys for page in self.allocator.table(other)[: known.pages])
+                assert shared >= whole or tokens[:whole] != content[:whole] or not listed
+
     @rule(seq=names)
     def release(self, seq: str) -> None:
         self.allocator.release(seq)
@@ -128,7 +160,11 @@ class AllocatorMachine(RuleBasedStateMachine):
             assert all(0 <= page < self.allocator.num_blocks for page in holders)
             assert self.allocator.num_free == self.allocator.num_blocks - len(holders)
             assert self.allocator._references == [holders[page] for page in range(self.allocator.num_blocks)]
-            assert list(self.allocator._used) == [int(holders[page] > 0) for page in range(self.allocator.num_blocks)]
+            idle = set(self.allocator._idle)
+            assert not idle & set(holders) and len(idle) == self.allocator.num_idle
+            assert idle <= set(self.allocator._keys)  # without known content a page would be free
+            used = [int(holders[page] > 0 or page in idle) for page in range(self.allocator.num_blocks)]
+            assert list(self.allocator._used) == used
 
     def teardown(self) -> None:
         if hasattr(self, "allocator"):
@@ -142,6 +178,54 @@ class AllocatorMachine(RuleBasedStateMachine):
 
 TestAllocator = AllocatorMachine.TestCase
 TestAllocator.settings = settings(max_examples=80, stateful_step_count=40)
+
+
+def test_the_page_unused_for_longest_goes_first_and_ends_before_beginnings() -> None:
+    allocator = BlockAllocator(4, 2)
+    for seq, tokens in (("a", [1, 2, 3, 4]), ("b", [5, 6, 7, 8])):
+        allocator.resize(seq, 4)
+        allocator.publish(seq, tokens, 4)
+        allocator.release(seq)
+    assert (allocator.num_free, allocator.num_idle) == (4, 4)
+    allocator.resize("c", 1)  # takes the end of a
+    allocator.resize("d", 3)  # takes the beginning of a, and the end of b
+    assert allocator.num_idle == 1
+    assert allocator.adopt("e", [1, 2, 3, 4]) == 0
+    assert allocator.adopt("f", [5, 6, 7, 8]) == 2
+    allocator.release("f")
+    with pytest.raises(OutOfBlocks, match=r"2 more blocks.*1 of 4"):
+        allocator.resize("g", 4)
+
+
+def test_a_page_that_is_written_again_is_no_longer_known_by_what_it_held() -> None:
+    allocator = BlockAllocator(8, 2)
+    allocator.resize("a", 4)
+    allocator.publish("a", [1, 2, 3, 4], 4)
+    allocator.resize("a", 3)
+    assert allocator.adopt("b", [1, 2, 3, 4]) == 4  # nothing was written yet
+    assert allocator.resize("a", 4) == [(allocator.table("b")[1], allocator.table("a")[1])]  # so it writes elsewhere
+    allocator = BlockAllocator(8, 2)
+    allocator.resize("a", 4)
+    allocator.publish("a", [1, 2, 3, 4], 4)
+    allocator.resize("a", 3)
+    assert allocator.resize("a", 4) == []  # it has the page to itself and writes there
+    assert allocator.adopt("b", [1, 2, 3, 4]) == 2
+    allocator.publish("a", [1, 2, 3, 9], 4)
+    assert allocator.adopt("c", [1, 2, 3, 9]) == 4
+
+
+def test_one_content_is_kept_once_and_known_through_any_of_its_holders() -> None:
+    allocator = BlockAllocator(8, 2)
+    for seq in "ab":  # both work out the same, at the same time
+        allocator.resize(seq, 5)
+        allocator.publish(seq, [1, 2, 3, 4, 5], 4)
+    assert allocator.next_key("a", [1, 2, 3, 4, 5, 6]) == allocator.next_key("b", [1, 2, 3, 4, 5, 6]) is not None
+    assert allocator.next_key("a", [1, 2, 3, 4, 5]) is None
+    assert allocator.adopt("c", [1, 2, 3, 4]) == 4 and allocator.table("c") == allocator.table("a")[:2]
+    allocator.publish("b", [1, 2, 3, 4, 5, 6], 5)
+    for seq in "abc":
+        allocator.release(seq)
+    assert allocator.num_idle == 2
 
 
 def consecutive(table: list[int]) -> bool:

@@ -77,7 +77,7 @@ def expected(prompt: list[int], params: SamplingParams) -> tuple[list[int], str]
 
 def whole(llm: LLM) -> bool:
     """Whether every block of every cache is free."""
-    return all(a.num_free == a.num_blocks and not a.sequences() for a, _ in llm._allocators())
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in llm.scheduler.allocators())
 
 
 def check_counts(out: Output, params: SamplingParams, k: int) -> None:
@@ -495,7 +495,7 @@ def test_a_failing_policy_leaves_the_caches_whole(name: str) -> None:
     llm = make_llm(name, 3)
     params = SamplingParams(temperature=0, max_tokens=20)
     if llm.draft is not None:  # a rule that has nothing to judge is not asked
-        with pytest.raises(RuntimeError, match="policy broke"):
+        with pytest.warns(RuntimeWarning, match="alone"), pytest.raises(RuntimeError, match="policy broke"):
             llm.generate(PROMPTS, params, policy=[Exact(), Fragile(), Exact(), Exact()])
     assert whole(llm)
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
@@ -510,7 +510,12 @@ def test_a_failing_strategy_leaves_the_caches_whole(name: str, method: str, call
     llm = LLM(TARGET, Breaking(inner, method, call, late), k=3)
     params = SamplingParams(temperature=0, max_tokens=20)
     with pytest.raises(RuntimeError, match="strategy broke"):
-        llm.generate(PROMPTS, params)
+        llm.generate(PROMPTS[:1], params)
+    assert whole(llm)
+    assert isinstance(llm.draft, Breaking)
+    llm.draft.left = call
+    with pytest.warns(RuntimeWarning, match="strategy broke"):  # in a batch, each goes on alone
+        assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
     assert whole(llm)
     assert [out.token_ids for out in llm.generate(PROMPTS, params)] == [expected(p, params)[0] for p in PROMPTS]
 

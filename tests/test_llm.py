@@ -16,11 +16,11 @@ from pydantic import ValidationError
 import fly
 from fly import LLM, Piece, SamplingParams
 from fly.bundled import BUNDLED, CHECKPOINTS
-from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import CheckpointError
 from fly.models.loading import save_model
 from fly.policies import Exact, FLy, LossySampling, parse_policy
+from fly.sampling import derive
 from fly.types import Guarantee
 from tests.toys import dense_logits, random_llama
 
@@ -112,7 +112,6 @@ def test_one_for_all_or_one_for_each() -> None:
         (lambda: LLM(MODEL, k=1.5), ("k", "1.5")),
         (lambda: LLM(MODEL).generate([[1]], GREEDY, k=-3), ("k", "-3")),
         (lambda: LLM(MODEL).generate([[1]], GREEDY, k=[-4]), ("k", "-4")),
-        (lambda: LLM(MODEL, deterministic=True), ("deterministic",)),
         (lambda: LLM(MODEL, SingleDraft(random_llama(0, VOCAB + 1))), (str(VOCAB), str(VOCAB + 1))),
         (lambda: LLM(MODEL, CascadeDraft([NGramDraft(), SingleDraft(random_llama(0, 5))])), (str(VOCAB), "5")),
         (lambda: LLM(MODEL).generate([1, 2, 3]), ("[[1, 2, 3]]",)),
@@ -269,7 +268,7 @@ def test_two_streams_at_once(speaker: Path) -> None:
     streams = [llm.stream(prompt, params) for prompt in ("One", "Two more")]
     turns = list(zip_longest(*streams, fillvalue=""))
     assert ["".join(pieces) for pieces in zip(*turns)] == [out.text for out in outs] and len(turns) > 2
-    assert all(a.num_free == a.num_blocks for a, _ in llm._allocators())
+    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators())
 
 
 def test_stop_strings_hold_for_generate_and_stream(speaker: Path) -> None:
@@ -309,16 +308,89 @@ def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
     assert fly.LLM is LLM
 
 
-def test_open_streams_share_the_cache_and_say_so_when_it_is_full() -> None:
-    """A request beside open streams waits for nothing that will not come: it is told, and works once one closes."""
+def test_open_streams_share_the_cache_and_make_room_for_each_other() -> None:
+    """Where the cache holds one request at a time, the later one waits; nothing of the earlier one is lost."""
     llm = LLM(random_llama(0), SingleDraft(random_llama(1)), cache_tokens=64, block_size=4)
     llm.tokenizer = LLM("fly-tiny").tokenizer
     params = SamplingParams(temperature=0, max_tokens=40)
     assert llm.tokenizer is not None
+    (alone,) = llm.generate([[1, 2, 3]], params)
+    first = llm.stream([1, 2, 3], params)
+    pieces = [next(first)]
+    assert llm.generate([[4, 5, 6]], params)[0].stats.generated == 40
+    pieces += list(first)
+    assert "".join(pieces) == alone.text
     first = llm.stream([1, 2, 3], params)
     next(first)
-    with pytest.raises(OutOfBlocks, match="1 other open stream"):
-        llm.generate([[4, 5, 6]], params)
     first.close()
     assert llm.generate([[4, 5, 6]], params)[0].stats.generated == 40
-    assert all(allocator.num_free == allocator.num_blocks for allocator, _ in llm._allocators())
+    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators())
+
+
+# --- many requests at once -------------------------------------------------------------------------------
+
+
+def test_several_completions_of_one_prompt_are_those_of_their_seeds() -> None:
+    llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), k=3)
+    params = SamplingParams(temperature=1.0, seed=11, max_tokens=10, n=3)
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    outs = llm.generate(prompts, params)
+    single = params.model_copy(update={"n": 1})
+    for out, prompt in zip(outs, prompts):
+        assert len(out.others) == 2 and not any(other.others for other in out.others)
+        seeds = [11, derive(11, -1), derive(11, -2)]
+        for sample, seed in zip((out, *out.others), seeds):
+            (alone,) = llm.generate([prompt], single.model_copy(update={"seed": seed}))
+            assert sample.token_ids == alone.token_ids and sample.prompt_token_ids == prompt
+        assert len({tuple(sample.token_ids) for sample in (out, *out.others)}) == 3
+    assert all(a.num_free == a.num_blocks for a in llm.scheduler.allocators())
+
+
+def test_a_stream_is_of_one_completion(speaker: Path) -> None:
+    with pytest.raises(ValueError, match=r"n 2.*one completion"):
+        LLM(speaker, dtype="float32").stream("Hello", SamplingParams(n=2))
+
+
+def test_the_end_token_in_a_prompt_ends_nothing_and_no_token_asked_for_gives_none(bare: Path) -> None:
+    llm = LLM(bare, NGramDraft(), dtype="float32")
+    assert llm.eos_ids == {7}
+    params = SamplingParams(temperature=0, max_tokens=5)
+    with_end, without = [1, 7, 2], SamplingParams(temperature=0, max_tokens=5, ignore_eos=True)
+    (out,) = llm.generate([with_end], params)
+    (free,) = llm.generate([with_end], without)
+    assert out.token_ids == (free.token_ids[: free.token_ids.index(7) + 1] if 7 in free.token_ids else free.token_ids)
+    for most in (0, 1):
+        (out,) = llm.generate([with_end], params.model_copy(update={"max_tokens": most}), k=15)
+        assert len(out.token_ids) == most and out.finish_reason in ("length", "stop")
+
+
+def test_a_share_of_free_memory_sizes_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fly.llm.free_memory", lambda device: 1_000_000)
+    llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), cache_share=0.5)
+    stored = sum(
+        2 * cache.keys.numel() * cache.keys.element_size()
+        for cache in (llm.engine.runner.cache, llm.draft.runner.cache)  # type: ignore[union-attr]
+    )
+    assert 0.45e6 < stored <= 0.5e6
+    with pytest.raises(ValueError, match="cache_share 2"):
+        LLM(MODEL, cache_share=2)
+    with pytest.raises(ValueError, match=r"cache_tokens 64 and cache_share 0.5"):
+        LLM(MODEL, cache_tokens=64, cache_share=0.5)
+
+
+def test_streams_of_different_rules_run_in_one_batch(speaker: Path) -> None:
+    """To fetch of one advances all; each gives what it gives alone."""
+    llm = LLM(speaker, NGramDraft(), dtype="float32")
+    asked = [("Hello", Exact(), 4, 0.0), ("one two one two", FLy(), 7, 0.0), ("abc", LossySampling(2), 2, 0.9)]
+    rules = [
+        (text, SamplingParams(temperature=t, seed=3, max_tokens=20), {"policy": rule, "k": k})
+        for text, rule, k, t in asked
+    ]
+    alone = ["".join(llm.stream(text, params, **options)) for text, params, options in rules]  # type: ignore[arg-type]
+    streams = [llm.stream(text, params, **options) for text, params, options in rules]  # type: ignore[arg-type]
+    pieces: list[list[str]] = [[], [], []]
+    for turn in zip_longest(*streams):
+        for got, piece in zip(pieces, turn):
+            got += [piece] if piece else []
+    assert ["".join(got) for got in pieces] == alone
+    assert not llm.scheduler

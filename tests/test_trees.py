@@ -304,5 +304,5 @@ def test_tree_strategies_leave_the_text_alone(make: object) -> None:
         outs = llm.generate(texts, params)
         assert [out.token_ids for out in outs] == wanted
     assert sum(out.stats.accepted for out in outs) > 10
-    for allocator, _ in llm._allocators():
+    for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks

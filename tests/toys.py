@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
+from fly.models.llama import KV
 
-__all__ = ["build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings"]
+__all__ = ["HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings"]
 
 
 def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) -> Llama:
@@ -110,3 +111,42 @@ def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
         attention_bias=draw(st.booleans()),
         mlp_bias=draw(st.booleans()),
     )
+
+
+class HashModel:
+    """A target that costs next to nothing and notices any mistake in its cache.
+
+    The law after a text is looked up by a sum of whole numbers, one a token and its position, which attention over the
+    paged cache adds up: a key of another sequence, a stale page or a wrong mask changes it. ``noise`` of the laws are
+    those of another seed, so that models of the same ``seed`` agree that much.
+    """
+
+    LAWS, VALUES = 1009, 512  # sums below 2^24 are exact in float32
+
+    def __init__(self, seed: int = 0, vocab_size: int = 17, noise: float = 0.0, max_positions: int = 96) -> None:
+        self.config = LlamaConfig(
+            vocab_size=vocab_size,
+            hidden_size=8,
+            intermediate_size=8,
+            num_hidden_layers=1,
+            num_attention_heads=1,
+            num_key_value_heads=1,
+            head_dim=8,
+            max_position_embeddings=max_positions,
+        )
+        self.device = torch.device("cpu")
+        draw = torch.Generator().manual_seed(seed)
+        self.values = torch.randint(self.VALUES, (vocab_size, max_positions, 8), generator=draw).float()
+        self.laws = 3 * torch.randn(self.LAWS, vocab_size, generator=draw)
+        draw.manual_seed(seed + 7919)
+        other = torch.rand(self.LAWS, generator=draw) < noise
+        self.laws[other] = 3 * torch.randn(int(other.sum()), vocab_size, generator=draw)
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        value_T1D = self.values[tokens_T, positions_T].unsqueeze(1)
+        mean_TD = kv.attend(0, torch.zeros_like(value_T1D), value_T1D, value_T1D).squeeze(1)
+        return (mean_TD * (positions_T + 1).unsqueeze(1)).round()
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        weights = torch.arange(1, 9)
+        return self.laws[((hidden_TC.long() * weights).sum(-1)) % self.LAWS]

@@ -54,6 +54,7 @@ def measure_drafts(
     model: str = "fly-target",
     dtype: str = "auto",
     device: str = "auto",
+    kernels: str = "auto",
     advance: Callable[[], None] = lambda: None,
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
@@ -65,7 +66,13 @@ def measure_drafts(
     settings = [
         Setting(
             name,
-            LLM(model, draft=parse_draft(name, trusted=True, dtype=dtype, device=device), dtype=dtype, device=device),
+            LLM(
+                model,
+                draft=parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels),
+                dtype=dtype,
+                device=device,
+                kernels=kernels,
+            ),
             k,
             policy,
         )

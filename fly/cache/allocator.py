@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections import OrderedDict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, replace
 
 __all__ = ["BlockAllocator", "OutOfBlocks"]
 
@@ -11,12 +13,27 @@ class OutOfBlocks(RuntimeError):
     """The pool cannot serve a request; nothing was changed."""
 
 
+_ROOT = 0  # what a first page follows
+
+
+@dataclass
+class _Published:
+    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``."""
+
+    pages: int = 0
+    at: int = _ROOT
+
+
 class BlockAllocator:
     """Hands out ``num_blocks`` pages of ``block_size`` tokens to sequences, with reference counts for sharing.
 
     Every operation is all or nothing. Pages of one sequence are consecutive whenever the pool allows it: a
     sequence grows into the page after its last one, and a new sequence starts in the middle of the largest free
     run behind another sequence, so that both keep room to grow.
+
+    Pages whose content is known (``publish``) can be shared by later sequences that begin with the same tokens
+    (``adopt``). Content is compared as it is, no hash stands for it. A page that nobody holds any more keeps its
+    content until the room is needed; those unused for longest go first, the ends of texts before their beginnings.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -24,15 +41,26 @@ class BlockAllocator:
             raise ValueError(f"num_blocks {num_blocks} and block_size {block_size} must be at least 1")
         self.num_blocks, self.block_size = num_blocks, block_size
         self._references = [0] * num_blocks
-        self._used = bytearray(num_blocks)  # 1 where references > 0; searched at C speed for free runs
-        self._free = num_blocks
+        self._used = bytearray(num_blocks)  # 0 where neither held nor idle; searched at C speed for free runs
+        self._free = num_blocks  # how many those are
+        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, content known; the longest unused first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
+        # A page's content is the page before it and its own tokens. Contents are numbered, no number comes twice.
+        self._contents: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # -> its number, a page that holds it
+        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each page that stands in there
+        self._published: dict[Hashable, _Published] = {}
+        self._last = _ROOT
 
     @property
     def num_free(self) -> int:
         """Pages no sequence holds."""
-        return self._free
+        return self._free + len(self._idle)
+
+    @property
+    def num_idle(self) -> int:
+        """How many of them still have content that a new sequence may share."""
+        return len(self._idle)
 
     def sequences(self) -> list[Hashable]:
         """Sequences that hold an entry, in order of arrival."""
@@ -63,28 +91,90 @@ class BlockAllocator:
         if n_tokens < 0:
             raise ValueError(f"n_tokens {n_tokens} must not be negative")
         table, length = self._tables.get(seq, []), self._lengths.get(seq, 0)
-        shared_tail = n_tokens > length and length % self.block_size != 0 and self._references[table[-1]] > 1
-        grow = self.blocks_for(n_tokens) - len(table)
-        needed = max(grow, 0) + shared_tail
-        if needed > self._free:
+        needed = self.missing(seq, n_tokens)
+        if needed > self.num_free:
             raise OutOfBlocks(
                 f"sequence {seq!r} needs {needed} more blocks of {self.block_size} tokens for {n_tokens} tokens; "
-                f"{self._free} of {self.num_blocks} are free"
+                f"{self.num_free} of {self.num_blocks} are free"
             )
+        grow = self.blocks_for(n_tokens) - len(table)
         copies = []
         if grow < 0:
-            for block in table[grow:]:
+            for block in reversed(table[grow:]):
                 self._drop(block)
             del table[grow:]
-        if shared_tail:
+        if self._shares_tail(seq, n_tokens):
             source = table.pop()
             self._take(table, 1)
             self._drop(source)
             copies.append((source, table[-1]))
+        elif n_tokens > length and length % self.block_size:
+            self._unlist(table[-1])  # it is written again
         if grow > 0:
             self._take(table, grow)
+        if seq in self._published and n_tokens // self.block_size < self._published[seq].pages:
+            del self._published[seq]  # found again from the start by the next to publish
         self._tables[seq], self._lengths[seq] = table, n_tokens
         return copies
+
+    def missing(self, seq: Hashable, n_tokens: int) -> int:
+        """Free pages that ``resize`` to ``n_tokens`` tokens would take."""
+        return max(self.blocks_for(n_tokens) - len(self.table(seq)), 0) + self._shares_tail(seq, n_tokens)
+
+    def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
+        """Whether ``seq`` would grow into a partly filled page that another holds as well."""
+        length = self.length(seq)
+        if n_tokens <= length or length % self.block_size == 0:
+            return False
+        return self._references[self._tables[seq][-1]] > 1
+
+    def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int) -> None:
+        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones may share.
+
+        Raises ``ValueError`` if ``seq`` has no room for so many.
+        """
+        if n_tokens > self.length(seq):
+            raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot hold {n_tokens}")
+        size, table = self.block_size, self.table(seq)
+        known = self._published.setdefault(seq, _Published())
+        for number in range(known.pages, n_tokens // size):
+            key = (known.at, tuple(tokens[number * size : (number + 1) * size]))
+            if key not in self._contents:
+                self._unlist(table[number])
+                self._last += 1
+                self._contents[key], self._keys[table[number]] = (self._last, table[number]), key
+            known.pages, known.at = number + 1, self._contents[key][0]
+
+    def adopt(self, seq: Hashable, tokens: Sequence[int]) -> int:
+        """Start ``seq`` with the pages that hold the beginning of ``tokens``, if there are any, and return how many
+        tokens they hold: a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known already."""
+        if seq in self._tables:
+            raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
+        table, at = self._tables.setdefault(seq, []), _ROOT
+        for end in range(self.block_size, len(tokens) + 1, self.block_size):
+            found = self._contents.get((at, tuple(tokens[end - self.block_size : end])))
+            if found is None:
+                break
+            at, block = found
+            self._hold(block)
+            table.append(block)
+        self._lengths[seq], self._published[seq] = len(table) * self.block_size, _Published(len(table), at)
+        return self._lengths[seq]
+
+    def forget(self) -> None:
+        """Let no later sequence share what is published so far."""
+        self._evict(self.num_free)
+        for block in list(self._keys):
+            self._unlist(block)
+        self._published.clear()
+
+    def next_key(self, seq: Hashable, tokens: Sequence[int]) -> Hashable:
+        """Names the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
+        would work out the same page. None if there is no whole one left."""
+        known = self._published.get(seq, _Published())
+        start = known.pages * self.block_size
+        page = tuple(tokens[start : start + self.block_size])
+        return (known.at, page) if len(page) == self.block_size else None
 
     def fork(self, parent: Hashable, child: Hashable) -> None:
         """Let ``child`` share all pages of ``parent``. Raises ``ValueError`` for an unknown parent or a known child."""
@@ -93,23 +183,48 @@ class BlockAllocator:
         if child in self._tables:
             raise ValueError(f"cannot fork into sequence {child!r}: it exists already")
         self._tables[child], self._lengths[child] = list(self._tables[parent]), self._lengths[parent]
+        if (known := self._published.get(parent)) is not None:
+            self._published[child] = replace(known)
         for block in self._tables[child]:
-            self._references[block] += 1
+            self._hold(block)
 
     def release(self, seq: Hashable) -> None:
         """Give back everything ``seq`` holds; an unknown sequence holds nothing."""
-        for block in self._tables.pop(seq, []):
+        for block in reversed(self._tables.pop(seq, [])):
             self._drop(block)
         self._lengths.pop(seq, None)
+        self._published.pop(seq, None)
+
+    def _hold(self, block: int) -> None:
+        self._idle.pop(block, None)
+        self._references[block] += 1
 
     def _drop(self, block: int) -> None:
         self._references[block] -= 1
-        if not self._references[block]:
+        if self._references[block]:
+            return
+        if block in self._keys:
+            self._idle[block] = None
+        else:
+            self._used[block] = 0
+            self._free += 1
+
+    def _unlist(self, block: int) -> None:
+        """What ``block`` holds is no longer known."""
+        if (key := self._keys.pop(block, None)) is not None:
+            del self._contents[key]
+
+    def _evict(self, count: int) -> None:
+        """Make at least ``count`` pages free of content; the caller has checked that there are enough."""
+        while self._free < count:
+            block, _ = self._idle.popitem(last=False)
+            self._unlist(block)
             self._used[block] = 0
             self._free += 1
 
     def _take(self, table: list[int], count: int) -> None:
         """Append ``count`` free pages to ``table``; the caller has checked that there are enough."""
+        self._evict(count)
         while count:
             after = table[-1] + 1 if table else self.num_blocks
             if after < self.num_blocks and not self._used[after]:

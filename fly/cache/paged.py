@@ -6,9 +6,13 @@ G key/value heads, D head width, L layers, P pages, Z tokens a page.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Hashable, Sequence
+import math
+import mmap
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -18,10 +22,17 @@ from torch import Tensor
 from fly.cache.allocator import BlockAllocator
 from fly.models.config import LlamaConfig
 
-__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache"]
+__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache", "block_size_for"]
 
 
+_LARGE = 1 << 22  # bytes
 DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
+
+
+def block_size_for(device: torch.device | str) -> int:
+    """Tokens a page on a kind of device: few on the CPU, whose kernels find their way through any table, so that little
+    is left unused behind the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
+    return 4 if torch.device(device).type == "cpu" else 256
 
 
 class Cacheable(Protocol):
@@ -47,17 +58,50 @@ class _Row:
 class PagedBatch:
     """The ``kv`` of one forward: which slots the packed tokens are written to and which each row reads."""
 
-    def __init__(self, cache: PagedKVCache, slots_T: Tensor, rows: list[_Row]) -> None:
-        self.cache, self.slots_T, self.rows = cache, slots_T, rows
+    def __init__(
+        self,
+        cache: PagedKVCache,
+        seqs: Sequence[Hashable],
+        starts: Sequence[int],
+        counts: Sequence[int],
+        masks: Sequence[Tensor | None] | None,
+    ) -> None:
+        self.cache, self.seqs, self.starts, self.counts, self.masks = cache, seqs, starts, counts, masks
+
+    def tables(self) -> list[list[int]]:
+        """Each row's pages in order (the allocator's own lists), for an attention that finds its way by itself."""
+        return [self.cache.allocator.table(seq) for seq in self.seqs]
+
+    @cached_property
+    def _packed(self) -> tuple[Tensor, list[_Row]]:
+        """Slots [T] that the packed tokens are written to, and what each row reads."""
+        cache, device = self.cache, self.cache.device
+        rows, written, at = [], [], 0
+        for b, (seq, start, count) in enumerate(zip(self.seqs, self.starts, self.counts)):
+            length = start + count
+            stored: slice | list[int] | Tensor = cache.slots(seq, 0, length)
+            if isinstance(stored, slice):
+                written.append(torch.arange(stored.start + start, stored.stop, device=device))
+            else:
+                stored = torch.tensor(stored, device=device)
+                written.append(stored[start:])
+            mask_NS = None if self.masks is None else self.masks[b]
+            fresh = mask_NS is None and count > 1 and start == 0
+            if mask_NS is None and count > 1 and not fresh:
+                mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)
+            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
+            at += count
+        return written[0] if len(written) == 1 else torch.cat(written), rows
 
     def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself.
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
+        slots_T, rows = self._packed
         k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
-        k_SGD.index_copy_(0, self.slots_T, k_TGD.to(k_SGD.dtype))
-        v_SGD.index_copy_(0, self.slots_T, v_TGD.to(v_SGD.dtype))
+        k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
+        v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
         q = q_THD.to(k_SGD.dtype).transpose(0, 1).unsqueeze(0)
         grouped = q_THD.shape[1] != k_TGD.shape[1]
         outs = [
@@ -69,10 +113,36 @@ class PagedBatch:
                 is_causal=row.causal,
                 enable_gqa=grouped,
             )
-            for row in self.rows
+            for row in rows
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
+
+    def tokens(self) -> Iterator[PagedBatch]:
+        """The same, token by token: each alone with a copy of all that it sees, in the order of its sequence."""
+        slots_T, rows = self._packed
+        slots_S = torch.arange(self.cache.keys.shape[1], device=self.cache.device)
+        for seq, start, count, row in zip(self.seqs, self.starts, self.counts, rows):
+            stored_S = slots_S[row.stored]
+            for n in range(count):
+                seen_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
+                alone = PagedBatch(self.cache, [seq], [start + n], [1], None)
+                at = row.new.start + n
+                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), len(seen_S), seen_S, None, False)]
+                yield alone
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU, memory that is taken as it is first written, in large pages where the system has any: a
+    sequence lies in many small ones, and finding them costs more time than reading them."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class PagedKVCache:
@@ -81,7 +151,7 @@ class PagedKVCache:
     Args:
         config: the model whose keys and values are stored.
         num_blocks: pages; one page holds ``block_size`` tokens of all layers.
-        block_size: tokens a page.
+        block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
         dtype, device: of the stored tensors.
 
     ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z.
@@ -91,10 +161,11 @@ class PagedKVCache:
         self,
         config: LlamaConfig,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.device = torch.device(device)
         shape = (
@@ -103,16 +174,15 @@ class PagedKVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod
-    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int = 16) -> PagedKVCache:
+    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
         """A cache of the model's dtype on its device, of at least ``tokens`` tokens over all sequences.
 
         None is eight full contexts, or as much of that as 4 GiB hold.
         """
-        dtype = getattr(model, "dtype", torch.float32)
+        dtype, block_size = getattr(model, "dtype", torch.float32), block_size or block_size_for(model.device)
         if tokens is None:
             affordable = DEFAULT_BYTES // cls.bytes_per_token(model.config, dtype)
             tokens = min(8 * model.config.max_position_embeddings, max(affordable, block_size))
@@ -171,21 +241,7 @@ class PagedKVCache:
         Raises ``ValueError`` where ``resize`` has not reserved the room: the slots behind a sequence's last page may be
         another's.
         """
-        rows, written, at = [], [], 0
-        for b, (seq, start, count) in enumerate(zip(seqs, starts, counts, strict=True)):
-            length = start + count
-            if length > (room := self.allocator.length(seq)):
+        for seq, start, count in zip(seqs, starts, counts, strict=True):
+            if (length := start + count) > (room := self.allocator.length(seq)):
                 raise ValueError(f"sequence {seq!r} has room for {room} tokens, not for {length}: resize it first")
-            stored: slice | list[int] | Tensor = self.slots(seq, 0, length)
-            if isinstance(stored, slice):
-                written.append(torch.arange(stored.start + start, stored.stop, device=self.device))
-            else:
-                stored = torch.tensor(stored, device=self.device)
-                written.append(stored[start:])
-            mask_NS = None if masks is None else masks[b]
-            fresh = mask_NS is None and count > 1 and start == 0
-            if mask_NS is None and count > 1 and not fresh:
-                mask_NS = torch.ones(count, length, dtype=torch.bool, device=self.device).tril_(start)
-            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
-            at += count
-        return PagedBatch(self, written[0] if len(written) == 1 else torch.cat(written), rows)
+        return PagedBatch(self, seqs, starts, counts, masks)

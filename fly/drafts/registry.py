@@ -78,6 +78,7 @@ def parse_draft(
     trusted: bool = False,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
+    kernels: str = "auto",
 ) -> DraftStrategy | None:
     """The strategy a text describes; None for ``none``::
 
@@ -99,15 +100,15 @@ def parse_draft(
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device: how checkpoints are loaded; for every class with parameters of these names that the text does
-            not give.
+        dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names that
+            the text does not give.
 
     Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
     choices.
     """
     if text.strip() == "none":
         return None
-    reader = _Reader(text, trusted, {"dtype": dtype, "device": device})
+    reader = _Reader(text, trusted, {"dtype": dtype, "device": device, "kernels": kernels})
     if text.strip() not in draft_types() and os.path.isdir(text):
         return reader.checkpoint(text)
     return reader.strategy(reader.parse())

@@ -6,6 +6,8 @@ Shape legend: T packed tokens, C hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from functools import partial
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -13,7 +15,7 @@ from torch import Tensor
 from fly.cache import BlockAllocator, PagedKVCache
 from fly.drafts.model import SingleDraft
 from fly.engine import Runner
-from fly.models import Llama
+from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import Exact
 from fly.types import Draft, Sequence
@@ -23,11 +25,29 @@ __all__ = ["LayerSkipDraft", "expected_speedup"]
 _LONGEST = 16  # draft length up to which the search looks where nobody says
 
 
+class _Layered(Protocol):
+    """A model that goes through some of its layers only, where it is told to, and says so by ``layer_subsets``."""
+
+    config: LlamaConfig
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Rows[int] | None = None) -> Tensor: ...
+
+    def logits(self, hidden_TC: Tensor) -> Tensor: ...
+
+
 class _Part:
     """Some layers of a model, as a model of its own."""
 
-    def __init__(self, model: Llama, layers: list[int]) -> None:
+    def __init__(self, model: _Layered, layers: list[int]) -> None:
         self.model, self.layers, self.config = model, layers, model.config
+        if (greedy := getattr(model, "greedy", None)) is not None:
+            self.greedy = partial(greedy, layers=layers)
 
     @property
     def device(self) -> torch.device:
@@ -92,12 +112,12 @@ class LayerSkipDraft(SingleDraft):
 
     def attach(self, target: Runner) -> None:
         model = target.model
-        if not isinstance(model, Llama):
+        if not getattr(model, "layer_subsets", False):
             raise ValueError(f"layers can be skipped in a Llama, not in {type(model).__name__}")
-        layers = range(len(model.layers))
+        layers = range(model.config.num_hidden_layers)
         if self.skip is not None and (bad := [number for number in self.skip if number not in layers]):
             raise ValueError(f"skip {bad}: this model has the layers 0 to {len(layers) - 1}")
-        self._target, self._llama = target, model
+        self._target, self._llama = target, cast(_Layered, model)
         self.vocab_size, self.context = model.config.vocab_size, model.config.max_position_embeddings
         self._use(self.skip or ())
 
@@ -121,6 +141,9 @@ class LayerSkipDraft(SingleDraft):
             self.runner.commit(drafted)  # back to what the target knows of
             self.runner.forget(drafted)
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """The cache is the target's, which takes in its prompts itself."""
+
     def commit(self, rows: Rows[Sequence]) -> None:
         """The cache is the target's, which rolls it back itself."""
 
@@ -139,7 +162,7 @@ class LayerSkipDraft(SingleDraft):
     def calibrate(self, tokens: list[int]) -> dict[tuple[int, ...], float]:
         """Find the layers to skip on a text of token ids, at least 2. Returns the sets that were tried, and the share
         of tokens on which the model without them agrees with the whole model."""
-        count = len(self._llama.layers)
+        count = self._llama.config.num_hidden_layers
         whole = self._choices(tokens, list(range(count)))
         tried: dict[tuple[int, ...], float] = {(): 1.0}
 
@@ -164,8 +187,9 @@ class LayerSkipDraft(SingleDraft):
 
     def _use(self, skip: Rows[int]) -> None:
         assert self._target is not None
-        layers = [number for number in range(len(self._llama.layers)) if number not in skip]
-        self.runner = Runner(_Part(self._llama, layers), self._target.cache)
+        layers = [number for number in range(self._llama.config.num_hidden_layers) if number not in skip]
+        # what it caches behind a row is of some layers only
+        self.runner = Runner(_Part(self._llama, layers), self._target.cache, share=False)
 
     def _choices(self, tokens: list[int], layers: list[int]) -> Tensor:
         """[T] the most likely token after each of ``tokens``, by some layers alone."""

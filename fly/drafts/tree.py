@@ -65,16 +65,25 @@ class TreeDraft(SingleDraft):
         branching: Rows[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
+        kernels: str = "auto",
     ) -> None:
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{name} {value} must be at least 1")
         if branching is not None and (not branching or min(branching) < 1):
             raise ValueError(f"branching {branching} must name at least one candidate for each level")
-        super().__init__(model, k=k, cache_tokens=cache_tokens, block_size=block_size, dtype=dtype, device=device)
+        super().__init__(
+            model,
+            k=k,
+            cache_tokens=cache_tokens,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+        )
         self.nodes, self.depth, self.width = nodes, depth, width
         self.branching = None if branching is None else tuple(branching)
         if self.branching is not None:

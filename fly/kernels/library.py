@@ -1,0 +1,135 @@
+"""The shared library of compiled kernels: loading it, and which variant of it this processor runs. Knows nothing of
+models, caches or torch."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+__all__ = ["Batch", "Shape", "available", "chosen", "load", "why_not"]
+
+_ABI = 1  # of src/library.cpp: what was built from other sources is not called
+_VARIABLE = "FLY_KERNELS"
+TORCH = "torch"
+
+
+class Shape(ctypes.Structure):
+    """src/fly.h: Shape."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
+        *((name, c_int32) for name in ("positions", "weights", "hidden")),
+        ("eps", c_float),
+    ]
+
+
+class Batch(ctypes.Structure):
+    """src/library.cpp: Batch. Pointers are addresses; whoever fills them in keeps what they point to."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("rows", "tokens")),
+        *((name, c_void_p) for name in ("token", "position", "start", "count", "tables", "table_at", "masks")),
+        *((name, c_void_p) for name in ("keys", "values")),
+        ("layer_stride", c_int64),
+        *((name, c_int32) for name in ("cache_type", "page")),
+        ("layer", c_void_p),
+        *((name, c_int32) for name in ("layers", "threads")),
+    ]
+
+
+_FUNCTIONS = {
+    "fly_variant": (c_char_p, [c_int, c_void_p]),
+    "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
+    "fly_free": (None, [c_void_p]),
+    "fly_set_norms": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
+    "fly_set_matrix": (c_int, [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
+    "fly_workspace": (c_int64, [c_void_p]),
+    "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
+    "fly_greedy": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 5),
+}
+
+
+@cache
+def _open() -> tuple[ctypes.CDLL | None, str]:
+    """The library, or why there is none."""
+    here = Path(__file__)
+    files = [file for suffix in EXTENSION_SUFFIXES if (file := here.with_name(f"_library{suffix}")).exists()]
+    if not files:
+        if platform.machine().lower() not in ("x86_64", "amd64"):
+            return None, f"there are none for {platform.machine() or 'this processor'} yet"
+        note = here.with_name("not_built.txt")
+        reason = note.read_text(encoding="utf-8").strip() if note.exists() else "the library was never built"
+        return None, f"{reason} (from a checkout: pip install -e .)"
+    try:
+        library = ctypes.CDLL(str(files[0]))
+        abi = library.fly_abi()
+    except (OSError, AttributeError) as error:
+        return None, f"{files[0].name} cannot be loaded ({error})"
+    if abi != _ABI:
+        return None, f"{files[0].name} was built from other sources (interface {abi}, not {_ABI}); build it again"
+    for name, (result, arguments) in _FUNCTIONS.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library, ""
+
+
+def load() -> ctypes.CDLL:
+    """The library, its functions declared. Raises ``ValueError`` where there is none, with the reason."""
+    library, reason = _open()
+    if library is None:
+        raise ValueError(f"there are no compiled kernels: {reason}")
+    return library
+
+
+@cache
+def _variants() -> dict[str, int]:
+    """Number of each variant that this processor runs, best first."""
+    library, _ = _open()
+    found: dict[str, int] = {}
+    number, runs = 0, c_int32()
+    while library is not None and (name := library.fly_variant(number, ctypes.byref(runs))):
+        if runs.value:
+            found[name.decode()] = number
+        number += 1
+    return found
+
+
+def number(variant: str) -> int:
+    """What the library calls ``variant``."""
+    return _variants()[variant]
+
+
+def available() -> list[str]:
+    """What ``kernels`` can be here, best first; the last is ``"torch"``."""
+    return [*_variants(), TORCH]
+
+
+def why_not() -> str:
+    """Why there are no compiled kernels here; empty where there are."""
+    if _variants():
+        return ""
+    return _open()[1] or "this processor has neither AVX-512 with bfloat16 nor AVX2 with FMA"
+
+
+def chosen(kernels: str = "auto") -> str:
+    """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
+    the best available where it says nothing.
+
+    Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
+    """
+    source, wanted = f"kernels {kernels!r}", kernels
+    if wanted == "auto" and (variable := os.environ.get(_VARIABLE, "").strip()):
+        source, wanted = f"{_VARIABLE}={variable}", variable
+    choices = available()
+    if wanted == "auto":
+        return choices[0]
+    if wanted not in choices:
+        reason = f" ({why_not()})" if why_not() else ""
+        raise ValueError(f"{source} is not available here; choices: {['auto', *choices]}{reason}")
+    return wanted

@@ -1,0 +1,237 @@
+"""A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
+
+Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, N new tokens of a row, D head width.
+
+A result does not depend on what else is in the call, on how a text is cut into calls, or on threads: sums run in one
+fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at other places, no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from array import array
+from collections.abc import Collection, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fly.cache import PagedBatch
+from fly.kernels.library import TORCH, Batch, Shape, chosen, load, number
+from fly.models import Llama
+from fly.models.llama import KV, Layer, rotary_frequencies
+
+__all__ = ["CompiledLlama", "compiled"]
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_WIDEST_HEAD = 1024
+
+
+def _refusal(model: Llama) -> str | None:
+    """Why there is no compiled code for ``model``; None where there is."""
+    if model.device.type != "cpu":
+        return f"compiled kernels run on the CPU, not on {model.device}"
+    if model.dtype not in _TYPES:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _TYPES]}, not {model.dtype}"
+    if model.config.head_dim > _WIDEST_HEAD:
+        return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
+    return None
+
+
+def compiled(model: Llama, kernels: str = "auto") -> Llama | CompiledLlama:
+    """``model`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch.
+
+    ``"auto"`` leaves a model alone that there is no compiled code for: another device, another dtype.
+
+    Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
+    """
+    variant = chosen(kernels)
+    if variant == TORCH:
+        return model
+    if (refusal := _refusal(model)) is not None:
+        if kernels == "auto":
+            return model
+        raise ValueError(f"kernels {kernels!r}: {refusal}")
+    return CompiledLlama(model, variant)
+
+
+class CompiledLlama:
+    """The function of a loaded ``Llama``, its weights packed for one kind of processor.
+
+    Nothing of ``model`` is kept, save an embedding table that is not the head's as well.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16.
+        variant: the name of a variant that runs here (``fly.kernels.available``).
+    """
+
+    layer_subsets = True  # a call may go through some layers only
+    batch_invariant = True  # a token's logits depend on the tokens before it alone
+
+    def __init__(self, model: Llama, variant: str) -> None:
+        if variant == TORCH or (refusal := _refusal(model)) is not None:
+            raise ValueError(refusal if variant != TORCH else f"{variant!r} is no compiled variant")
+        self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
+        self.kernels = chosen(variant)
+        config, self._library = model.config, load()
+        angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
+        tied = model.lm_head.weight is model.embed_tokens.weight
+        self._embedding = None if tied else model.embed_tokens.weight.detach().contiguous()
+        shape = Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            config.vocab_size,
+            config.max_position_embeddings,
+            _TYPES[self.dtype],
+            _TYPES[self.dtype],
+            config.rms_norm_eps,
+        )
+        norm, cos, sin = _float(model.norm.weight), angle.cos().contiguous(), angle.sin().contiguous()
+        made = self._library.fly_new(
+            number(variant),
+            ctypes.byref(shape),
+            norm.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if self._embedding is None else self._embedding.data_ptr(),
+        )
+        if not made:
+            raise MemoryError("no memory for a packed model")
+        self._model = ctypes.c_void_p(made)
+        weakref.finalize(self, self._library.fly_free, self._model)
+        for i, layer in enumerate(cast(list[Layer], model.layers)):
+            norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
+            self._done(self._library.fly_set_norms(self._model, i, *(norm.data_ptr() for norm in norms)))
+            attention, mlp = layer.self_attn, layer.mlp
+            for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
+                self._pack(i, which, linear)
+        self._pack(0, 4, model.lm_head)
+        self._every_layer = array("i", range(config.num_hidden_layers))
+
+    def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
+        weight_NK = linear.weight.detach().contiguous()
+        bias_N = None if linear.bias is None else _float(linear.bias)
+        bias = None if bias_N is None else bias_N.data_ptr()
+        n, k = weight_NK.shape
+        self._done(self._library.fly_set_matrix(self._model, layer, which, n, k, weight_NK.data_ptr(), bias, None))
+
+    def _done(self, error: int) -> None:
+        if error == 1:
+            raise MemoryError("no memory for a packed model, or for the workspace of a call")
+        if error == 2:
+            raise IndexError(f"a token id is outside the vocabulary of {self.config.vocab_size}")
+        if error == 3:
+            raise IndexError(f"a position is outside the context of {self.config.max_position_embeddings}")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory held for the values between two layers; it grows with the longest call so far, up to a bound in the
+        tokens of a call, and with the longest sequence."""
+        return int(self._library.fly_workspace(self._model))
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
+        layers or those numbered in ``layers`` only. ``kv`` is a ``PagedKVCache``'s.
+
+        Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
+        """
+        tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
+        batch, _kept = self._batch(tokens_T, positions_T, kv, layers)
+        hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
+        self._done(self._library.fly_forward(self._model, ctypes.byref(batch), hidden_TC.data_ptr()))
+        return hidden_TC
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """Logits [T, V] in float32 over the full vocabulary."""
+        if hidden_TC.dtype != self.dtype:
+            raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
+        hidden_TC = hidden_TC.contiguous()
+        count = len(hidden_TC)
+        logits_TV = torch.empty(count, self.config.vocab_size)
+        threads = torch.get_num_threads()
+        self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
+        return logits_TV
+
+    def greedy(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        kv: KV,
+        most: Sequence[int],
+        stop_ids: Sequence[Collection[int]],
+        layers: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Feed the tokens, then for each row the most likely next token (the lowest id among equals), again and again,
+        until it has ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row.
+
+        ``kv`` is a causal batch of the tokens fed, and the rows must have room for ``most[b]`` - 1 tokens behind them;
+        of what a row drafts, all but the last is stored then. Errors as for a forward.
+        """
+        tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
+        batch, _kept = self._batch(tokens_T, positions_T, kv, layers)
+        longest, rows = max(most, default=0), len(most)
+        limits, stops, at = array("i", most), array("q"), array("i", [0])
+        for ids in stop_ids:
+            stops.extend(ids)
+            at.append(len(stops))
+        drafted, counts = array("q", bytes(8 * rows * longest)), array("i", bytes(4 * rows))
+        addresses = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
+        self._done(self._library.fly_greedy(self._model, ctypes.byref(batch), longest, *addresses))
+        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
+
+    def _batch(
+        self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None
+    ) -> tuple[Batch, tuple[object, ...]]:
+        """What the library takes, and what must live as long."""
+        if not isinstance(kv, PagedBatch):
+            raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
+        cache = kv.cache
+        keys = cache.keys
+        heads = self.config.num_key_value_heads, self.config.head_dim
+        if keys.dtype not in _TYPES or keys.shape[2:] != heads or keys.device.type != "cpu":
+            raise ValueError(
+                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
+                f"take {[*_TYPES]} on the CPU, this model heads of {heads}"
+            )
+        count = len(tokens_T)
+        if not count == len(positions_T) == sum(kv.counts):
+            raise ValueError(f"{count} tokens, {len(positions_T)} positions, {sum(kv.counts)} slots")
+        tables, table_at = array("i"), array("i")
+        for table in kv.tables():
+            table_at.append(len(tables))
+            tables.extend(table)
+        starts, counts = array("i", kv.starts), array("i", kv.counts)
+        masks, kept_masks = None, None
+        if kv.masks is not None:
+            kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
+            masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
+        which = self._every_layer if layers is None else array("i", layers)
+        batch = Batch(
+            len(starts),
+            count,
+            tokens_T.data_ptr(),
+            positions_T.data_ptr(),
+            starts.buffer_info()[0],
+            counts.buffer_info()[0],
+            tables.buffer_info()[0],
+            table_at.buffer_info()[0],
+            None if masks is None else masks.buffer_info()[0],
+            keys.data_ptr(),
+            cache.values.data_ptr(),
+            keys.stride(0),
+            _TYPES[keys.dtype],
+            cache.allocator.block_size,
+            which.buffer_info()[0],
+            len(which),
+            torch.get_num_threads(),
+        )
+        return batch, (starts, counts, tables, table_at, masks, kept_masks, which)
+
+
+def _float(weight: Tensor) -> Tensor:
+    return weight.detach().float().contiguous()

@@ -1,0 +1,164 @@
+// Processors with AVX2 and FMA. Narrow types are widened to float32 in registers.
+#include <immintrin.h>
+#include <sched.h>
+#include <string.h>
+
+#include "fly.h"
+
+namespace {
+
+using namespace fly;
+
+constexpr int W = 8;
+typedef __m256 Vec;
+
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec set1(float x) { return _mm256_set1_ps(x); }
+inline Vec ld(const float* p) { return _mm256_loadu_ps(p); }
+inline void st(float* p, Vec x) { _mm256_storeu_ps(p, x); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float sum(Vec x) {
+    __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_add_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_add_ss(h, _mm_shuffle_ps(h, h, 1)));
+}
+inline float largest(Vec x) {
+    __m128 h = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+    h = _mm_max_ps(h, _mm_movehl_ps(h, h));
+    return _mm_cvtss_f32(_mm_max_ss(h, _mm_shuffle_ps(h, h, 1)));
+}
+inline Vec ld(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16));
+}
+inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays one
+    __m256i bits = _mm256_castps_si256(x);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+    _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
+}
+inline unsigned equal(Vec a, Vec b) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
+    n = _mm256_min_ps(_mm256_max_ps(n, set1(-252.0f)), set1(254.0f));
+    __m256i whole = _mm256_cvtps_epi32(n), half = _mm256_srai_epi32(whole, 1), rest = _mm256_sub_epi32(whole, half);
+    auto power = [](__m256i e) {
+        return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(e, _mm256_set1_epi32(127)), 23));
+    };
+    return mul(mul(x, power(half)), power(rest));
+}
+
+struct Float32 {
+    typedef float Act;
+    static constexpr int STEP = 1;
+    template <int M, int P>
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+        Vec acc[M][4 * P];
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        for (int k = 0; k < steps; k++)
+            for (int j = 0; j < 4 * P; j++) {
+                Vec b = ld((const float*)(w + (j / 4) * panel + k * 128L) + (j % 4) * 8);
+                for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
+            }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+    }
+};
+
+struct BFloat16 {
+    typedef float Act;
+    static constexpr int STEP = 2;
+    template <int M, int P>
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+        Vec acc[M][4 * P];
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        const __m256i high = _mm256_set1_epi32((int)0xffff0000);
+        for (int k = 0; k < steps; k++)
+            for (int j = 0; j < 4 * P; j++) {
+                __m256i two = _mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32));
+                Vec first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
+                Vec second = _mm256_castsi256_ps(_mm256_and_si256(two, high));
+                for (int m = 0; m < M; m++) {
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
+                }
+            }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+    }
+};
+
+struct Int8 {
+    typedef float Act;
+    static constexpr int STEP = 1;
+    template <int M, int P>
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+        Vec acc[M][4 * P];
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        for (int k = 0; k < steps; k++)
+            for (int j = 0; j < 4 * P; j++) {
+                __m128i bytes = _mm_loadl_epi64((const __m128i*)(w + (j / 4) * panel + k * 32L + (j % 4) * 8));
+                Vec b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+                for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
+            }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+    }
+};
+
+// 16 registers.
+constexpr int MAX_ROWS = 2;
+constexpr int most_panels(int rows) { return rows <= 1 ? 2 : 1; }
+
+inline float widened(float x) { return x; }
+inline float widened(uint16_t x) {
+    uint32_t bits = (uint32_t)x << 16;
+    float wide;
+    memcpy(&wide, &bits, 4);
+    return wide;
+}
+
+// Keys as they are multiplied with queries: 16 at once, widened, value by value: [D padded to 4, 16].
+template <class K>
+struct Keys {
+    typedef float Query;
+    static int words(int d) { return d; }
+    static void block(const K* const key[16], int d, void* out) {
+        float* to = (float*)out;
+        for (int i = 0; i < 16; i++)
+            for (int j = 0; j < d; j++) to[j * 16 + i] = widened(key[i][j]);
+        for (int j = d * 16; j < (d + 3) / 4 * 64; j++) to[j] = 0;
+    }
+};
+
+// Scores of NQ queries with a block of 16 keys. Two chains a score, always the same ones.
+template <class K, int NQ>
+inline void score(const float* q, long ldq, const void* block, int words, float* out, long ldo) {
+    const float* key = (const float*)block;
+    for (int i = 0; i < NQ; i++) {
+        Vec acc[2][2] = {{zero(), zero()}, {zero(), zero()}};
+        for (int word = 0; word < words; word += 2)  // words beyond are zeros on both sides
+            for (int c = 0; c < 2; c++) {
+                Vec x = set1(q[i * ldq + word + c]);
+                for (int j = 0; j < 2; j++) acc[c][j] = fma(x, ld(key + (word + c) * 16 + j * 8), acc[c][j]);
+            }
+        for (int j = 0; j < 2; j++) st(out + i * ldo + j * 8, add(acc[0][j], acc[1][j]));
+    }
+}
+
+#include "decoder.h"
+
+}  // namespace
+
+namespace fly {
+const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, greedy};
+}

@@ -1,0 +1,624 @@
+// The decoder, written once for all variants: each includes this in a namespace of its own, behind its vector type
+// ``Vec`` of ``W`` floats, its products ``micro`` and its scores. Threads run the same code side by side, each on its
+// part, and meet at barriers.
+//
+// The law of this file: a value is computed by the same operations in the same order, however many tokens, rows and
+// threads there are, and wherever the row's pages lie. A product is summed over its inputs in ascending order; a
+// token's attention over the stored tokens it sees, in ascending order, those it does not see adding exact zeros.
+
+#define UNROLL _Pragma("GCC unroll 16")
+
+constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
+
+// Whatever is still on the way to memory must have been seen by all before anybody goes on.
+inline void wait(Call* call) {
+    if (call->threads == 1) return;
+    Barrier* barrier = &call->barrier;
+    int32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == call->threads) {
+        __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; spins < 1000; spins++) {
+        if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
+        fly::pause();
+    }
+    // Whoever we wait for may have lost the processor, or need this one.
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
+    if (nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
+}
+
+struct Range {
+    int from, to;
+};
+
+inline Range part(int count, int thread, int threads) {
+    return {(int)((long)count * thread / threads), (int)((long)count * (thread + 1) / threads)};
+}
+
+inline Vec exponential(Vec x) {
+    x = larger(set1(-104.0f), x);  // in this order a nan stays one
+    Vec n = nearest(mul(x, set1(1.44269504f)));
+    Vec r = fma(n, set1(-0.693359375f), x);
+    r = fma(n, set1(2.12194440e-4f), r);
+    Vec sum = set1(1.9875691500e-4f);
+    sum = fma(sum, r, set1(1.3981999507e-3f));
+    sum = fma(sum, r, set1(8.3334519073e-3f));
+    sum = fma(sum, r, set1(4.1665795894e-2f));
+    sum = fma(sum, r, set1(1.6666665459e-1f));
+    sum = fma(sum, r, set1(5.0000001201e-1f));
+    sum = fma(sum, mul(r, r), add(r, set1(1.0f)));
+    return scale2(sum, n);
+}
+
+// ``count`` values in another type, and zeros up to ``room`` (0: none).
+template <class From, class To>
+inline void convert(const From* from, int count, To* to, int room = 0) {
+    int i = 0;
+    for (; i + W <= count; i += W) st(to + i, ld(from + i));
+    if (i < count) {
+        From in[W] = {};
+        To out[W];
+        memcpy(in, from + i, (count - i) * sizeof(From));
+        st(out, ld(in));
+        memcpy(to + i, out, (count - i) * sizeof(To));
+    }
+    if (count < room) memset(to + count, 0, (room - count) * sizeof(To));
+}
+
+// x / rms(x) · weight over C values; weight and result are padded to 32 with zeros.
+template <class Out>
+inline void normalise(const float* x, const float* weight, int width, float eps, Out* out) {
+    const int room = padded(width);
+    Vec squares[2] = {zero(), zero()};
+    for (int i = 0; i < room; i += 2 * W)
+        for (int j = 0; j < 2; j++) {
+            Vec value = ld(x + i + j * W);
+            squares[j] = fma(value, value, squares[j]);
+        }
+    const Vec factor = set1(1.0f / __builtin_sqrtf(sum(add(squares[0], squares[1])) / (float)width + eps));
+    for (int i = 0; i < room; i += W) st(out + i, mul(mul(ld(x + i), factor), ld(weight + i)));
+}
+
+template <class Wt, int M = MAX_ROWS>
+inline void run(int rows, int panels, const typename Wt::Act* a, long lda, const char* w, long panel, int steps,
+                float* out) {
+    if (rows == M) {
+        if constexpr (most_panels(M) >= 4)
+            if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, out);
+        if constexpr (most_panels(M) >= 2)
+            if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, out);
+        return Wt::template micro<M, 1>(a, lda, w, panel, steps, out);
+    }
+    if constexpr (M > 1) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, out);
+}
+
+// x·Wᵀ for ``rows`` rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each.
+template <class Wt, class Finish>
+inline void product(const typename Wt::Act* a, long lda, int rows, const Matrix& matrix, Range range, Finish finish) {
+    alignas(64) float sums[MAX_ROWS * PANEL * 4];
+    const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
+    for (int p = range.from, panels; p < range.to; p += panels) {
+        panels = most_panels((rows + blocks - 1) / blocks);
+        while (panels > range.to - p) panels /= 2;
+        for (int block = 0; block < blocks; block++) {
+            const Range some = part(rows, block, blocks);
+            const int count = some.to - some.from;
+            run<Wt>(count, panels, a + some.from * lda, lda, matrix.data + p * matrix.panel_bytes, matrix.panel_bytes,
+                    steps, sums);
+            for (int row = 0; row < count; row++)
+                for (int j = 0; j < panels; j++) {
+                    float* mine = sums + (row * panels + j) * PANEL;
+                    if (matrix.scale)
+                        for (int i = 0; i < PANEL; i += W)
+                            st(mine + i, mul(ld(mine + i), ld(matrix.scale + (p + j) * PANEL + i)));
+                    if (matrix.bias)
+                        for (int i = 0; i < PANEL; i += W)
+                            st(mine + i, add(ld(mine + i), ld(matrix.bias + (p + j) * PANEL + i)));
+                    finish(some.from + row, p + j, mine);
+                }
+        }
+    }
+}
+
+// Buffers of a thread's own, for attention over at most S stored tokens.
+constexpr int QUERIES = 16;         // queries that share a pass over the keys
+constexpr int OWN_NORMS = 16;       // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
+
+struct Scratch {
+    float *scores, *out, *sums, *values;
+    char *queries, *keys;
+    void* normed;
+    long stride;  // of scores
+};
+
+inline int query_tokens(const Shape& shape) {
+    const int group = shape.heads / shape.kv_heads;
+    return group >= QUERIES ? 1 : QUERIES / group;
+}
+
+inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
+    const long queries = query_tokens(shape) * (shape.heads / shape.kv_heads), width = padded(shape.head_dim);
+    char* at = base;
+    auto take = [&at](long bytes) {
+        char* mine = at;
+        at += (bytes + 63) / 64 * 64;
+        return mine;
+    };
+    s->stride = padded(longest, 16);
+    s->scores = (float*)take(queries * s->stride * 4);
+    s->out = (float*)take(queries * width * 4);
+    s->sums = (float*)take(queries * 4);
+    s->values = (float*)take(16 * width * 4);
+    s->queries = take(queries * width * 4);
+    s->keys = take(width * 16 * 4);
+    s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
+    return at - base;
+}
+
+long scratch_bytes(const Shape* shape, int longest) {
+    Scratch s;
+    return lay_out(&s, nullptr, *shape, longest);
+}
+
+// The rotated vector of one head: D values behind ``from``.
+inline void rotate(const Model* model, const float* from, int64_t position, float* to) {
+    const int half = model->shape.head_dim / 2;
+    const float *cos = model->cos + position * half, *sin = model->sin + position * half;
+    for (int i = 0; i < half; i++) {
+        const float a = from[i], b = from[i + half];
+        to[i] = a * cos[i] - b * sin[i];
+        to[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+template <class K>
+inline K* slot(const Call* call, void* base, int layer, const Row& row, int stored, int group) {
+    const Shape& shape = call->model->shape;
+    const long at = (long)row.table[stored / call->cache.page] * call->cache.page + stored % call->cache.page;
+    return (K*)base + layer * call->cache.layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
+}
+
+// A head's keys or values lie far apart, at a stride that the processor does not foresee.
+template <class K>
+inline void prefetch(const Call* call, void* base, int layer, const Row& row, int group, int from, int to) {
+    const int bytes = call->model->shape.head_dim * (int)sizeof(K);
+    for (int stored = from; stored < to; stored++) {
+        const char* at = (const char*)slot<K>(call, base, layer, row, stored, group);
+        for (int i = 0; i < bytes; i += 64) _mm_prefetch(at + i, _MM_HINT_T0);
+    }
+}
+
+// Keys and values of the new tokens of a piece, one key/value head.
+template <class K>
+void store(const Call* call, const Piece& piece, int layer, int group) {
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const int d = shape.head_dim;
+    const long ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
+    const Row& row = call->row[piece.row];
+    alignas(64) float rotated[1024];
+    for (int n = piece.from; n < piece.to; n++) {
+        const int at = piece.at + n - piece.from;
+        const float* key = model->work.qkv + at * ld_qkv + (long)(shape.heads + group) * d;
+        rotate(model, key, call->position[call->tile_at + at], rotated);
+        convert(rotated, d, slot<K>(call, call->cache.keys, layer, row, row.start + n, group));
+        convert(key + (long)shape.kv_heads * d, d, slot<K>(call, call->cache.values, layer, row, row.start + n, group));
+    }
+}
+
+template <class K, int NQ>
+inline void score_group(const Scratch& s, long ldq, int query, int words, int key) {
+    typedef typename Keys<K>::Query Query;
+    score<K, NQ>((const Query*)s.queries + query * ldq, ldq, s.keys, words, s.scores + query * s.stride + key,
+                 s.stride);
+}
+
+// Adds 16 values of NV vectors, weighed by each of NQ queries; ``SUM`` adds up the weights as well.
+template <int NQ, int NV, bool SUM>
+inline void weigh(const Scratch& s, long width, int query, int key, int at) {
+    Vec acc[NQ][NV], total[NQ];
+    UNROLL for (int i = 0; i < NQ; i++) {
+        UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
+        if (SUM) total[i] = set1(s.sums[query + i]);
+    }
+    for (int j = 0; j < 16; j++) {
+        Vec value[NV];
+        UNROLL for (int v = 0; v < NV; v++) value[v] = ld(s.values + j * width + at + v * W);
+        UNROLL for (int i = 0; i < NQ; i++) {
+            const Vec weight = set1(s.scores[(query + i) * s.stride + key + j]);
+            UNROLL for (int v = 0; v < NV; v++) acc[i][v] = fma(weight, value[v], acc[i][v]);
+            if (SUM) total[i] = add(total[i], weight);
+        }
+    }
+    UNROLL for (int i = 0; i < NQ; i++) {
+        UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
+        if (SUM) {
+            alignas(64) float same[W];
+            st(same, total[i]);
+            s.sums[query + i] = same[0];
+        }
+    }
+}
+
+template <int NQ>
+inline void weigh_group(const Scratch& s, int d, int query, int key) {
+    const long width = padded(d);
+    int at = 0;
+    if (d > 2 * W) {
+        weigh<NQ, 4, true>(s, width, query, key, 0);
+        at = 4 * W;
+    } else {
+        weigh<NQ, 2, true>(s, width, query, key, 0);
+        at = 2 * W;
+    }
+    for (; at + 2 * W < d; at += 4 * W) weigh<NQ, 4, false>(s, width, query, key, at);
+    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, at);
+}
+
+// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of one key/value head.
+template <class K, class Act>
+void attend(const Call* call, const Piece& piece, int layer, int group, int from, int to, const Scratch& s) {
+    typedef typename Keys<K>::Query Query;
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const Row& row = call->row[piece.row];
+    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, queries = (to - from) * per;
+    const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
+    const long ld_out = padded(shape.heads * d);
+    const int longest = row.start + to, blocks = (longest + 15) / 16, words = Keys<K>::words(d);
+    // Query q is head q % per of token q / per.
+    alignas(64) float rotated[1024];
+    for (int q = 0; q < queries; q++) {
+        const int at = piece.at + from + q / per - piece.from;
+        rotate(model, model->work.qkv + at * ld_qkv + (long)(group * per + q % per) * d,
+               call->position[call->tile_at + at], rotated);
+        convert(rotated, d, (Query*)s.queries + q * width, (int)width);
+    }
+    constexpr int AHEAD = 32;  // stored tokens
+    auto soon = [&](void* base, int stored) {
+        if (stored >= longest) return;
+        prefetch<K>(call, base, layer, row, group, stored, stored + 16 < longest ? stored + 16 : longest);
+    };
+    for (int stored = 0; stored < AHEAD; stored += 16) soon(call->cache.keys, stored);
+    const K* key[16];
+    for (int block = 0; block < blocks; block++) {
+        soon(call->cache.keys, block * 16 + AHEAD);
+        for (int i = 0; i < 16; i++) {
+            const int stored = block * 16 + i;  // behind the end the last again, for a score that is dropped
+            key[i] = slot<K>(call, call->cache.keys, layer, row, stored < longest ? stored : longest - 1, group);
+        }
+        Keys<K>::block(key, d, s.keys);
+        int q = 0;
+        for (; q + GROUP <= queries; q += GROUP) score_group<K, GROUP>(s, width, q, words, block * 16);
+        for (; q < queries; q++) score_group<K, 1>(s, width, q, words, block * 16);
+    }
+    for (int stored = 0; stored < AHEAD; stored += 16) soon(call->cache.values, stored);
+    const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
+    for (int q = 0; q < queries; q++) {
+        const int n = from + q / per, sees = row.start + n + 1;
+        float* score = s.scores + q * s.stride;
+        const uint8_t* mask = row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
+        for (int j = sees; j < blocks * 16; j++) score[j] = -__builtin_inff();
+        if (mask)
+            for (int j = 0; j < sees; j++)
+                if (!mask[j]) score[j] = -__builtin_inff();
+        Vec most = set1(-__builtin_inff());
+        for (int j = 0; j < sees; j += W) most = larger(most, ld(score + j));
+        const Vec peak = set1(largest(most));
+        for (int j = 0; j < sees; j += W)
+            st(score + j, exponential(mul(add(ld(score + j), mul(peak, set1(-1.0f))), scale)));
+        for (int j = sees; j < blocks * 16; j++) score[j] = 0;
+        if (mask)
+            for (int j = 0; j < sees; j++)
+                if (!mask[j]) score[j] = 0;
+    }
+    memset(s.out, 0, queries * width * sizeof(float));
+    memset(s.sums, 0, queries * sizeof(float));
+    for (int block = 0; block < blocks; block++) {
+        soon(call->cache.values, block * 16 + AHEAD);
+        for (int i = 0; i < 16; i++) {
+            const int stored = block * 16 + i;
+            if (stored < longest)
+                convert(slot<K>(call, call->cache.values, layer, row, stored, group), d, s.values + i * width, (int)width);
+            else
+                memset(s.values + i * width, 0, width * sizeof(float));
+        }
+        int q = 0;
+        for (; q + GROUP <= queries; q += GROUP) weigh_group<GROUP>(s, d, q, block * 16);
+        for (; q < queries; q++) weigh_group<1>(s, d, q, block * 16);
+    }
+    for (int q = 0; q < queries; q++) {
+        const int at = piece.at + from + q / per - piece.from;
+        float* out = s.out + q * width;
+        const Vec all = set1(s.sums[q]);
+        for (int i = 0; i < width; i += W) st(out + i, div(ld(out + i), all));
+        convert(out, d, (Act*)model->work.attended + at * ld_out + (long)(group * per + q % per) * d);
+    }
+}
+
+template <class Wt, class K>
+void attention(Call* call, int layer, int thread, const Scratch& s) {
+    typedef typename Wt::Act Act;
+    const Shape& shape = call->model->shape;
+    const int groups = shape.kv_heads, per_pass = query_tokens(shape);
+    int longest = 0, passes = 0;
+    for (int i = 0; i < call->piece_count; i++) {
+        const int count = call->pieces[i].to - call->pieces[i].from;
+        longest = count > longest ? count : longest;
+        passes += (count + per_pass - 1) / per_pass;
+    }
+    if (longest <= per_pass) {  // whoever attends stores what is new as well
+        const Range range = part(call->piece_count * groups, thread, call->threads);
+        for (int task = range.from; task < range.to; task++) {
+            const Piece& piece = call->pieces[task / groups];
+            store<K>(call, piece, layer, task % groups);
+            attend<K, Act>(call, piece, layer, task % groups, piece.from, piece.to, s);
+        }
+        return;
+    }
+    Range range = part(call->piece_count * groups, thread, call->threads);
+    for (int task = range.from; task < range.to; task++)
+        store<K>(call, call->pieces[task / groups], layer, task % groups);
+    wait(call);
+    // A later pass over a row takes longer, so passes are dealt out in turn.
+    int task = 0;
+    for (int i = 0; i < call->piece_count; i++) {
+        const Piece& piece = call->pieces[i];
+        for (int from = piece.from; from < piece.to; from += per_pass)
+            for (int group = 0; group < groups; group++, task++)
+                if (task % call->threads == thread) {
+                    const int to = from + per_pass < piece.to ? from + per_pass : piece.to;
+                    attend<K, Act>(call, piece, layer, group, from, to, s);
+                }
+    }
+}
+
+// A row of the embedding table, which may lie in the panels of the head.
+template <class Wt>
+inline void embed(const Model* model, int64_t token, float* x) {
+    const Shape& shape = model->shape;
+    const int width = shape.width;
+    if (model->embedding) {
+        if (shape.hidden == BFLOAT16)
+            convert((const uint16_t*)model->embedding + token * width, width, x, padded(width));
+        else
+            convert((const float*)model->embedding + token * width, width, x, padded(width));
+        return;
+    }
+    const char* panel = model->head.data + token / PANEL * model->head.panel_bytes;
+    const int lane = (int)(token % PANEL);
+    for (int i = 0; i < width; i++) {
+        if (shape.weights == BFLOAT16) {
+            const uint32_t bits = (uint32_t)((const uint16_t*)panel)[(i / 2 * PANEL + lane) * 2 + i % 2] << 16;
+            memcpy(x + i, &bits, 4);
+        } else if (shape.weights == FLOAT32) {
+            x[i] = ((const float*)panel)[i * PANEL + lane];
+        } else {
+            x[i] = (float)((const int8_t*)panel)[i * PANEL + lane] * model->head.scale[token];
+        }
+    }
+    memset(x + width, 0, (padded(width) - width) * sizeof(float));
+}
+
+// The residual stream of the tile's tokens normalised: by everybody, or each its part.
+template <class Act>
+inline const Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
+    const Shape& shape = call->model->shape;
+    const Workspace& work = call->model->work;
+    const int tokens = call->tile_tokens;
+    const long ldx = padded(shape.width);
+    const bool own = tokens <= OWN_NORMS;
+    Act* normed = (Act*)(own ? s.normed : work.normed);
+    const Range mine = own ? Range{0, tokens} : part(tokens, thread, call->threads);
+    for (int t = mine.from; t < mine.to; t++)
+        normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
+    if (!own) wait(call);
+    return normed;
+}
+
+// The tile's tokens through the layers, up to the final norm.
+template <class Wt, class K>
+void decode(Call* call, int thread, const Scratch& s) {
+    typedef typename Wt::Act Act;
+    Model* model = call->model;
+    const Shape& shape = model->shape;
+    Workspace& work = model->work;
+    const int tokens = call->tile_tokens, threads = call->threads;
+    const long ldx = padded(shape.width);
+    Range mine = part(tokens, thread, threads);
+    for (int t = mine.from; t < mine.to; t++) embed<Wt>(model, call->token[call->tile_at + t], work.x + t * ldx);
+    wait(call);
+    auto residual = [&](int row, int panel, const float* sums) {
+        float* x = work.x + row * ldx + panel * PANEL;
+        for (int i = 0; i < PANEL; i += W) st(x + i, add(ld(x + i), ld(sums + i)));
+    };
+    for (int number = 0; number < call->layers; number++) {
+        const Layer& layer = model->layers[call->layer[number]];
+        const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
+        const Act* normed = normalised<Act>(call, layer.input_norm, thread, s);
+        product<Wt>(normed, ldx, tokens, layer.qkv, part(layer.qkv.panels, thread, threads),
+                    [&](int row, int panel, const float* sums) {
+                        memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
+                    });
+        wait(call);
+        attention<Wt, K>(call, call->layer[number], thread, s);
+        wait(call);
+        product<Wt>((const Act*)work.attended, padded(shape.heads * shape.head_dim), tokens, layer.o,
+                    part(layer.o.panels, thread, threads), residual);
+        wait(call);
+        normed = normalised<Act>(call, layer.post_norm, thread, s);
+        product<Wt>(normed, ldx, tokens, layer.gate_up, part(layer.gate_up.panels, thread, threads),
+                    [&](int row, int panel, const float* sums) {
+                        for (int i = 0; i < PANEL / 2; i += W) {
+                            const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
+                            const Vec silu = div(gate, add(set1(1.0f), exponential(mul(gate, set1(-1.0f)))));
+                            st((Act*)work.gated + row * ld_gated + panel * (PANEL / 2) + i, mul(silu, up));
+                        }
+                    });
+        wait(call);
+        product<Wt>((const Act*)work.gated, ld_gated, tokens, layer.down, part(layer.down.panels, thread, threads),
+                    residual);
+        wait(call);
+    }
+}
+
+template <class Wt>
+void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int thread) {
+    const Matrix& head = call->model->head;
+    const int vocab = call->model->shape.vocab;
+    product<Wt>(a, padded(call->model->shape.width), rows, head, part(head.panels, thread, call->threads),
+                [&](int row, int panel, const float* sums) {
+                    const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
+                    memcpy(logits + (long)row * vocab + panel * PANEL, sums, n * sizeof(float));
+                });
+}
+
+// Final hidden states of the tile's tokens, or where ``last`` is given, of each row's last token alone, ready for the
+// product with the head. They are rounded to the type in which hidden states are handed out either way.
+template <class H, class Act>
+void finish(Call* call, int thread, const Scratch& s, Act* last) {
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const int width = shape.width;
+    const long ldx = padded(width);
+    H* normed = (H*)s.normed;
+    if (last) {
+        for (int i = thread; i < call->piece_count; i += call->threads) {
+            const Piece& piece = call->pieces[i];
+            if (piece.to < call->row[piece.row].count) continue;
+            const long t = piece.at + piece.to - piece.from - 1;
+            normalise(model->work.x + t * ldx, model->norm, width, shape.eps, normed);
+            convert(normed, width, last + piece.row * ldx, (int)ldx);
+        }
+        return;
+    }
+    const Range mine = part(call->tile_tokens, thread, call->threads);
+    for (int t = mine.from; t < mine.to; t++) {
+        normalise(model->work.x + t * ldx, model->norm, width, shape.eps, normed);
+        memcpy((H*)call->hidden + (long)(call->tile_at + t) * width, normed, width * sizeof(H));
+    }
+}
+
+template <class Wt, class K, class H>
+void tiles(Call* call, int thread, typename Wt::Act* last) {
+    const Model* model = call->model;
+    Scratch s;
+    lay_out(&s, model->work.scratch[thread], model->shape, model->work.longest);
+    for (;;) {
+        decode<Wt, K>(call, thread, s);
+        finish<H>(call, thread, s, last);
+        if (call->tile_at + call->tile_tokens == call->tokens) return;
+        wait(call);
+        if (!thread) next_tile(call);
+        wait(call);
+    }
+}
+
+// The lowest id of the largest logit.
+inline int64_t best(const float* logits, int vocab) {
+    Vec most = set1(-__builtin_inff());
+    float peak = -__builtin_inff();
+    int v = 0;
+    for (; v + W <= vocab; v += W) most = larger(most, ld(logits + v));
+    for (int rest = v; rest < vocab; rest++) peak = logits[rest] > peak ? logits[rest] : peak;
+    const float lanes = largest(most);
+    peak = lanes > peak ? lanes : peak;
+    const Vec wanted = set1(peak);
+    for (v = 0; v + W <= vocab; v += W)
+        if (const unsigned same = equal(ld(logits + v), wanted)) return v + __builtin_ctz(same);
+    for (; v < vocab; v++)
+        if (logits[v] == peak) return v;
+    return 0;
+}
+
+// What each live row drafts next, and the step after it.
+inline void advance(Call* call) {
+    const Model* model = call->model;
+    int live = 0;
+    for (int i = 0; i < call->live_rows; i++) {
+        const int b = call->live_row[i];
+        const int64_t token = best(model->work.logits + (long)i * model->shape.vocab, model->shape.vocab);
+        call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
+        bool ends = call->drafted_count[b] == call->limit[b];
+        for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
+        if (ends) continue;
+        Row row = call->live[i];
+        row.start += row.count;
+        row.count = 1;
+        call->live[live] = row;
+        call->live_row[live] = b;
+        call->live_token[live] = token;
+        call->live_position[live] = row.start;
+        live++;
+    }
+    call->live_rows = call->rows = call->tokens = live;
+    call->token = call->live_token, call->position = call->live_position;
+    if (live) first_tile(call);
+}
+
+template <class Wt, class K, class H>
+void draft(Call* call, int thread) {
+    typename Wt::Act* last = (typename Wt::Act*)call->model->work.last;
+    do {
+        tiles<Wt, K, H>(call, thread, last);
+        wait(call);
+        project<Wt>(call, last, call->live_rows, call->model->work.logits, thread);
+        wait(call);
+        if (!thread) advance(call);
+        wait(call);
+    } while (call->live_rows);
+}
+
+template <class Wt, class H>
+void project_all(Call* call, int thread) {
+    typedef typename Wt::Act Act;
+    const Model* model = call->model;
+    const int width = model->shape.width;
+    const long ldx = padded(width);
+    Act* normed = (Act*)model->work.normed;
+    for (int at = 0; at < call->tokens; at += MAX_TILE) {
+        const int rows = call->tokens - at < MAX_TILE ? call->tokens - at : MAX_TILE;
+        const Range mine = part(rows, thread, call->threads);
+        for (int t = mine.from; t < mine.to; t++)
+            convert((const H*)call->hidden + (long)(at + t) * width, width, normed + t * ldx, (int)ldx);
+        wait(call);
+        project<Wt>(call, normed, rows, call->logits + (long)at * model->shape.vocab, thread);
+        wait(call);
+    }
+}
+
+// From the types of a call to the code for them.
+enum Job { FORWARD, GREEDY, LOGITS };
+
+template <class Wt, class H, class K>
+void dispatch(Job job, Call* call, int thread) {
+    if (job == FORWARD) return tiles<Wt, K, H>(call, thread, nullptr);
+    if (job == GREEDY) return draft<Wt, K, H>(call, thread);
+    return project_all<Wt, H>(call, thread);
+}
+
+template <class Wt, class H>
+void dispatch(Job job, Call* call, int thread) {
+    if (call->cache.type == BFLOAT16) return dispatch<Wt, H, uint16_t>(job, call, thread);
+    return dispatch<Wt, H, float>(job, call, thread);
+}
+
+void dispatch(Job job, Call* call, int thread) {
+    const Shape& shape = call->model->shape;
+    if (shape.weights == BFLOAT16) return dispatch<BFloat16, uint16_t>(job, call, thread);
+    if (shape.weights == FLOAT32) return dispatch<Float32, float>(job, call, thread);
+    if (shape.hidden == BFLOAT16) return dispatch<Int8, uint16_t>(job, call, thread);
+    return dispatch<Int8, float>(job, call, thread);
+}
+
+void forward(Call* call, int thread) { dispatch(FORWARD, call, thread); }
+void greedy(Call* call, int thread) { dispatch(GREEDY, call, thread); }
+void logits(Call* call, int thread) { dispatch(LOGITS, call, thread); }
+
+int activation_bytes(int weights) {
+    return weights == BFLOAT16 ? (int)sizeof(BFloat16::Act) : weights == FLOAT32 ? (int)sizeof(Float32::Act) : (int)sizeof(Int8::Act);
+}

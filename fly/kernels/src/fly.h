@@ -1,0 +1,175 @@
+// What the sources share: a packed model, a call over it, and the variants that run one.
+//
+// Shapes: T packed tokens, C hidden width, N outputs and K inputs of a matrix, H query heads, G key/value heads,
+// D head width, S stored tokens of a row, Z tokens a page, V vocabulary.
+//
+// Plain C++17 without exceptions and without the standard library: the variants are compiled for processors that may
+// not be the one at hand, and a template of the library instantiated in one of them could be linked in for all.
+#pragma once
+#include <pthread.h>
+#include <sched.h>
+#include <stdint.h>
+#include <time.h>
+
+namespace fly {
+
+constexpr int PANEL = 32;       // outputs of a matrix that lie together
+constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
+constexpr int MAX_THREADS = 64;
+
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+
+struct Shape {
+    int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;
+    int32_t weights;  // Type of the matrices
+    int32_t hidden;   // Type of the hidden states that go in and out, and of an embedding of its own
+    float eps;
+};
+
+// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input (of two, for bfloat16) lie together.
+struct Matrix {
+    char* data;
+    long panel_bytes;
+    int n, k, panels;
+    float* bias;   // [panels · 32] or null
+    float* scale;  // [panels · 32], int8 only: the weight is scale · data
+};
+
+struct Layer {
+    float *input_norm, *post_norm;  // [C padded]
+    Matrix qkv, o, gate_up, down;   // the panels of gate_up hold 16 gates and their 16 ups
+};
+
+// Buffers of one tile. Everything is padded to 32 values with zeros, which stay zeros.
+struct Workspace {
+    int tile;            // tokens they are for
+    float* x;            // [T, C] the residual stream
+    float* qkv;          // [T, (H + 2G)·D]
+    void* normed;        // [T, C], in the type of activations
+    void* attended;      // [T, H·D]
+    void* gated;         // [T, intermediate]
+    int last_rows;       // rows that the following two are for
+    void* last;          // [rows, C], what the logits of a drafter's step are made from
+    float* logits;       // [rows, V]
+    int longest;         // stored tokens that the following are for
+    long scratch_bytes;  // of each thread's own
+    char* scratch[MAX_THREADS];
+};
+
+struct Variant;
+
+struct Model {
+    Shape shape;
+    const Variant* variant;
+    Layer* layers;
+    float* norm;
+    Matrix head;
+    const void* embedding;  // [V, C], its owner's; null where the head's panels serve as well
+    float *cos, *sin;       // [positions, D/2]
+    Workspace work;
+    pthread_mutex_t lock;  // of the workspace
+};
+
+// One sequence of a call: ``count`` new tokens behind ``start`` stored ones.
+struct Row {
+    const int32_t* table;  // its pages
+    const uint8_t* mask;   // [count, start + count], what each new token sees; null is causal
+    int32_t start, count;
+};
+
+// Part of a row in a tile: its new tokens ``from`` to ``to``, packed from ``at`` on.
+struct Piece {
+    int32_t row, from, to, at;
+};
+
+struct Cache {
+    void *keys, *values;   // [layers, slots, G, D]
+    int64_t layer_stride;  // in elements
+    int32_t type, page;
+};
+
+struct Barrier {
+    alignas(64) int32_t arrived;
+    alignas(64) int32_t phase;
+};
+
+struct Call {
+    Model* model;
+    Cache cache;
+    int32_t rows, tokens;
+    const Row* row;
+    const int64_t *token, *position;  // [T]
+    const int32_t* layer;             // numbers of the layers to go through
+    int32_t layers;
+    void* hidden;  // [T, C] in or out
+    float* logits;  // [T, V] out
+    // a drafter's loop
+    int32_t most;           // columns of ``drafted``
+    const int32_t* limit;   // [B] tokens to draft at most
+    const int64_t* stop;    // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
+    const int32_t* stop_at;
+    int64_t* drafted;       // [B, most] out
+    int32_t* drafted_count; // [B] out
+    // shared by the threads
+    Piece* pieces;   // [B]
+    int32_t piece_count, tile_tokens, tile_at;
+    Row* live;           // rows of the current step, [B]
+    int32_t* live_row;   // [B] their numbers
+    int64_t *live_token, *live_position;  // [T]
+    int32_t live_rows;
+    int32_t threads;
+    int32_t stalled;  // somebody had to be waited for unduly long
+    Barrier barrier;
+};
+
+// The code for one kind of processor.
+struct Variant {
+    const char* name;
+    int (*activation_bytes)(int weights);  // of one value that goes into a product
+    long (*scratch_bytes)(const Shape*, int longest);
+    void (*forward)(Call*, int thread);
+    void (*logits)(Call*, int thread);
+    void (*greedy)(Call*, int thread);
+};
+
+extern const Variant avx512bf16, avx2;
+
+static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
+
+static inline int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
+
+// The next tile: as many new tokens as fit, of as many rows as they are of.
+static inline void next_tile(Call* call) {
+    int row = 0, from = 0;
+    if (call->piece_count) {
+        const Piece& last = call->pieces[call->piece_count - 1];
+        row = last.row, from = last.to;
+        if (from == call->row[row].count) row++, from = 0;
+    }
+    call->tile_at += call->tile_tokens;
+    call->tile_tokens = call->piece_count = 0;
+    while (row < call->rows && call->tile_tokens < MAX_TILE) {
+        const int left = call->row[row].count - from, room = MAX_TILE - call->tile_tokens;
+        const int count = left < room ? left : room;
+        call->pieces[call->piece_count++] = {row, from, from + count, call->tile_tokens};
+        call->tile_tokens += count;
+        row++, from = 0;
+    }
+}
+
+static inline void first_tile(Call* call) {
+    call->tile_at = call->tile_tokens = call->piece_count = 0;
+    next_tile(call);
+}
+
+}  // namespace fly

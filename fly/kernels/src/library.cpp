@@ -1,0 +1,513 @@
+// What is called from outside: packing models, calls with their workspace, and the threads that share one.
+#include <errno.h>
+#include <limits.h>
+#include <sched.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "fly.h"
+
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+using namespace fly;
+
+namespace {
+
+enum Error { OK = 0, NO_MEMORY = 1, BAD_TOKEN = 2, BAD_POSITION = 3 };
+
+// Zeros, on large pages where the system gives any: a forward reads every weight, and small pages cost time.
+void* allocate(long bytes) {
+    constexpr long large = 2 << 20;
+    void* memory = nullptr;
+    if (posix_memalign(&memory, bytes >= large ? large : 64, bytes > 0 ? bytes : 64)) return nullptr;
+#ifdef MADV_HUGEPAGE
+    if (bytes >= large) madvise(memory, bytes, MADV_HUGEPAGE);
+#endif
+    memset(memory, 0, bytes > 0 ? bytes : 64);
+    return memory;
+}
+
+// --- threads -----------------------------------------------------------------------------------------------------
+
+// Workers look out for work for a while after each call, then sleep. A call goes on without those that do not come in
+// time, because they sleep or because the processor is somebody else's: the result is the same with any number of them.
+// One call at a time has the workers; another that comes meanwhile runs on its caller's thread alone.
+struct Pool {
+    pthread_mutex_t in_use, lock;
+    pthread_cond_t wake;
+    int32_t workers;
+    int32_t alone, patience;     // calls still to run without workers, after one that had to wait long for them
+    alignas(64) int32_t gate;    // workers that joined the next call; -1 is closed
+    int32_t places;              // workers it takes
+    alignas(64) int32_t started;
+    alignas(64) int32_t busy;    // joined workers that have not finished
+    alignas(64) int32_t sleeping;
+    Call* call;
+    void (*work)(Call*, int);
+};
+
+Pool pool;
+
+constexpr int64_t LOOK_OUT = 300000, SPIN = 20000;  // nanoseconds a worker waits for a call, and spins of them
+constexpr int32_t SHORTEST = 4, LONGEST = 64;       // calls to run alone after a stall
+
+void reset_pool() {
+    memset((void*)&pool, 0, sizeof(pool));
+    pthread_mutex_init(&pool.in_use, nullptr);
+    pthread_mutex_init(&pool.lock, nullptr);
+    pthread_cond_init(&pool.wake, nullptr);
+    pool.gate = -1;
+    pool.patience = SHORTEST;
+}
+
+// Workers do not survive a fork: the child starts without any.
+__attribute__((constructor)) void set_up() {
+    reset_pool();
+    pthread_atfork(nullptr, nullptr, reset_pool);
+}
+
+bool gate_is_open() {
+    const int32_t joined = __atomic_load_n(&pool.gate, __ATOMIC_SEQ_CST);
+    return joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE);
+}
+
+// The thread number in the call that was joined, or 0 if others were faster.
+int join() {
+    int32_t joined = __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE);
+    while (joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE))
+        if (__atomic_compare_exchange_n(&pool.gate, &joined, joined + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return joined + 1;
+    return 0;
+}
+
+void* worker(void*) {
+    for (;;) {
+        const int64_t since = nanoseconds();
+        for (int64_t waited = 0; !gate_is_open() && waited < LOOK_OUT; waited = nanoseconds() - since)
+            if (waited < SPIN)
+                fly::pause();
+            else
+                sched_yield();
+        if (const int number = join()) {
+            while (!__atomic_load_n(&pool.started, __ATOMIC_ACQUIRE)) fly::pause();
+            pool.work(pool.call, number);
+            __atomic_sub_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
+            continue;
+        }
+        pthread_mutex_lock(&pool.lock);
+        __atomic_add_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
+        if (!gate_is_open()) pthread_cond_wait(&pool.wake, &pool.lock);
+        __atomic_sub_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    return nullptr;
+}
+
+// As many workers as wanted, as far as the system gives them.
+void hire(int wanted) {
+    while (pool.workers < wanted) {
+        pthread_t thread;
+        pthread_attr_t attributes;
+        pthread_attr_init(&attributes);
+        pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
+        const int failed = pthread_create(&thread, &attributes, worker, nullptr);
+        pthread_attr_destroy(&attributes);
+        if (failed) return;
+        pool.workers++;
+    }
+}
+
+void run_alone(Call* call, void (*work)(Call*, int)) {
+    call->threads = 1;
+    work(call, 0);
+}
+
+// Runs ``work`` on this thread and up to ``threads`` - 1 workers, for which it waits ``patience`` nanoseconds.
+void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience) {
+    if (threads <= 1 || pthread_mutex_trylock(&pool.in_use)) return run_alone(call, work);
+    if (pool.alone > 0) {
+        pool.alone--;
+        run_alone(call, work);
+        pthread_mutex_unlock(&pool.in_use);
+        return;
+    }
+    hire(threads - 1);
+    pool.call = call;
+    pool.work = work;
+    pool.started = 0;
+    __atomic_store_n(&pool.places, threads - 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&pool.gate, 0, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) < threads - 1 && nanoseconds() - since < patience) fly::pause();
+    const int32_t joined = __atomic_exchange_n(&pool.gate, -1, __ATOMIC_ACQ_REL);
+    call->threads = joined + 1;
+    __atomic_store_n(&pool.busy, joined, __ATOMIC_RELEASE);
+    __atomic_store_n(&pool.started, 1, __ATOMIC_RELEASE);
+    work(call, 0);
+    for (int spins = 0; __atomic_load_n(&pool.busy, __ATOMIC_ACQUIRE); spins++)
+        if (spins < 1000)
+            fly::pause();
+        else
+            sched_yield();
+    if (call->stalled) {
+        pool.alone = pool.patience;
+        pool.patience = pool.patience * 2 < LONGEST ? pool.patience * 2 : LONGEST;
+    } else if (joined) {
+        pool.patience = SHORTEST;
+    }
+    pthread_mutex_unlock(&pool.in_use);
+}
+
+// --- models ------------------------------------------------------------------------------------------------------
+
+const Variant* variants[] = {&avx512bf16, &avx2};
+
+bool runs_here(const Variant* variant) {
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (variant == &avx512bf16)
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+               __builtin_cpu_supports("avx512bf16");
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+    return false;
+#endif
+}
+
+int value_bytes(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+
+// The row of the checkpoint's matrix that output ``lane`` of a panel is; -1 is padding.
+int source_row(int panel, int lane, int n, bool pairs) {
+    if (!pairs) return panel * PANEL + lane < n ? panel * PANEL + lane : -1;
+    const int half = n / 2, at = panel * (PANEL / 2) + lane % (PANEL / 2);
+    return at >= half ? -1 : lane < PANEL / 2 ? at : half + at;
+}
+
+float* vector_of(const float* from, int n, int room) {
+    float* to = (float*)allocate(room * 4L);
+    if (to && from) memcpy(to, from, n * 4L);
+    return to;
+}
+
+template <class T>
+void pack(Matrix* matrix, const T* from, int type, bool pairs) {
+    const int k = matrix->k, steps = type == BFLOAT16 ? (k + 1) / 2 : k, step = type == BFLOAT16 ? 2 : 1;
+    for (int panel = 0; panel < matrix->panels; panel++) {
+        const T* rows[PANEL];
+        for (int lane = 0; lane < PANEL; lane++) {
+            const int row = source_row(panel, lane, matrix->n, pairs);
+            rows[lane] = row < 0 ? nullptr : from + (long)row * k;
+        }
+        T* to = (T*)(matrix->data + panel * matrix->panel_bytes);
+        for (int s = 0; s < steps; s++)
+            for (int lane = 0; lane < PANEL; lane++)
+                for (int j = 0; j < step; j++, to++)
+                    *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
+    }
+}
+
+// ``bias`` and ``scale`` [N] float32 or null.
+bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
+    matrix->n = n, matrix->k = k;
+    matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
+    const int inputs = type == BFLOAT16 ? padded(k, 2) : k;
+    matrix->panel_bytes = (long)inputs * PANEL * value_bytes(type);
+    matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels);
+    if (!matrix->data) return false;
+    if (type == FLOAT32)
+        pack(matrix, (const uint32_t*)data, type, pairs);
+    else if (type == BFLOAT16)
+        pack(matrix, (const uint16_t*)data, type, pairs);
+    else
+        pack(matrix, (const uint8_t*)data, type, pairs);
+    const float* from[2] = {bias, scale};
+    float** to[2] = {&matrix->bias, &matrix->scale};
+    for (int i = 0; i < 2; i++) {
+        if (!from[i]) continue;
+        float* values = *to[i] = (float*)allocate(matrix->panels * PANEL * 4L);
+        if (!values) return false;
+        for (int j = 0; j < matrix->panels * PANEL; j++) {
+            const int row = source_row(j / PANEL, j % PANEL, n, pairs);
+            values[j] = row < 0 ? 0 : from[i][row];
+        }
+    }
+    return true;
+}
+
+void drop(Matrix* matrix) {
+    free(matrix->data);
+    free(matrix->bias);
+    free(matrix->scale);
+}
+
+// --- workspace ---------------------------------------------------------------------------------------------------
+
+template <class T>
+bool grow(T** buffer, long bytes) {
+    free(*buffer);
+    return (*buffer = (T*)allocate(bytes)) != nullptr;
+}
+
+bool make_room(Model* model, int tokens, int last_rows, int longest, int threads) {
+    const Shape& shape = model->shape;
+    Workspace& work = model->work;
+    const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
+    int tile = tokens < MAX_TILE ? tokens : MAX_TILE;
+    if (tile > work.tile) {
+        tile = tile <= 32 ? 32 : MAX_TILE;
+        work.tile = 0;
+        const Layer& layer = model->layers[0];
+        if (!grow(&work.x, tile * width * 4) || !grow(&work.qkv, (long)tile * layer.qkv.panels * PANEL * 4) ||
+            !grow(&work.normed, tile * width * act) ||
+            !grow(&work.attended, tile * padded(shape.heads * shape.head_dim) * act) ||
+            !grow(&work.gated, (long)tile * layer.gate_up.panels * (PANEL / 2) * act))
+            return false;
+        work.tile = tile;
+    }
+    if (last_rows > work.last_rows) {
+        work.last_rows = 0;
+        if (!grow(&work.last, last_rows * width * act) || !grow(&work.logits, (long)last_rows * shape.vocab * 4))
+            return false;
+        work.last_rows = last_rows;
+    }
+    if (longest > work.longest) {
+        work.longest = 0;
+        for (char*& scratch : work.scratch) free(scratch), scratch = nullptr;
+        longest = padded(longest + longest / 4, 256);  // it grows with every token, but not the workspace
+        work.scratch_bytes = model->variant->scratch_bytes(&shape, longest);
+        work.longest = longest;
+    }
+    for (int i = 0; i < threads; i++)
+        if (!work.scratch[i] && !(work.scratch[i] = (char*)allocate(work.scratch_bytes))) return false;
+    return true;
+}
+
+// Memory that a call is given for its bookkeeping, freed at its end.
+struct Arena {
+    char* memory = nullptr;
+    long used = 0, room;
+    explicit Arena(long bytes) : room(bytes) { memory = (char*)malloc(bytes ? bytes : 1); }
+    ~Arena() { free(memory); }
+    template <class T>
+    T* take(long count) {
+        T* mine = (T*)(memory + used);
+        used += (count * (long)sizeof(T) + 63) / 64 * 64;
+        return mine;
+    }
+};
+
+int32_t check(const Shape& shape, const int64_t* token, const int64_t* position, int tokens) {
+    for (int t = 0; t < tokens; t++) {
+        if (token[t] < 0 || token[t] >= shape.vocab) return BAD_TOKEN;
+        if (position[t] < 0 || position[t] >= shape.positions) return BAD_POSITION;
+    }
+    return OK;
+}
+
+}  // namespace
+
+// What a forward is about, as the Python side lays it out (fly/kernels/library.py: Batch).
+struct Batch {
+    int32_t rows, tokens;
+    const int64_t *token, *position;  // [T]
+    const int32_t *start, *count;     // [B]
+    const int32_t* tables;            // the rows' pages, one row's behind another's
+    const int32_t* table_at;          // [B] where each row's begin
+    const uint8_t* const* masks;      // [B] or null
+    void *keys, *values;
+    int64_t layer_stride;
+    int32_t cache_type, page;
+    const int32_t* layer;
+    int32_t layers;
+    int32_t threads;
+};
+
+namespace {
+
+// Everything of a call but its work. Returns an error or OK.
+int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last_rows, int extra) {
+    memset((void*)call, 0, sizeof(Call));
+    if (!arena->memory) return NO_MEMORY;
+    if (const int error = check(model->shape, batch->token, batch->position, batch->tokens)) return error;
+    call->model = model;
+    call->cache = {batch->keys, batch->values, batch->layer_stride, batch->cache_type, batch->page};
+    call->rows = batch->rows, call->tokens = batch->tokens;
+    call->token = batch->token, call->position = batch->position;
+    call->layer = batch->layer, call->layers = batch->layers;
+    Row* rows = arena->take<Row>(batch->rows);
+    int longest = 0;
+    for (int b = 0; b < batch->rows; b++) {
+        rows[b] = {batch->tables + batch->table_at[b], batch->masks ? batch->masks[b] : nullptr, batch->start[b],
+                   batch->count[b]};
+        const int length = batch->start[b] + batch->count[b];
+        longest = length > longest ? length : longest;
+    }
+    call->row = rows;
+    call->pieces = arena->take<Piece>(batch->rows);
+    if (!make_room(model, batch->tokens, last_rows, longest + extra, batch->threads)) return NO_MEMORY;
+    first_tile(call);
+    return OK;
+}
+
+int threads_for(int wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted; }
+
+// Nanoseconds to wait for workers: an eighth of what a call of ``tokens`` will take, by a rough guess at the processor.
+int64_t patience_for(const Model* model, long tokens, long forwards) {
+    const Shape& shape = model->shape;
+    const long layer = (long)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim + 3L * shape.width * shape.intermediate;
+    const long weights = shape.layers * layer + (long)shape.width * shape.vocab;
+    const int64_t guess = weights * forwards / 32 + weights * tokens / 64;
+    return 2000 + (guess < 8000000 ? guess : 8000000) / 8;
+}
+
+}  // namespace
+
+EXPORT int fly_abi() { return 1; }
+
+// The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
+EXPORT const char* fly_variant(int number, int32_t* runs) {
+    if (number >= (int)(sizeof(variants) / sizeof(*variants))) return nullptr;
+    *runs = runs_here(variants[number]);
+    return variants[number]->name;
+}
+
+EXPORT void fly_free(Model* model) {
+    if (!model) return;
+    for (int i = 0; model->layers && i < model->shape.layers; i++) {
+        Layer& layer = model->layers[i];
+        free(layer.input_norm);
+        free(layer.post_norm);
+        Matrix* all[] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down};
+        for (Matrix* matrix : all) drop(matrix);
+    }
+    drop(&model->head);
+    void* buffers[] = {model->layers,    model->norm,         model->cos,        model->sin,       model->work.x,
+                       model->work.qkv,  model->work.normed,  model->work.attended, model->work.gated, model->work.last,
+                       model->work.logits};
+    for (void* buffer : buffers) free(buffer);
+    for (char* scratch : model->work.scratch) free(scratch);
+    pthread_mutex_destroy(&model->lock);
+    free(model);
+}
+
+// An empty model, null without memory. ``cos``, ``sin`` [positions, D/2]; ``embedding`` [V, C] must outlive it, or null.
+EXPORT Model* fly_new(int variant, const Shape* shape, const float* norm, const float* cos, const float* sin,
+                      const void* embedding) {
+    Model* model = (Model*)allocate(sizeof(Model));
+    if (!model) return nullptr;
+    pthread_mutex_init(&model->lock, nullptr);
+    const int table = shape->positions * (shape->head_dim / 2);
+    model->shape = *shape;
+    model->variant = variants[variant];
+    model->embedding = embedding;
+    model->layers = (Layer*)allocate(shape->layers * (long)sizeof(Layer));
+    model->norm = vector_of(norm, shape->width, padded(shape->width));
+    model->cos = vector_of(cos, table, table);
+    model->sin = vector_of(sin, table, table);
+    if (model->layers && model->norm && model->cos && model->sin) return model;
+    fly_free(model);
+    return nullptr;
+}
+
+// The norms of a layer, float32 [C].
+EXPORT int fly_set_norms(Model* model, int number, const float* input, const float* post) {
+    const int width = model->shape.width;
+    model->layers[number].input_norm = vector_of(input, width, padded(width));
+    model->layers[number].post_norm = vector_of(post, width, padded(width));
+    return model->layers[number].input_norm && model->layers[number].post_norm ? OK : NO_MEMORY;
+}
+
+// Matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4): [N, K] in the type of the weights.
+EXPORT int fly_set_matrix(Model* model, int number, int which, int n, int k, const void* data, const float* bias,
+                          const float* scale) {
+    Matrix* matrix = &model->head;
+    if (which < 4) {
+        Layer& layer = model->layers[number];
+        Matrix* all[] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down};
+        matrix = all[which];
+    }
+    return make(matrix, n, k, data, bias, scale, model->shape.weights, which == 2) ? OK : NO_MEMORY;
+}
+
+// Bytes of a model's workspace at present.
+EXPORT int64_t fly_workspace(Model* model) {
+    const Shape& shape = model->shape;
+    const Workspace& work = model->work;
+    const Layer& layer = model->layers[0];
+    const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
+    int64_t bytes = work.tile * (width * (4 + act) + (long)layer.qkv.panels * PANEL * 4 +
+                                 padded(shape.heads * shape.head_dim) * act + (long)layer.gate_up.panels * 16 * act);
+    bytes += work.last_rows * (width * act + shape.vocab * 4L);
+    for (const char* scratch : work.scratch) bytes += scratch ? work.scratch_bytes : 0;
+    return bytes;
+}
+
+// Hidden states [T, C] of a batch. Positions and tokens are checked before anything is written.
+EXPORT int fly_forward(Model* model, const Batch* batch, void* hidden) {
+    Arena arena(batch->rows * (long)(sizeof(Row) + sizeof(Piece)) + 256);
+    pthread_mutex_lock(&model->lock);
+    Call call;
+    const int error = prepare(&call, model, batch, &arena, 0, 0);
+    if (!error && batch->tokens) {
+        call.hidden = hidden;
+        run(&call, model->variant->forward, threads_for(batch->threads), patience_for(model, batch->tokens, 1));
+    }
+    pthread_mutex_unlock(&model->lock);
+    return error;
+}
+
+// Logits [T, V], float32, of hidden states [T, C].
+EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logits, int threads) {
+    if (!tokens) return OK;
+    pthread_mutex_lock(&model->lock);
+    Call call;
+    memset((void*)&call, 0, sizeof(Call));
+    call.model = model;
+    call.tokens = tokens;
+    call.hidden = (void*)hidden;
+    call.logits = logits;
+    const int error = make_room(model, tokens, 0, 1, threads = threads_for(threads)) ? OK : NO_MEMORY;
+    if (!error) run(&call, model->variant->logits, threads, patience_for(model, tokens, 1) / 8);
+    pthread_mutex_unlock(&model->lock);
+    return error;
+}
+
+// Greedy continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop
+// ids. All but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens.
+EXPORT int fly_greedy(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
+                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count) {
+    const int rows = batch->rows;
+    Arena arena(rows * (long)(2 * sizeof(Row) + sizeof(Piece) + 3 * 8) + 512);
+    pthread_mutex_lock(&model->lock);
+    Call call;
+    int error = prepare(&call, model, batch, &arena, rows, most);
+    for (int b = 0; !error && b < rows; b++)
+        if (batch->start[b] + batch->count[b] + limit[b] - 1 > model->shape.positions) error = BAD_POSITION;
+    if (!error && rows) {
+        call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
+        call.drafted = drafted, call.drafted_count = drafted_count;
+        call.live = arena.take<Row>(rows);
+        call.live_row = arena.take<int32_t>(rows);
+        call.live_token = arena.take<int64_t>(rows);
+        call.live_position = arena.take<int64_t>(rows);
+        for (int b = 0; b < rows; b++) {
+            call.live[b] = call.row[b];
+            call.live_row[b] = b;
+            drafted_count[b] = 0;
+        }
+        call.row = call.live;
+        call.live_rows = rows;
+        run(&call, model->variant->greedy, threads_for(batch->threads),
+            patience_for(model, batch->tokens + (long)rows * most, most));
+    }
+    pthread_mutex_unlock(&model->lock);
+    return error;
+}

@@ -1,0 +1,265 @@
+"""Which requests run in which step: continuous batching. Knows nothing of texts, HTTP or files.
+
+Requests join and leave at every step. One that decodes takes part in every step; the tokens of a step that are left
+go to prompts, in chunks. Where the caches run out of pages, the request that is served last makes room: it starts again
+later from the tokens it has, and goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import warnings
+from bisect import insort
+from collections.abc import Callable
+from collections.abc import Sequence as Rows
+from dataclasses import dataclass, field
+
+from fly.cache import BlockAllocator, OutOfBlocks
+from fly.engine import Engine
+from fly.types import Sequence, Token
+
+__all__ = ["Scheduler"]
+
+_LEAST_CHUNK = 32  # prompt tokens that a step takes in, however many rows decode
+
+
+def _order(row: Sequence) -> tuple[int, int]:
+    """Who is served first: by priority, then by arrival."""
+    return row.priority, row.id
+
+
+@dataclass
+class _Step:
+    """What one step feeds: ``rows`` that emit, and prompts (or what was lost of a text) that come in by a chunk."""
+
+    rows: list[Sequence] = field(default_factory=list)
+    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+class Scheduler:
+    """Runs requests on an engine, all at once as far as its caches hold them.
+
+    Args:
+        engine: the target with its draft strategy.
+        max_rows: most requests in one step.
+        step_tokens: tokens one step feeds to the target, about: requests that decode are always fed, and prompts get
+            what is left. Smaller ones keep the time between tokens even while long prompts come in.
+
+    A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
+    says why. An error of one request (of its policy, say) ends that request alone.
+    """
+
+    def __init__(self, engine: Engine, max_rows: int = 256, step_tokens: int = 2048) -> None:
+        if max_rows < 1 or step_tokens < 1:
+            raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
+        self.engine, self.max_rows, self.step_tokens = engine, max_rows, step_tokens
+        self.running: list[Sequence] = []  # in the order in which they are served, as are those that wait
+        self.waiting: list[Sequence] = []
+        self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
+        self._reported: dict[int, int] = {}  # tokens of each row that a step has told of
+        self._stuck: Sequence | None = None  # waits for room, of which there is no more than when it was last tried
+
+    def __bool__(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.running or self.waiting)
+
+    def allocators(self) -> list[BlockAllocator]:
+        """Those of all caches: the target's first."""
+        return [allocator for allocator, _, _ in self._allocators()]
+
+    def check(self, row: Sequence) -> None:
+        """Raises ``ValueError`` if the caches cannot hold ``row`` to its very end, even if it has them to itself."""
+        end = row.prompt_length + row.params.max_tokens + self._spare
+        if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._allocators()):
+            raise ValueError(
+                f"{row.prompt_length} tokens and max_tokens {row.params.max_tokens} do not fit the KV cache; give "
+                "fewer, or a larger cache_tokens"
+            )
+
+    def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
+        """Let ``row`` wait for its turn. ``stopped(row, token)`` is told of every token and may end the row there.
+
+        Raises ``ValueError`` as ``check`` does.
+        """
+        self.check(row)
+        if stopped is not None:
+            self._stopped[row.id] = stopped
+        self._reported[row.id] = row.generated
+        insort(self.waiting, row, key=_order)
+
+    def cancel(self, row: Sequence) -> None:
+        """End ``row`` at once and free what it holds; one that is over already stays as it ended."""
+        if row.id in self._reported:
+            row.finish_reason = row.finish_reason or "cancelled"
+            self._retire(row)
+
+    def step(self) -> dict[int, list[Token]]:
+        """One step of the engine. Returns the new tokens of every row that got any, or ended, by its ``id``."""
+        self._admit()
+        step = self._plan()
+        while len(self.running) > 1 and not self._has_room(step):
+            self._preempt(self.running[-1])
+            step = self._plan()
+        before = [*self.running]
+        if before:
+            self._run(step)
+        told = {}
+        for row in before:
+            new = row.provenance[self._reported[row.id] :]
+            if new or row.finish_reason:
+                told[row.id] = new
+                self._reported[row.id] += len(new)
+            if row.finish_reason:
+                self._retire(row)
+        return told
+
+    def _run(self, step: _Step) -> None:
+        try:
+            self.engine.step(step.rows, self._stop, step.prefill)
+        except Exception as error:
+            # The engine leaves all as it was, so that whose fault it is shows when each goes alone.
+            alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
+            if len(alone) > 1:
+                if not isinstance(error, OutOfBlocks):
+                    warnings.warn(
+                        f"a step failed and is taken again for each of its {len(alone)} requests alone: {error!r}",
+                        RuntimeWarning,
+                        stacklevel=2,
+                    )
+                for part in alone:
+                    if not self._over(part):
+                        self._run(part)
+                return
+            (row,) = step.rows or [row for row, _ in step.prefill]
+            if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than can be foreseen
+                self._preempt(self.running[-1])
+                return
+            row.finish_reason, row.error = "error", error
+
+    def _over(self, step: _Step) -> bool:
+        """Whether the one row of a step has left since it was planned."""
+        (row,) = step.rows or [row for row, _ in step.prefill]
+        return bool(row.finish_reason) or row not in self.running
+
+    def _stop(self, row: Sequence, token: int) -> bool:
+        stopped = self._stopped.get(row.id)
+        return stopped is not None and stopped(row, token)
+
+    def _retire(self, row: Sequence) -> None:
+        if row in self.running:
+            self.running.remove(row)
+        else:
+            self.waiting.remove(row)
+        self.engine.release(row)
+        self._stopped.pop(row.id, None)
+        del self._reported[row.id]
+        self._stuck = None
+
+    def _preempt(self, row: Sequence) -> None:
+        """Take back what ``row`` holds; it waits for its turn again."""
+        self.running.remove(row)
+        self.engine.release(row)
+        row.stats.preempted += 1
+        insort(self.waiting, row, key=_order)
+        self._stuck = None
+
+    def _admit(self) -> None:
+        """Let those that wait join, in order, as far as there is room for all that run to go on."""
+        runner = self.engine.runner
+        filling = {self._next_page(row) for row in self.running if self._unfed(row)}
+        for row in list(self.waiting):
+            if row is self._stuck:
+                return
+            parent = row.parent
+            if parent is not None and not parent.generated and not parent.finish_reason:
+                continue  # it takes over the prompt once that is in
+            if parent in self.running and not row.generated:
+                runner.fork(parent, row)
+            cached = len(runner.begin(row))
+            if self._next_page(row) in filling:  # another row is at it
+                runner.release(row)
+                continue
+            while not self._may_join(row) and self.running and self.running[-1].priority > row.priority:
+                self._preempt(self.running[-1])
+            if not self._may_join(row):
+                runner.release(row)
+                self._stuck = row
+                return
+            if not row.generated:
+                row.stats.cached = min(cached, row.prompt_length)
+            self.waiting.remove(row)
+            insort(self.running, row, key=_order)
+            if self._unfed(row):
+                filling.add(self._next_page(row))
+
+    def _next_page(self, row: Sequence) -> object:
+        """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
+        allocator = self.engine.runner.cache.allocator
+        return (self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1])) or row.id
+
+    def _unfed(self, row: Sequence) -> int:
+        """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out
+        again of its text. The last of a text that goes on is fed when it does."""
+        pending = self.engine.runner.pending(row)
+        return pending - 1 if row.generated else pending
+
+    def _plan(self) -> _Step:
+        """Every row that decodes, and as much of every prompt as the step has tokens for: each gets an equal share, so
+        that short prompts are not held up by long ones."""
+        step, filling, left = _Step(), [], self.step_tokens
+        for row in self.running:
+            if unfed := self._unfed(row):
+                filling.append((unfed, row))
+            else:
+                step.rows.append(row)
+                left -= 1 + self._drafted(row)
+        left = max(left, _LEAST_CHUNK)
+        filling.sort(key=lambda entry: (entry[0], _order(entry[1])))
+        for number, (unfed, row) in enumerate(filling):
+            # rounded up, so that with more prompts than tokens the first ones get some
+            taken = min(unfed, -(-left // (len(filling) - number)))
+            left -= taken
+            if taken == unfed and not row.generated:
+                step.rows.append(row)  # the last of the prompt gives the first token
+            elif taken:
+                step.prefill.append((row, taken))
+        return step
+
+    def _may_join(self, row: Sequence) -> bool:
+        """Whether there is room for the next round of ``row`` and of all that run, and a page more for each, so that
+        they do not drive each other out at once."""
+        return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
+
+    def _has_room(self, step: _Step, slack: int = 0) -> bool:
+        """Whether every cache has the pages for ``step``, and ``slack`` more."""
+        runner = self.engine.runner
+        for allocator, most, drafts in self._allocators():
+            needed = slack
+            for row in step.rows:
+                if drafts and not row.k:
+                    continue
+                ahead = self._drafted(row)
+                end = len(row.tokens) + ahead + (self._spare if ahead else 0)
+                needed += allocator.missing(row.id, min(end, most))
+            for row, taken in step.prefill:
+                end = len(row.tokens) - runner.pending(row) + taken
+                needed += 0 if drafts and not row.k else allocator.missing(row.id, min(end, most))
+            if needed > allocator.num_free:
+                return False
+        return True
+
+    def _drafted(self, row: Sequence) -> int:
+        """Most tokens that may be drafted for ``row`` in its next round."""
+        return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
+
+    @property
+    def _spare(self) -> int:
+        return 0 if self.engine.strategy is None else self.engine.strategy.spare
+
+    def _allocators(self) -> Rows[tuple[BlockAllocator, int, bool]]:
+        """Every allocator, the most tokens that one row takes of it, and whether it is one of a drafter."""
+        context, strategy = self.engine.context, self.engine.strategy
+        own = (self.engine.runner.cache.allocator, context + self._spare, False)
+        if strategy is None:
+            return [own]
+        most = (strategy.context or context) + self._spare
+        return [own, *((allocator, most, True) for allocator in strategy.allocators())]

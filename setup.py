@@ -1,0 +1,54 @@
+"""Builds the compiled kernels, where there is a compiler for them. Everything else is in pyproject.toml.
+
+One shared library, loaded by ctypes: each source is compiled with the flags of the processors it is for, and which of
+them runs is chosen when it is loaded (fly/kernels/library.py). Without it everything works, on PyTorch alone; why it
+is missing is kept beside the package's code.
+"""
+
+import platform
+import sys
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+SOURCES = {
+    "fly/kernels/src/library.cpp": [],
+    "fly/kernels/src/avx2.cpp": ["-mavx2", "-mfma"],
+    "fly/kernels/src/avx512bf16.cpp": [
+        *["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
+        # GCC's own header of intrinsics starts from undefined registers
+        *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],
+    ],
+}
+HEADERS = ["fly/kernels/src/fly.h", "fly/kernels/src/decoder.h"]
+# No contraction: what is fused must not depend on where the compiler happens to vectorise.
+FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"]
+FLAGS += ["-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
+
+
+class BuildKernels(build_ext):
+    def build_extension(self, ext: Extension) -> None:
+        note = Path(__file__).parent if self.editable_mode or self.inplace else Path(self.build_lib)
+        note = note / "fly" / "kernels" / "not_built.txt"
+        note.unlink(missing_ok=True)
+        try:
+            objects = []
+            for source, flags in SOURCES.items():
+                objects += self.compiler.compile(
+                    [source], output_dir=self.build_temp, extra_postargs=[*FLAGS, *flags], depends=ext.depends
+                )
+            target = self.get_ext_fullpath(ext.name)
+            self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
+        except Exception as error:
+            compiler = (getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)[0]
+            self.warn(f"the compiled kernels were not built, PyTorch will be used instead ({error})")
+            note.parent.mkdir(parents=True, exist_ok=True)
+            note.write_text(f"{compiler} failed to build them; install a C++17 compiler and then this package again\n")
+
+
+extensions = []
+if sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64"):
+    extensions.append(Extension("fly.kernels._library", list(SOURCES), depends=HEADERS, language="c++", optional=True))
+
+setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})

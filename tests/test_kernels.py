@@ -1,0 +1,451 @@
+"""The compiled kernels against the PyTorch model, and against themselves: one text, one result, however it is fed.
+
+Skipped as a whole where the library was not built, save what must hold then.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fly import LLM, SamplingParams
+from fly.cache import PagedKVCache
+from fly.drafts import SingleDraft
+from fly.drafts.skip import LayerSkipDraft
+from fly.engine import Runner, _tree_mask
+from fly.kernels import CompiledLlama, available, chosen, compiled, library, why_not
+from fly.models import DenseCausal, Llama, LlamaConfig
+from fly.policies import Exact
+from fly.types import Sequence
+from tests.toys import build_llama, dense_logits, llama_configs, random_llama
+
+VARIANTS = [name for name in available() if name != "torch"]
+built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
+DTYPES = [torch.float32, torch.bfloat16]
+
+# Widths that are no multiple of a vector or a panel, and more of each than one block holds.
+WIDE = LlamaConfig(
+    vocab_size=101,
+    hidden_size=72,
+    intermediate_size=90,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=40,
+    max_position_embeddings=640,
+    attention_bias=True,
+    mlp_bias=True,
+)
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a, b)
+
+
+def paged(
+    model: Llama | CompiledLlama,
+    rows: list[Tensor],
+    cuts: list[list[int]],
+    *,
+    cache_dtype: torch.dtype | None = None,
+    block_size: int = 4,
+    scatter: int = 0,
+) -> list[Tensor]:
+    """Logits of each row's every token, fed side by side: the n-th call takes ``cuts[b][n]`` tokens of row b, as far as
+    it has as many cuts. ``scatter`` mixes up the pages."""
+    total = sum(-(-len(row) // block_size) + 1 for row in rows)
+    cache = PagedKVCache(model.config, 2 * total + scatter, block_size, cache_dtype or model.dtype)
+    for hole in range(scatter):  # every other page is somebody else's
+        cache.resize(f"hole {hole}", block_size)
+    for hole in range(0, scatter, 2):
+        cache.allocator.release(f"hole {hole}")
+    at = [0] * len(rows)
+    parts: list[list[Tensor]] = [[] for _ in rows]
+    for n in range(max(map(len, cuts))):
+        live = [b for b in range(len(rows)) if n < len(cuts[b])]
+        counts = [cuts[b][n] for b in live]
+        for b, count in zip(live, counts):
+            cache.resize(b, at[b] + count)
+        kv = cache.batch(live, [at[b] for b in live], counts)
+        tokens_T = torch.cat([rows[b][at[b] : at[b] + count] for b, count in zip(live, counts)])
+        positions_T = torch.cat([torch.arange(at[b], at[b] + count) for b, count in zip(live, counts)])
+        logits_TV = model.logits(model(tokens_T, positions_T, kv))
+        for b, part in zip(live, logits_TV.split(counts)):
+            parts[b].append(part)
+            at[b] += len(part)
+    return [torch.cat(part) for part in parts]
+
+
+@st.composite
+def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
+    """A length as a sum of parts."""
+    parts = []
+    while length:
+        parts.append(draw(st.integers(1, min(length, most))))
+        length -= parts[-1]
+    return parts
+
+
+def text(length: int, seed: int, vocab: int) -> Tensor:
+    return torch.randint(0, vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def close(got: Tensor, want: Tensor, dtype: torch.dtype) -> None:
+    if dtype == torch.float32:
+        torch.testing.assert_close(got, want, rtol=2e-3, atol=2e-3)
+    else:  # both round to 8 bits at other places: what differs is small beside what varies
+        error, spread = (got - want).square().mean().sqrt(), want.std(unbiased=False) + want.abs().mean()
+        assert float(error) < 0.06 * float(spread) + 1e-3
+
+
+@built
+@given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_is_the_function_of_the_pytorch_model(
+    variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
+) -> None:
+    """Over widths, grouping, biases, ties, rope types, vocabularies, page sizes, page layouts and cuts."""
+    reference = build_llama(config, seed, scale=0.3 if dtype == torch.float32 else 0.1).to(dtype)
+    rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
+    cuts = [data.draw(cut(len(row))) for row in rows]
+    got = paged(
+        CompiledLlama(reference, variant),
+        rows,
+        cuts,
+        block_size=data.draw(st.sampled_from([1, 3, 4, 16])),
+        scatter=data.draw(st.sampled_from([0, 9])),
+    )
+    for row, logits in zip(rows, got):
+        close(logits, dense_logits(reference, row), dtype)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of one variant and dtype, and the logits of each text fed token by token, alone, on one thread."""
+
+    model: CompiledLlama
+    rows: list[Tensor]
+    alone: list[Tensor]
+
+
+@pytest.fixture(scope="module", params=[(v, d) for v in VARIANTS for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
+def case(request: pytest.FixtureRequest) -> Case:
+    variant, dtype = request.param
+    model = CompiledLlama(build_llama(WIDE).to(dtype), variant)
+    rows = [text(length, seed, WIDE.vocab_size) for seed, length in enumerate((1, 30, 75, 333))]
+    return Case(model, rows, [paged(model, [row], [[1] * len(row)])[0] for row in rows])
+
+
+@built
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_rows_bits_depend_on_nothing_but_its_tokens(case: Case, data: st.DataObject) -> None:
+    """Alone or among others, all at once or in pieces of any length, wherever its pages lie, on any threads."""
+    chosen_rows = data.draw(st.lists(st.integers(0, len(case.rows) - 1), min_size=1, max_size=4, unique=True))
+    rows = [case.rows[b] for b in chosen_rows]
+    cuts = [data.draw(cut(len(row), most=400)) for row in rows]
+    threads = torch.get_num_threads()
+    torch.set_num_threads(data.draw(st.integers(1, 3)))
+    try:
+        got = paged(case.model, rows, cuts, block_size=data.draw(st.sampled_from([1, 4, 16])), scatter=7)
+    finally:
+        torch.set_num_threads(threads)
+    for b, logits in zip(chosen_rows, got):
+        assert same_bits(logits, case.alone[b])
+
+
+@built
+@pytest.mark.parametrize("count", [*range(1, 34), 64, 257])
+def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
+    hidden_TC = torch.randn(count, WIDE.hidden_size, generator=torch.Generator().manual_seed(1)).to(case.model.dtype)
+    together = case.model.logits(hidden_TC)
+    assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
+    weight_VC = build_llama(WIDE).to(case.model.dtype).lm_head.weight
+    torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
+
+
+@built
+@settings(max_examples=25)
+@given(data=st.data())
+def test_a_token_of_a_tree_has_the_bits_of_its_path_alone(case: Case, data: st.DataObject) -> None:
+    model, before = case.model, data.draw(st.integers(1, 40))
+    row = case.rows[3][:before]
+    size = data.draw(st.integers(1, 20))
+    parents = [data.draw(st.integers(-1, node - 1)) for node in range(size)]
+    tokens = [data.draw(st.integers(0, WIDE.vocab_size - 1)) for _ in range(size)]
+    depth = {-1: -1}
+    for node, parent in enumerate(parents):
+        depth[node] = depth[parent] + 1
+    start = data.draw(st.integers(0, before - 1))  # tokens that are stored before
+    cache = PagedKVCache(model.config, 40, 4, model.dtype)
+    cache.resize(0, before + size)
+    if start:
+        model(row[:start], torch.arange(start), cache.batch([0], [0], [start]))
+    fed_T = torch.cat([row[start:], torch.tensor(tokens)])
+    at_T = torch.tensor([*range(start, before), *(before + depth[node] for node in range(size))])
+    mask = _tree_mask(start, before, parents)
+    logits_TV = model.logits(model(fed_T, at_T, cache.batch([0], [start], [len(fed_T)], [mask])))
+    for node in range(size):
+        path, at = [], node
+        while at >= 0:
+            path.insert(0, tokens[at])
+            at = parents[at]
+        whole = torch.cat([row, torch.tensor(path)])
+        assert same_bits(logits_TV[before - start + node], paged(model, [whole], [[len(whole)]])[0][-1])
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("model_dtype", DTYPES)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_the_cache_may_be_of_another_dtype(variant: str, model_dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
+    reference = build_llama(WIDE, scale=0.1).to(model_dtype)
+    row = text(50, 3, WIDE.vocab_size)
+    (got,) = paged(CompiledLlama(reference, variant), [row], [[20, 1, 29]], cache_dtype=cache_dtype)
+    close(got, dense_logits(reference, row), torch.bfloat16)
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("layers", [[0], [1], [0, 2], [0, 1, 2], []])
+def test_some_layers_only(variant: str, layers: list[int]) -> None:
+    reference = random_llama(3, layers=3)
+    model = CompiledLlama(reference, variant)
+    row = text(20, 0, 37)
+
+    def hidden(some: Llama | CompiledLlama) -> Tensor:
+        cache = PagedKVCache(reference.config, 2, 16)
+        cache.resize(0, len(row))
+        return some(row, torch.arange(len(row)), cache.batch([0], [0], [len(row)]), layers)
+
+    torch.testing.assert_close(hidden(model), hidden(reference), rtol=1e-4, atol=1e-4)
+
+
+def make_row(tokens: list[int], max_tokens: int = 64, stop_ids: frozenset[int] = frozenset()) -> Sequence:
+    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
+    return Sequence(tokens, len(tokens), params, Exact(), seed=0, k=8, stop_ids=stop_ids)
+
+
+def stepwise(model: Llama | CompiledLlama) -> object:
+    """The same model without the call that drafts at once."""
+
+    class Plain:
+        config, dtype, device, logits = model.config, model.dtype, model.device, staticmethod(model.logits)
+
+        def __call__(self, *args: object) -> Tensor:
+            return model(*args)  # type: ignore[arg-type]
+
+    return Plain()
+
+
+@built
+@settings(max_examples=30)
+@given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataObject) -> None:
+    """Tokens, and all that is cached of every row, over rounds in which some of each draft stands."""
+    vocab, rows_n = 11, data.draw(st.integers(1, 4))  # few tokens, so that stop ids come up
+    dtype = data.draw(st.sampled_from(DTYPES))
+    model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
+    stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=2))) for _ in range(rows_n)]
+    prompts = [text(data.draw(st.integers(1, 40)), b, vocab).tolist() for b in range(rows_n)]
+    rows = [make_row(prompt, stop_ids=stop) for prompt, stop in zip(prompts, stops)]
+    tokens = data.draw(st.sampled_from([48, 96, 400]))  # a small cache makes drafting at once give way
+    fast, slow = (
+        SingleDraft(some, cache_tokens=tokens, block_size=4)  # type: ignore[arg-type]
+        for some in (model, stepwise(model))
+    )
+    for _ in range(data.draw(st.integers(1, 4))):
+        most = [data.draw(st.integers(0, 9)) for _ in rows]
+        outcomes = []
+        for strategy in (fast, slow):
+            try:
+                draft = strategy.propose(rows, most)
+                outcomes.append((draft.tokens_BK.tolist(), draft.lengths_B.tolist()))
+            except RuntimeError as error:
+                outcomes.append(type(error))
+        assert outcomes[0] == outcomes[1]
+        if isinstance(outcomes[0], type):
+            return
+        caches = [{row.id: strategy.runner._cached.get(row.id) for row in rows} for strategy in (fast, slow)]
+        assert caches[0] == caches[1]
+        lengths = [[strategy.runner.cache.allocator.length(row.id) for row in rows] for strategy in (fast, slow)]
+        assert lengths[0] == lengths[1]
+        drafted, counts = outcomes[0]
+        for row, new, n in zip(rows, drafted, counts):
+            row.tokens += new[: data.draw(st.integers(0, n))] + [data.draw(st.integers(0, vocab - 1))]
+        for strategy in (fast, slow):
+            strategy.commit(rows)
+
+
+@built
+def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+    model = CompiledLlama(random_llama(1), VARIANTS[0])
+    honest = model.greedy
+    monkeypatch.setattr(model, "greedy", lambda *args, **named: calls.append(1) or honest(*args, **named))
+    row = make_row([1, 2, 3])
+
+    def proposes(strategy: SingleDraft, row: Sequence) -> bool:
+        calls.clear()
+        strategy.propose([row], [5])
+        strategy.release(row)
+        return bool(calls)
+
+    assert proposes(SingleDraft(model), row)
+    assert not proposes(SingleDraft(model, confidence=0.1), row)
+    assert not proposes(SingleDraft(model, entropy=9.0), row)
+    for changed in ({"temperature": 1.0}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
+        params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
+        other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
+        assert not proposes(SingleDraft(model), other)
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_drafts_argmax_is_the_lowest_id_among_equals(variant: str) -> None:
+    model = random_llama(2, vocab_size=70)
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.lm_head.weight[torch.arange(70) % 35])  # every logit twice
+    packed = CompiledLlama(model, variant)
+    (draft,) = SingleDraft(packed).propose([make_row([1, 2, 3])], [8]).tokens_BK.tolist()
+    assert len(draft) == 8 and max(draft) < 35
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_skipped_layers_draft_at_once_as_well(variant: str) -> None:
+    model = CompiledLlama(random_llama(5, layers=3), variant)
+    drafts = []
+    for some in (model, stepwise(model)):
+        if some is not model:
+            some.layer_subsets = True  # type: ignore[attr-defined]
+        target = Runner(some, PagedKVCache(model.config, 40, 4))  # type: ignore[arg-type]
+        strategy = LayerSkipDraft([1])
+        strategy.attach(target)
+        row = make_row([1, 2, 3, 4, 5])
+        target.feed([row], [[]])
+        target.commit([row])
+        drafts.append(strategy.propose([row], [6]).tokens_BK.tolist())
+        assert target.cache.allocator.length(row.id) == 4
+    assert drafts[0] == drafts[1] and len(drafts[0][0]) == 6
+
+
+@built
+@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-draft", "tree(fly-draft)", "recycling", "skip(skip=[1])"])
+@pytest.mark.parametrize("k", [1, 7])
+def test_exact_speculation_is_autoregression_bit_for_bit_in_bfloat16(draft: str, k: int) -> None:
+    """Token for token with its log-probability, whatever proposes and in whatever batch."""
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
+    prompts = ["def add(a, b):", "Tom has 3 apples and", "x"]
+    plain, fast = LLM("fly-target", device="cpu"), LLM("fly-target", draft, k=k, device="cpu")
+    assert isinstance(plain.engine.runner.model, CompiledLlama) and plain.engine.runner.model.dtype == torch.bfloat16
+    alone = [plain.generate([prompt], params)[0] for prompt in prompts]
+    for wanted, got in zip(alone, fast.generate(prompts, params)):
+        assert got.token_ids == wanted.token_ids
+        assert got.logprobs == wanted.logprobs
+
+
+@built
+def test_what_is_out_of_range_is_an_index_error_and_writes_nothing() -> None:
+    model = CompiledLlama(random_llama(0, max_positions=16), VARIANTS[0])
+    cache = PagedKVCache(model.config, 2, 16)
+    cache.resize(0, 17)
+    for token, position in ((37, 0), (-1, 0), (0, 16), (0, -1)):
+        with pytest.raises(IndexError, match=r"vocabulary of 37|context of 16"):
+            model(torch.tensor([token]), torch.tensor([position]), cache.batch([0], [0], [1]))
+    with pytest.raises(IndexError, match="context of 16"):
+        model.greedy(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
+    assert not cache.keys.any() and not cache.values.any()
+
+
+@built
+def test_other_caches_and_models_are_refused() -> None:
+    reference = random_llama(0)
+    model = CompiledLlama(reference, VARIANTS[0])
+    tokens, positions = torch.tensor([1]), torch.tensor([0])
+    with pytest.raises(TypeError, match="DenseCausal"):
+        model(tokens, positions, DenseCausal(1, 1))
+    for config, dtype in ((WIDE, torch.float32), (reference.config, torch.float16)):
+        cache = PagedKVCache(config, 1, 4, dtype)
+        cache.resize(0, 1)
+        with pytest.raises(ValueError, match="the cache is"):
+            model(tokens, positions, cache.batch([0], [0], [1]))
+    with pytest.raises(TypeError, match="float32"):
+        model.logits(torch.zeros(1, 32, dtype=torch.bfloat16))
+    half = random_llama(0).to(torch.float16)
+    assert compiled(half) is half
+    with pytest.raises(ValueError, match=r"float16"):
+        compiled(half, VARIANTS[0])
+
+
+@built
+def test_it_survives_a_fork() -> None:
+    model, row = CompiledLlama(random_llama(0), VARIANTS[0]), text(9, 0, 37)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        (wanted,) = paged(model, [row], [[9]])
+        pid = os.fork()
+        if not pid:  # the child has none of the workers
+            os._exit(not same_bits(paged(model, [row], [[9]])[0], wanted))
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+        assert same_bits(paged(model, [row], [[9]])[0], wanted)
+    finally:
+        torch.set_num_threads(threads)
+
+
+@built
+def test_workspace_stays_as_it_is_under_equal_work() -> None:
+    model, row = CompiledLlama(random_llama(0), VARIANTS[0]), text(300, 0, 37)
+    paged(model, [row], [[300]])
+    size = model.workspace_bytes
+    assert size > 0
+    for _ in range(3):
+        paged(model, [row], [[1] * 300])
+        paged(model, [row], [[150, 150]])
+    assert model.workspace_bytes == size
+
+
+def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FLY_KERNELS", raising=False)
+    assert available()[-1] == "torch"
+    assert chosen() == chosen("auto") == available()[0]
+    assert bool(why_not()) == (available() == ["torch"])
+    for name in available():
+        assert chosen(name) == name
+        monkeypatch.setenv("FLY_KERNELS", name)
+        assert chosen() == name and chosen("torch") == "torch"
+    with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
+        chosen("neon")
+    monkeypatch.setenv("FLY_KERNELS", "sse")
+    with pytest.raises(ValueError, match=r"FLY_KERNELS=sse .*choices: \['auto'.*'torch'\]"):
+        LLM("fly-tiny")
+
+
+@pytest.mark.parametrize("name", available())
+def test_the_choice_reaches_target_and_draft(name: str) -> None:
+    llm = LLM("fly-tiny", "fly-tiny", device="cpu", kernels=name)
+    assert isinstance(llm.draft, SingleDraft)
+    for model in (llm.engine.runner.model, llm.draft.runner.model):
+        assert getattr(model, "kernels", "torch") == name
+    assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids
+
+
+def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_open", lambda: (None, "no compiler was found"))
+    monkeypatch.setattr(library, "_variants", dict)
+    assert available() == ["torch"] and chosen() == "torch" and why_not() == "no compiler was found"
+    model = random_llama(0)
+    assert compiled(model) is model
+    with pytest.raises(ValueError, match=r"kernels 'avx2' is not available here; choices: .*no compiler was found"):
+        compiled(model, "avx2")
+    with pytest.raises(ValueError, match="no compiler was found"):
+        library.load()

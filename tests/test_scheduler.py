@@ -1,0 +1,361 @@
+"""Many requests at once: whatever comes, waits, leaves or makes room, each gets what it would have got alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from fly.cache import OutOfBlocks, PagedKVCache
+from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
+from fly.engine import Engine, Runner
+from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
+from fly.sampling import derive
+from fly.scheduler import Scheduler
+from fly.types import SamplingParams, Sequence
+from tests.toys import HashModel
+
+TARGET, NEAR, TINY = HashModel(), HashModel(noise=0.2), HashModel(noise=0.5)
+
+STRATEGIES = {
+    "none": lambda blocks, size: None,
+    "model": lambda blocks, size: SingleDraft(NEAR, cache_tokens=blocks * size, block_size=size),
+    "levels": lambda blocks, size: CascadeDraft(
+        [
+            NGramDraft(),
+            SingleDraft(TINY, cache_tokens=blocks * size, block_size=size),
+            SingleDraft(NEAR, cache_tokens=blocks * size, block_size=size),
+        ]
+    ),
+    "tree": lambda blocks, size: TreeDraft(
+        NEAR, depth=3, nodes=5, width=2, cache_tokens=blocks * size, block_size=size
+    ),
+}
+POLICIES: tuple[AcceptancePolicy, ...] = (Exact(), FLy(window=2, hold=0), LossySampling(2.0))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request as data."""
+
+    prompt: tuple[int, ...]
+    temperature: float = 0.0
+    max_tokens: int = 8
+    seed: int = 0
+    policy: int = 0
+    k: int = 3
+    stop: tuple[int, ...] = ()
+    priority: int = 0
+
+    def row(self) -> Sequence:
+        params = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+        return Sequence(
+            list(self.prompt),
+            len(self.prompt),
+            params,
+            POLICIES[self.policy],
+            self.seed,
+            self.k,
+            stop_ids=frozenset(self.stop),
+            priority=self.priority,
+        )
+
+
+def make_scheduler(name: str, blocks: int, size: int, **options: int) -> Scheduler:
+    runner = Runner(TARGET, PagedKVCache(TARGET.config, blocks, size))
+    return Scheduler(Engine(runner, STRATEGIES[name](blocks, size)), **options)
+
+
+@cache
+def alone(name: str, asked: Asked) -> tuple[tuple[int, ...], str]:
+    """What a request yields by itself: an engine of its own, no scheduler, caches that hold everything."""
+    engine = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 64, 4), share=False), STRATEGIES[name](64, 4))
+    row = asked.row()
+    while not row.finish_reason:
+        engine.step([row])
+    return tuple(row.tokens[row.prompt_length :]), row.finish_reason
+
+
+def run(scheduler: Scheduler, most: int = 2000) -> int:
+    """Step to the end; the number of steps."""
+    steps = 0
+    while scheduler:
+        scheduler.step()
+        steps += 1
+        assert steps < most, "requests are stuck"
+    return steps
+
+
+def whole(scheduler: Scheduler) -> bool:
+    return all(a.num_free == a.num_blocks and not a.sequences() for a in scheduler.allocators())
+
+
+tokens = st.integers(0, 16)
+BEGINNINGS = ((), (1, 2, 3, 4, 5, 6), (1, 2, 3, 9, 9, 9, 8, 7), (5,) * 12)
+requests = st.builds(
+    Asked,
+    prompt=st.builds(
+        lambda start, rest: (*start, *rest),
+        st.sampled_from(BEGINNINGS),
+        st.lists(tokens, min_size=1, max_size=14).map(tuple),
+    ),
+    temperature=st.sampled_from([0.0, 0.0, 0.7, 1.3]),
+    max_tokens=st.integers(1, 14),
+    seed=st.integers(0, 3),
+    policy=st.integers(0, len(POLICIES) - 1),
+    k=st.integers(0, 4),
+    stop=st.sampled_from([(), (3,), (0, 7)]),
+    priority=st.sampled_from([0, 0, 0, 1, -1]),
+)
+
+
+class Simulation(RuleBasedStateMachine):
+    """Requests arrive, are cancelled, drive each other out of caches that are far too small, and share beginnings."""
+
+    @initialize(
+        name=st.sampled_from(list(STRATEGIES)),
+        room=st.integers(54, 100),  # of which the largest request takes 26 + 14 + 12 tokens
+        size=st.integers(1, 5),
+        max_rows=st.integers(1, 6),
+        step_tokens=st.integers(1, 60),
+    )
+    def start(self, name: str, room: int, size: int, max_rows: int, step_tokens: int) -> None:
+        self.name = name
+        self.scheduler = make_scheduler(name, -(-room // size), size, max_rows=max_rows, step_tokens=step_tokens)
+        self.open: dict[int, tuple[Sequence, Asked]] = {}
+        self.told: dict[int, list[int]] = {}
+
+    @rule(asked=requests, n=st.sampled_from([1, 1, 1, 3]))
+    def arrive(self, asked: Asked, n: int) -> None:
+        first = asked.row()
+        for number in range(n):
+            seed = derive(asked.seed, -number) if number else asked.seed
+            row = first.sample(seed) if number else first
+            self.scheduler.add(row)
+            same = Asked(**{**vars(asked), "seed": seed})
+            self.open[row.id], self.told[row.id] = (row, same), []
+
+    @precondition(lambda self: self.open)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        row, _ = self.open.pop(data.draw(st.sampled_from(sorted(self.open))))
+        self.scheduler.cancel(row)
+        assert row.finish_reason == "cancelled"
+        assert all(not a.table(row.id) for a in self.scheduler.allocators())
+
+    @rule(steps=st.integers(1, 6))
+    def step(self, steps: int) -> None:
+        for _ in range(steps):
+            told = self.scheduler.step()
+            for id_, new in told.items():
+                self.told[id_] += [token.id for token in new]
+            self.check_finished()
+
+    def check_finished(self) -> None:
+        for id_, (row, asked) in list(self.open.items()):
+            if row.finish_reason:
+                assert row.error is None
+                assert (tuple(row.tokens[row.prompt_length :]), row.finish_reason) == alone(self.name, asked)
+                assert self.told[id_] == row.tokens[row.prompt_length :]
+                del self.open[id_]
+
+    @invariant()
+    def pages_belong_to_those_that_run(self) -> None:
+        if hasattr(self, "scheduler"):
+            for rows in (self.scheduler.running, self.scheduler.waiting):
+                assert rows == sorted(rows, key=lambda row: (row.priority, row.id))
+            running = {row.id for row in self.scheduler.running}
+            assert {row.id for row in self.scheduler.waiting} | running == set(self.open)
+            assert len(running) <= self.scheduler.max_rows
+            for allocator in self.scheduler.allocators():
+                assert set(allocator.sequences()) <= running
+
+    def teardown(self) -> None:
+        if hasattr(self, "scheduler"):
+            for _ in range(3000):
+                if not self.scheduler:
+                    break
+                self.step(1)
+            assert not self.open, "requests are stuck"
+            assert whole(self.scheduler)
+
+
+TestSimulation = Simulation.TestCase
+TestSimulation.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+@settings(deadline=None, max_examples=30)
+@given(
+    st.sampled_from(list(STRATEGIES)),
+    st.lists(requests, min_size=1, max_size=8),
+    st.integers(27, 60),
+    st.integers(1, 80),
+)
+def test_a_batch_gives_what_each_gives_alone(name: str, batch: list[Asked], blocks: int, step_tokens: int) -> None:
+    scheduler = make_scheduler(name, blocks, 2, step_tokens=step_tokens)
+    rows = [asked.row() for asked in batch]
+    for row in rows:
+        scheduler.add(row)
+    run(scheduler)
+    for row, asked in zip(rows, batch):
+        assert (tuple(row.tokens[row.prompt_length :]), row.finish_reason) == alone(name, asked)
+    assert whole(scheduler)
+
+
+def test_under_pressure_the_latest_makes_room_and_loses_nothing() -> None:
+    scheduler = make_scheduler("model", 20, 2)
+    batch = [Asked((number, 1, 2), temperature=1.0, seed=number, max_tokens=24) for number in range(5)]
+    rows = [asked.row() for asked in batch]
+    for row in rows:
+        scheduler.add(row)
+    run(scheduler)
+    assert rows[0].stats.preempted == 0 < sum(row.stats.preempted for row in rows)
+    assert [tuple(row.tokens[3:]) for row in rows] == [alone("model", asked)[0] for asked in batch]
+
+
+def test_a_long_prompt_holds_up_neither_those_that_decode_nor_short_prompts() -> None:
+    scheduler = make_scheduler("none", 100, 4, step_tokens=8)
+    decoding, long, short = Asked((1, 2), max_tokens=40), Asked((3,) * 80), Asked((4, 5))
+    rows = [asked.row() for asked in (decoding, long, short)]
+    scheduler.add(rows[0])
+    scheduler.step()
+    for row in rows[1:]:
+        scheduler.add(row)
+    for number in range(2, 4):
+        told = scheduler.step()
+        assert len(told[rows[0].id]) == 1 and rows[0].generated == number
+    assert rows[2].generated >= 1  # after all of its prompt in the first of those steps
+    assert not rows[1].generated
+    run(scheduler)
+    assert [tuple(row.tokens[row.prompt_length :]) for row in rows] == [
+        alone("none", asked)[0] for asked in (decoding, long, short)
+    ]
+
+
+def test_a_drafter_takes_in_a_long_prompt_by_the_same_chunks() -> None:
+    scheduler = make_scheduler("levels", 60, 4, step_tokens=20)
+    asked = Asked((3, 1, 4, 1, 5) * 12)
+    row = asked.row()
+    scheduler.add(row)
+    assert scheduler.engine.strategy is not None
+    caches = scheduler.allocators()
+    sizes = []
+    while not row.generated:
+        scheduler.step()
+        sizes.append([cache.length(row.id) for cache in caches])
+    assert sizes == [[32, 32, 32], [60, 32, 32]]  # the last chunk gives the first token, and nothing waits for drafters
+    run(scheduler)
+    assert tuple(row.tokens[60:]) == alone("levels", asked)[0]
+
+
+def test_priority_goes_first_and_makes_others_wait() -> None:
+    scheduler = make_scheduler("none", 20, 2, max_rows=1)
+    low, high = Asked((1, 2, 3), max_tokens=10, priority=5).row(), Asked((4, 5), max_tokens=3).row()
+    scheduler.add(low)
+    scheduler.step()
+    scheduler.add(high)
+    while not high.finish_reason:
+        scheduler.step()
+    assert low.generated <= 2 and low.stats.preempted == 1
+    run(scheduler)
+    assert tuple(low.tokens[3:]) == alone("none", Asked((1, 2, 3), max_tokens=10))[0]
+
+
+def test_a_beginning_is_worked_out_once() -> None:
+    """Requests that come together wait for the first of them; later ones find it in the cache."""
+    scheduler = make_scheduler("model", 200, 4)
+    start = tuple(range(1, 17)) * 2
+    fed: list[int] = []
+    model = scheduler.engine.runner.model
+
+    class Counting:
+        config, device, logits = model.config, model.device, staticmethod(model.logits)
+
+        def __call__(self, tokens_T, positions_T, kv):  # type: ignore[no-untyped-def]
+            fed.append(len(tokens_T))
+            return model(tokens_T, positions_T, kv)
+
+    scheduler.engine.runner.model = Counting()
+    batch = [Asked((*start, number), max_tokens=1) for number in range(6)]
+    rows = [asked.row() for asked in batch]
+    for row in rows:
+        scheduler.add(row)
+    run(scheduler)
+    assert sum(fed) == 33 + 5  # the first whole, of the others only the last token
+    assert [row.stats.cached for row in rows] == [0] + [32] * 5
+    late = Asked((*start, 9, 9), max_tokens=1).row()
+    scheduler.add(late)
+    run(scheduler)
+    assert late.stats.cached == 32 and whole(scheduler)
+    assert [tuple(row.tokens[33:]) for row in rows] == [alone("model", asked)[0] for asked in batch]
+
+
+def test_samples_of_one_prompt_share_its_pages_to_the_last_token() -> None:
+    scheduler = make_scheduler("none", 100, 16)
+    first = Asked((1, 2, 3, 4, 5, 6, 7), temperature=1.0, max_tokens=6).row()
+    rows = [first, *(first.sample(derive(0, -number)) for number in (1, 2, 3))]
+    for row in rows:
+        scheduler.add(row)
+    scheduler.step()
+    assert [row.generated for row in rows] == [1, 0, 0, 0]
+    scheduler.step()
+    assert [row.generated for row in rows] == [2, 1, 1, 1] and [row.stats.cached for row in rows] == [0, 6, 6, 6]
+    run(scheduler)
+    assert len({tuple(row.tokens) for row in rows}) > 1 and whole(scheduler)
+
+
+def test_out_of_blocks_in_the_middle_of_a_step_is_no_error_of_anybody() -> None:
+    """A strategy that takes more room than it says: the latest makes room, none is lost."""
+
+    class Greedy(SingleDraft):
+        def allocators(self) -> list:  # type: ignore[type-arg]
+            return []
+
+    engine = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 99, 2)), Greedy(NEAR, cache_tokens=36, block_size=2))
+    scheduler = Scheduler(engine)
+    batch = [Asked((number, 1), max_tokens=20) for number in range(4)]
+    rows = [asked.row() for asked in batch]
+    for row in rows:
+        scheduler.add(row)
+    run(scheduler)
+    assert [tuple(row.tokens[2:]) for row in rows] == [alone("model", asked)[0] for asked in batch]
+    assert sum(row.stats.preempted for row in rows) > 0
+
+
+def test_a_request_that_no_cache_holds_is_refused_and_one_that_cannot_go_on_ends_alone() -> None:
+    scheduler = make_scheduler("none", 10, 2)
+    with pytest.raises(ValueError, match="15 tokens and max_tokens 8 do not fit"):
+        scheduler.add(Asked((1,) * 15).row())
+    scheduler.engine.runner.cache.allocator.resize("somebody else", 14)
+    row = Asked((1, 2, 3)).row()
+    scheduler.add(row)
+    run(scheduler)
+    assert row.finish_reason == "error" and isinstance(row.error, OutOfBlocks)
+
+
+@pytest.mark.parametrize(("max_rows", "step_tokens"), [(0, 1), (1, 0)])
+def test_limits_of_a_step_are_positive(max_rows: int, step_tokens: int) -> None:
+    with pytest.raises(ValueError, match=f"max_rows {max_rows} and step_tokens {step_tokens}"):
+        make_scheduler("none", 4, 2, max_rows=max_rows, step_tokens=step_tokens)
+
+
+class Failing(Exact):
+    def accept_probs(self, target, draft):  # type: ignore[no-untyped-def]
+        raise RuntimeError("bad rule")
+
+
+def test_a_rule_that_fails_ends_its_own_request_only() -> None:
+    scheduler = make_scheduler("model", 99, 2)
+    good, bad = Asked((1, 2)), Asked((3, 4)).row()
+    bad.policy = Failing()
+    row = good.row()
+    scheduler.add(bad)
+    scheduler.add(row)
+    with pytest.warns(RuntimeWarning, match="bad rule"):
+        run(scheduler)
+    assert bad.finish_reason == "error" and "bad rule" in str(bad.error)
+    assert tuple(row.tokens[2:]) == alone("model", good)[0] and whole(scheduler)
