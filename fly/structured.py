@@ -109,6 +109,11 @@ def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
+    for token in tokens:
+        bits[token // 8] |= 1 << token % 8
+
+
 class Matcher:
     """Follows the text of one request and its forks by comparing tokens, and says what may come next.
 
@@ -126,10 +131,15 @@ class Matcher:
         self, start: LLMatcher, never: frozenset[int], ends: frozenset[int], last_ends: frozenset[int] = frozenset()
     ) -> None:
         self._start, self._matcher = start, start.deep_copy()
-        self._ends, self._last_ends, self._no_text = ends, last_ends, never | ends | last_ends
+        self._never, self._ends, self._last_ends = never, ends, last_ends
+        self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
-        self._masks: dict[int, tuple[bytes, bool, str]] = {}  # by length of text
+        self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+
+    def fresh(self) -> Matcher:
+        """The same for another request, at its start."""
+        return Matcher(self._start, self._never, self._ends, self._last_ends)
 
     def constrain(
         self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None
@@ -145,15 +155,8 @@ class Matcher:
         if not found:
             return
         device = logits_JV.device
-        bits = bytearray(b"".join(bits for _, (bits, _) in found))
-        bits_JW = torch.frombuffer(bits, dtype=torch.uint8).view(len(found), -1).to(device)
-        bias_JV = embedding(bits_JW.int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
-        bias_JV[:, sorted(self._no_text)] = -torch.inf
-        end_J1 = torch.tensor([[0.0 if may_end else -torch.inf] for _, (_, may_end) in found], device=device)
-        bias_JV[:, sorted(self._ends)] = end_J1
-        if self._last_ends:
-            goes_on_J1 = (bias_JV == 0).any(-1, keepdim=True)
-            bias_JV[:, sorted(self._last_ends)] = torch.where(goes_on_J1, -torch.inf, end_J1)
+        bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in found), dtype=torch.uint8).view(len(found), -1)
+        bias_JV = embedding(bits_JW.to(device).int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
         places = [place for place, _ in found]
         # all of a chain, as a rule: then nothing is copied
         at = slice(len(places)) if places[-1] == len(places) - 1 else torch.tensor(places, device=device)
@@ -168,7 +171,7 @@ class Matcher:
         if place in self._stuck:
             raise ValueError(f"structured output cannot go on: {self._stuck[place]}")
 
-    def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, tuple[bytes, bool]]:
+    def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, bytearray]:
         """What may follow each place that the grammar can reach, branch by branch."""
         self._stuck = {}
         if not self._follow(text):
@@ -183,10 +186,9 @@ class Matcher:
             node, depth = waiting.pop()
             if node >= 0 and not self._step(depth - 1, draft[node]):
                 continue
-            bits, may_end, wrong = self._mask(depth)
+            found[node + 1], wrong = self._mask(depth)
             if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
-            found[node + 1] = bits, may_end or bool(wrong)
             waiting += [(child, depth + 1) for child in after[node + 1]]
         return found
 
@@ -209,16 +211,21 @@ class Matcher:
             self._restart()
         return False
 
-    def _mask(self, depth: int) -> tuple[bytes, bool, str]:
-        """What may follow the first ``depth`` tokens, a bit each, whether the text may end there, and what is wrong
-        with it, if anything."""
+    def _mask(self, depth: int) -> tuple[bytearray, str]:
+        """What may follow the first ``depth`` tokens, a bit each, and what is wrong if nothing can."""
         if (known := self._masks.get(depth)) is None:
             self._roll_back(depth)
-            bits, may_end, wrong = self._matcher.compute_bitmask(), self._matcher.is_accepting(), ""
+            bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
             if self._matcher.is_error():
-                bits, wrong = bytes(len(bits)), _one_line(self._matcher.get_error())
+                bits, may_end, wrong = bytearray(len(bits)), True, _one_line(self._matcher.get_error())
                 self._restart()
-            known = self._masks[depth] = bits, may_end, wrong
+            for token in self._no_text:
+                bits[token // 8] &= ~(1 << token % 8)
+            if may_end:
+                _allow(bits, self._ends)
+                if not any(bits):
+                    _allow(bits, self._last_ends)
+            known = self._masks[depth] = bits, wrong
             self._masks.pop(depth - _MASKS, None)
         return known
 

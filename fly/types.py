@@ -586,6 +586,7 @@ class Sequence:
             provenance=[],
             logprobs=[],
             stats=replace(self.stats, gates={}),
+            matcher=None if self.matcher is None else self.matcher.fresh(),
         )
 
     def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:

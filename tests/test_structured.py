@@ -467,6 +467,15 @@ def test_at_temperature_zero_speculation_changes_nothing(
     assert [token.target_choice for token in fast.provenance] == fast.token_ids
 
 
+def test_samples_of_one_request_have_their_form_each(llms: dict[str, LLM]) -> None:
+    params = SamplingParams(temperature=1.5, seed=3, max_tokens=40, structured={"regex": "([ab]{2}-){6}"}, n=4)  # type: ignore[arg-type]
+    for name in ("model", "wild"):
+        (out,) = llms[name].generate(["x"], params)
+        texts = [out.text, *(other.text for other in out.others)]
+        assert len(texts) == 4 and len(set(texts)) > 1 and all(re.fullmatch("([ab]{2}-){6}", text) for text in texts)
+        assert texts[0] == llms[name].generate(["x"], params.model_copy(update={"n": 1}))[0].text
+
+
 def test_a_model_drafts_within_the_form(llms: dict[str, LLM]) -> None:
     """Its own draft, all of which the target keeps: the two were told the same."""
     params = SamplingParams(temperature=0, max_tokens=40, structured={"regex": "(ab|ba|[0-9]{2}){30}"})  # type: ignore[arg-type]
