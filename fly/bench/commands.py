@@ -116,10 +116,10 @@ def bench_speed(
         title = f"Rounds: {model}, {draft}, k {k}, {problems} held-out problems, temperature 0, batch 1"
         console.print(rounds_table(rounds, predicted, own, title))
         console.print(
-            "[dim]ms: the best, as are all ratios · of limit: the least time for its bytes and operations over that; "
-            "more than 100 %\nwhere weights stay in the processor's cache · v: over the forward of one token · c: a "
-            "drafted token over the same · rest:\nshare of a round that is neither target nor draft · predicted: "
-            "τ / (K·c + v(K)) / t(1), from forwards timed alone · tokens/s:\nbest/median[/]",
+            "[dim]ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
+            "operations over that · v: over the forward of one token · c: a drafted token\n"
+            "over the same · rest: share of a round that is neither target nor draft ·\n"
+            "formula: τ / (K·c + v(K)) / t(1), of forwards timed alone · tokens/s: best/median[/]",
             highlight=False,
         )
         if plot is not None:
@@ -171,14 +171,8 @@ def _best_median(rate: Timing) -> str:
 def limits_table(limits: Limits) -> Table:
     """The machine's limits."""
     table = _table(f"Limits: {limits.device}, {limits.threads} threads", "", "best", "median")
-    table.add_row(
-        "read from memory", f"{limits.bandwidth / 1e9:,.1f} GB/s", f"{limits.typical['bandwidth'] / 1e9:,.1f} GB/s"
-    )
-    for dtype, rate in limits.matmul.items():
-        name = str(dtype).removeprefix("torch.")
-        table.add_row(
-            f"matmul {name}", f"{rate / 1e9:,.0f} GFLOP/s", f"{limits.typical[f'matmul_{name}'] / 1e9:,.0f} GFLOP/s"
-        )
+    for name, best, median, unit in limits.rows():
+        table.add_row(name, f"{best / 1e9:,.1f} G{unit}", f"{median / 1e9:,.1f} G{unit}")
     return table
 
 
@@ -376,14 +370,15 @@ def bench_peers(
             for match in matches:
                 texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
                 right.append(check_many(list(zip(asked, texts))))
+        limit = limits.seconds(forward_bytes(config, number, 1, 128), 0, number)
         title = f"{shape or f'{model}, {draft}, k {k}'}, {str(number).removeprefix('torch.')}, {limits.threads} threads"
         console.print(peers_table(matches, right, f"{title}, {len(prompts)} prompts, temperature 0, batch 1"))
         console.print(
-            f"[dim]tokens/s: best/median of {turns} turns, ratios of the best · exact: fly's fastest lossless decoding "
-            "over this peer's, autoregressive beside\nautoregressive, speculative beside speculative · lossy: the same "
-            "of fly's fastest speculation of any policy · same: outputs\nlike fly's autoregressive ones · agree: share "
-            "of tokens before the first that differs · to read a token's bytes from\nmemory allows "
-            f"{limits.bandwidth / forward_bytes(config, number, 1, 128):,.0f} tokens/s[/]",
+            f"[dim]tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
+            "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
+            "speculation · fastest: fly's fastest decoding of all over this · same: outputs\n"
+            "like fly's autoregressive ones · agree: tokens before the first that differs ·\n"
+            f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s[/]",
             highlight=False,
         )
         for reason in skipped:
@@ -396,18 +391,16 @@ def bench_peers(
 
 def peers_table(matches: Sequence[Match], right: Sequence[Sequence[bool]], title: str) -> Table:
     """Everybody's speed, what they answer, and fly's speed over each peer's of the same kind."""
-    table = _table(title, "library", "decoding", "tokens/s", "exact", "lossy", "same", "agree", "right")
+    table = _table(title, "library", "decoding", "tokens/s", "alike", "fastest", "same", "agree", "right")
     table.columns[1].justify = "left"
     own = [match for match in matches if match.contender.library == "fly"]
     for number, match in enumerate(matches):
         contender, rate = match.contender, match.tokens_per_second()
         same, share = match.agreement(matches[0])
-        ratios = []
-        for lossy in (False, True):
-            rivals = [m for m in own if m.contender.speculative == contender.speculative]
-            fastest = max((m.tokens_per_second().high for m in rivals if m.contender.lossy == lossy), default=None)
-            shown = fastest is not None and contender.library != "fly"
-            ratios.append(f"{fastest / rate.high:.2f}×" if shown and fastest else "")
+        alike = [m for m in own if m.contender.speculative == contender.speculative and not m.contender.lossy]
+        rivals = [] if contender.library == "fly" else [alike, own]
+        fastest = [max((rival.tokens_per_second().high for rival in each), default=None) for each in rivals]
+        ratios = ["–" if speed is None else f"{speed / rate.high:.2f}×" for speed in fastest] or ["", ""]
         first = number == 0 or matches[number - 1].contender.library != contender.library
         last = number + 1 == len(matches) or matches[number + 1].contender.library != contender.library
         table.add_row(
@@ -480,8 +473,9 @@ def bench_twins(
             console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))
             records.append({"pair": name, "cost": cost, **twins.as_json()})
         console.print(
-            "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a larger one · predicted: "
-            "τ / (K·c + v(K)),\nfrom forwards timed alone · recovery: accuracy over autoregressive's[/]",
+            "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
+            "larger one · formula: τ / (K·c + v(K)), of forwards timed alone · over exact: the\n"
+            "fastest exact speculation · recovery: accuracy over autoregressive's[/]",
             highlight=False,
         )
         if json_ is not None:
@@ -490,21 +484,10 @@ def bench_twins(
 
 def twins_table(twins: Twins, title: str) -> Table:
     """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
+    lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
     table = _table(
-        f"{title}\n{twins.describe()}",
-        *(
-            "decoding (twins)",
-            "K",
-            "c",
-            "v",
-            "τ",
-            "tokens/s",
-            "over AR",
-            "predicted",
-            "over exact",
-            "right",
-            "recovery",
-        ),
+        f"{title}\n{twins.describe()}\n{lengths}",
+        *("decoding (twins)", "K", "τ", "tokens/s", "over AR", "formula", "over exact", "right", "recovery"),
     )
     plain, fastest = twins.results[0], max(r.tokens_per_second for r in twins.results if twins.exact(r))
     for result in twins.results:
@@ -513,10 +496,8 @@ def twins_table(twins: Twins, title: str) -> Table:
         table.add_row(
             "AR" if alone else escape(result.setting.name),
             "–" if alone else str(k),
-            "–" if alone else f"{twins.cost(k):.3f}",
-            "–" if alone else f"{twins.verification(k):.2f}",
             f"{result.stats.tau:.2f}",
-            f"{result.tokens_per_second:,.0f}",
+            f"{result.tokens_per_second:,.1f}",
             f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
             "–" if predicted is None else f"{predicted:.2f}×",
             "–" if alone else f"{result.tokens_per_second / fastest:.2f}×",

@@ -14,7 +14,7 @@ import torch
 
 __all__ = ["Limits", "Timing", "measure_limits", "synchronize", "take_turns"]
 
-_FROM_MEMORY = 512 * 2**20  # bytes: beyond any processor's caches
+_SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _SIDE = 2048  # of the square matrices
 
 
@@ -72,36 +72,59 @@ def take_turns(
 class Limits:
     """The most the machine was seen to do, with all threads that PyTorch uses.
 
-    ``bandwidth`` is in bytes a second read from memory; ``matmul`` in floating-point operations a second (two for a
+    ``reading`` is in bytes a second, by how many bytes are read again and again: what fits the processor's caches comes
+    faster than from memory, which the largest is. ``matmul`` is in floating-point operations a second (two for a
     multiplication with its addition) by dtype. Each is the best of several turns: what disturbs a measurement only
-    ever makes a limit look lower. ``typical`` are the medians, for how much the machine was disturbed.
+    ever makes a limit look lower. ``typical`` are the medians, by the same keys, for how much it was disturbed.
     """
 
     device: str
     threads: int
-    bandwidth: float
+    reading: dict[int, float]
     matmul: dict[torch.dtype, float]
-    typical: dict[str, float]
+    typical: dict[int | torch.dtype, float]
+
+    @property
+    def bandwidth(self) -> float:
+        """Bytes a second from memory."""
+        return self.reading[max(self.reading)]
 
     def seconds(self, read: float, operations: float, dtype: torch.dtype) -> float:
         """The least time that reading ``read`` bytes and doing ``operations`` takes: the longer of the two (roofline,
-        Williams et al., 2009). Above 100 % of it is possible where what is read fits the processor's caches."""
-        return max(read / self.bandwidth, operations / self.matmul[dtype])
+        Williams et al., 2009), at the bandwidth of the next larger size measured."""
+        size = min((size for size in self.reading if size >= read), default=max(self.reading))
+        return max(read / self.reading[size], operations / self.matmul[dtype])
+
+    def rows(self) -> list[tuple[str, float, float, str]]:
+        """Name, best, median and unit of each limit."""
+        read = [(f"read {size >> 20} MB", rate, self.typical[size], "B/s") for size, rate in self.reading.items()]
+        names = {dtype: str(dtype).removeprefix("torch.") for dtype in self.matmul}
+        return read + [
+            (f"matmul {names[dtype]}", rate, self.typical[dtype], "FLOP/s") for dtype, rate in self.matmul.items()
+        ]
 
     def as_json(self) -> dict[str, object]:
-        rates = {f"matmul_{str(dtype).removeprefix('torch.')}": rate for dtype, rate in self.matmul.items()}
-        return {"device": self.device, "threads": self.threads, "bandwidth": self.bandwidth, **rates} | {
-            f"{name}_typical": value for name, value in self.typical.items()
-        }
+        rates = {name: {"best": best, "median": median, "unit": unit} for name, best, median, unit in self.rows()}
+        return {"device": self.device, "threads": self.threads, **rates}
 
 
 @torch.inference_mode()
 def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     """Measure the limits of ``device``, in a few seconds."""
-    numbers = torch.ones(_FROM_MEMORY // 8, dtype=torch.int64, device=device)
+    numbers = torch.ones(_SIZES[-1] // 8, dtype=torch.int64, device=device)
 
-    def read() -> None:
-        numbers.sum()
+    def reads(size: int) -> Callable[[], float]:
+        part = numbers[: size // 8]
+
+        def read() -> float:
+            part.sum()  # brings into the caches what fits
+            synchronize(device)
+            start = time.perf_counter()
+            part.sum()
+            synchronize(device)
+            return time.perf_counter() - start
+
+        return read
 
     def multiplies(dtype: torch.dtype) -> Callable[[], None]:
         left, right = (torch.randn(_SIDE, _SIDE, device=device).to(dtype) for _ in range(2))
@@ -112,15 +135,16 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         return multiply
 
     dtypes = (torch.bfloat16, torch.float32)
-    reading, *multiplying = take_turns([read, *map(multiplies, dtypes)], repeats, device)
-    operations = 2 * _SIDE**3
-    typical = {"bandwidth": _FROM_MEMORY / reading.median}
-    for dtype, timing in zip(dtypes, multiplying):
-        typical[f"matmul_{str(dtype).removeprefix('torch.')}"] = operations / timing.median
+    timings = take_turns([*map(reads, _SIZES), *map(multiplies, dtypes)], repeats, device)
+    amounts: dict[int | torch.dtype, int] = {
+        **{size: size for size in _SIZES},
+        **dict.fromkeys(dtypes, 2 * _SIDE**3),
+    }
+    best = {key: amount / timing.low for (key, amount), timing in zip(amounts.items(), timings)}
     return Limits(
         str(device),
         torch.get_num_threads(),
-        _FROM_MEMORY / reading.low,
-        {dtype: operations / timing.low for dtype, timing in zip(dtypes, multiplying)},
-        typical,
+        {size: best[size] for size in _SIZES},
+        {dtype: best[dtype] for dtype in dtypes},
+        {key: amount / timing.median for (key, amount), timing in zip(amounts.items(), timings)},
     )

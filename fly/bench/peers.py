@@ -186,7 +186,7 @@ def _transformers(
         own = dict(zip(names, (20, "constant", 0.4)))  # what it does when told nothing
         found += [
             Contender("assisted", "transformers", True, lambda ids, most: assisted(ids, most, **fixed)),
-            Contender("assisted, its defaults", "transformers", True, lambda ids, most: assisted(ids, most, **own)),
+            Contender("assisted (own K)", "transformers", True, lambda ids, most: assisted(ids, most, **own)),
         ]
     return found
 

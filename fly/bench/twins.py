@@ -162,7 +162,7 @@ class Twins:
             f"{f.config.num_hidden_layers} layers of {f.config.hidden_size}, {f.weights / 1e6:,.0f} MB"
             for f in (target, draft)
         ]
-        return f"target twin {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token; draft twin {sizes[1]}"
+        return f"target {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token; draft {sizes[1]}"
 
     def as_json(self) -> dict[str, Any]:
         return {
