@@ -157,7 +157,7 @@ def _progress(what: str, total: int) -> Iterator[Any]:
 
 def _table(title: str, *headings: str) -> Table:
     """A table whose first column is text and the others numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
     for number, heading in enumerate(headings):
         table.add_column(heading, justify="right" if number else "left", no_wrap=True)
     return table
@@ -474,8 +474,8 @@ def bench_twins(
             records.append({"pair": name, "cost": cost, **twins.as_json()})
         console.print(
             "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
-            "larger one · formula: τ / (K·c + v(K)), of forwards timed alone · over exact: the\n"
-            "fastest exact speculation · recovery: accuracy over autoregressive's[/]",
+            "larger one · formula: τ / (K·c + v(K)), of forwards timed alone · over exact:\n"
+            "over the fastest exact speculation · recovery: accuracy over autoregressive's[/]",
             highlight=False,
         )
         if json_ is not None:
@@ -487,7 +487,7 @@ def twins_table(twins: Twins, title: str) -> Table:
     lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
     table = _table(
         f"{title}\n{twins.describe()}\n{lengths}",
-        *("decoding (twins)", "K", "τ", "tokens/s", "over AR", "formula", "over exact", "right", "recovery"),
+        *("decoding (twin)", "K", "τ", "tokens/s", "over AR", "formula", "over exact", "right", "recovery"),
     )
     plain, fastest = twins.results[0], max(r.tokens_per_second for r in twins.results if twins.exact(r))
     for result in twins.results:

@@ -15,7 +15,7 @@ import torch
 __all__ = ["Limits", "Timing", "measure_limits", "synchronize", "take_turns"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
-_SIDE = 2048  # of the square matrices
+_SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
 
 
 @dataclass(frozen=True)
@@ -111,6 +111,7 @@ class Limits:
 @torch.inference_mode()
 def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     """Measure the limits of ``device``, in a few seconds."""
+    side = _SIDES.get(device.type, _SIDES["cpu"])
     numbers = torch.ones(_SIZES[-1] // 8, dtype=torch.int64, device=device)
 
     def reads(size: int) -> Callable[[], float]:
@@ -127,7 +128,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         return read
 
     def multiplies(dtype: torch.dtype) -> Callable[[], None]:
-        left, right = (torch.randn(_SIDE, _SIDE, device=device).to(dtype) for _ in range(2))
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
 
         def multiply() -> None:
             left @ right
@@ -138,7 +139,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     timings = take_turns([*map(reads, _SIZES), *map(multiplies, dtypes)], repeats, device)
     amounts: dict[int | torch.dtype, int] = {
         **{size: size for size in _SIZES},
-        **dict.fromkeys(dtypes, 2 * _SIDE**3),
+        **dict.fromkeys(dtypes, 2 * side**3),
     }
     best = {key: amount / timing.low for (key, amount), timing in zip(amounts.items(), timings)}
     return Limits(
