@@ -27,7 +27,17 @@ from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.types import SamplingParams, Stats
 
-__all__ = ["Clock", "Forward", "Forwards", "Rounds", "draft_runners", "measure_rounds", "predict"]
+__all__ = [
+    "Clock",
+    "Forward",
+    "Forwards",
+    "Rounds",
+    "Wanted",
+    "draft_runners",
+    "measure_forwards",
+    "measure_rounds",
+    "predict",
+]
 
 
 @dataclass(frozen=True)
@@ -102,7 +112,6 @@ class Forwards:
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
 
-    @torch.inference_mode()
     def measure(
         self,
         shapes: Sequence[tuple[int, int, int]],
@@ -120,14 +129,20 @@ class Forwards:
                 )
             if rows * self.cache.allocator.blocks_for(context + tokens) > self.cache.allocator.num_blocks:
                 raise ValueError(f"{rows} rows of {context} and {tokens} tokens do not fit a cache of this size")
-        runs = [lambda shape=shape: self._forward(*shape) for shape in shapes]
-        runs += [lambda draft=draft: self._decode(*draft) for draft in drafts]
-        timings = take_turns(runs, repeats, self.model.device, advance)
-        wanted = [(*shape, False) for shape in shapes] + [(1, *draft, True) for draft in drafts]
-        return [
-            Forward(self.name, self.model.config, self.dtype, rows, context, tokens, timing, drafting)
-            for (rows, context, tokens, drafting), timing in zip(wanted, timings)
-        ]
+        runs = [Wanted(self, *shape) for shape in shapes] + [Wanted(self, 1, *draft, drafting=True) for draft in drafts]
+        return measure_forwards(runs, repeats, advance)
+
+    def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
+        """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
+        one. Logits are part of it."""
+        greedy = getattr(self.model, "greedy", None)
+        if drafting and greedy is None:
+            return sum(self.seconds(1, context + n, 1) for n in range(tokens))
+        if drafting:
+            batch = self._batch(1, context, 1, tokens)
+            return self._timed(lambda: greedy(*batch, [tokens], [()]), 1)
+        batch = self._batch(rows, context, tokens, tokens)
+        return self._timed(lambda: self.model.logits(self.model(*batch)), rows)
 
     def _batch(self, rows: int, context: int, tokens: int, room: int) -> tuple[Tensor, Tensor, KV]:
         ids = list(range(rows))
@@ -148,16 +163,30 @@ class Forwards:
             self.cache.allocator.release(row)
         return seconds
 
-    def _forward(self, rows: int, context: int, tokens: int) -> float:
-        batch = self._batch(rows, context, tokens, tokens)
-        return self._timed(lambda: self.model.logits(self.model(*batch)), rows)
 
-    def _decode(self, context: int, tokens: int) -> float:
-        """Greedy, in one call of the model where it has one."""
-        if (greedy := getattr(self.model, "greedy", None)) is not None:
-            batch = self._batch(1, context, 1, tokens)
-            return self._timed(lambda: greedy(*batch, [tokens], [()]), 1)
-        return sum(self._forward(1, context + n, 1) for n in range(tokens))
+@dataclass(frozen=True)
+class Wanted:
+    """A forward to be timed, as in ``Forward``."""
+
+    forwards: Forwards
+    rows: int
+    context: int
+    tokens: int
+    drafting: bool = False
+
+
+@torch.inference_mode()
+def measure_forwards(
+    wanted: Sequence[Wanted], repeats: int = 15, advance: Callable[[], None] = lambda: None
+) -> list[Forward]:
+    """Time forwards, also of several models, in turns."""
+    each = [(one.rows, one.context, one.tokens, one.drafting) for one in wanted]
+    runs = [lambda one=one, shape=shape: one.forwards.seconds(*shape) for one, shape in zip(wanted, each)]
+    timings = take_turns(runs, repeats, wanted[0].forwards.model.device, advance)
+    return [
+        Forward(one.forwards.name, one.forwards.model.config, one.forwards.dtype, *shape[:3], timing, shape[3])
+        for one, shape, timing in zip(wanted, each, timings)
+    ]
 
 
 class Clock:

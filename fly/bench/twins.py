@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fly.bench.speed import Forward, Forwards, draft_runners
+from fly.bench.speed import Forward, Forwards, Wanted, draft_runners, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.eval import Result, Setting, compare
@@ -224,30 +224,30 @@ def measure_twins(
     for k in lengths:
         settings += [Setting("exact", single, k, Exact()), Setting(named, single, k, policy)]
         settings.append(Setting(named + _LEVELS, levels, k, policy))
-    target, drafting = (
-        Forwards(name, runner.model, 1024)
-        for name, runner in (("target", plain.engine.runner), ("draft", draft_runners(single.draft)[0]))
-    )
+    target = Forwards("target", plain.engine.runner.model, 1024)
+    drafting = Forwards("draft", draft_runners(single.draft)[0].model, 1024)
     tokens = sorted({1, *(k + 1 for k in lengths)})
-    forwards = target.measure([(1, _CONTEXT, count) for count in tokens], repeats=9)
-    steps = drafting.measure([], [(_CONTEXT, k) for k in lengths], repeats=9)
+    wanted = [Wanted(target, 1, _CONTEXT, count) for count in tokens]
+    wanted += [Wanted(drafting, 1, _CONTEXT, k, drafting=True) for k in lengths]
+    forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
     results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)
-    return Twins(results, {f.tokens: f for f in forwards}, {f.tokens: f for f in steps})
+    timed = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
+    return Twins(results, *timed)
 
 
 def _depths(originals: Sequence[Llama], width: int, cost: float, kernels: str) -> list[int]:
     """Layers of target and draft twin, for which a drafted token takes ``cost`` of a target's forward of one."""
+    wanted = [
+        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), _CONTEXT + 16), 1, _CONTEXT, 8, True)
+        for original in originals
+        for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
+    ]
+    seconds = [step.timing.low / step.tokens for step in measure_forwards(wanted)]
     lines = []
-    for original in originals:
+    for original, shallow, deep in zip(originals, seconds[::2], seconds[1::2]):
         least = original.config.num_hidden_layers
-        seconds = []
-        for layers in (least, 3 * least):
-            forwards = Forwards("", compiled(twin(original, width, layers), kernels), _CONTEXT + 16)
-            (step,) = forwards.measure([], [(_CONTEXT, 8)], repeats=9)
-            seconds.append(step.timing.low / 8)
-        each = max(seconds[1] - seconds[0], seconds[0] * 1e-3) / (2 * least)
-        lines.append((least, seconds[0], each))
+        lines.append((least, shallow, max(deep - shallow, shallow * 1e-3) / (2 * least)))
 
     def layers_for(line: tuple[int, float, float], seconds: float) -> int:
         least, shallow, each = line
