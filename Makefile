@@ -23,7 +23,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff format .
 
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
-$(VENV)/.installed: pyproject.toml constraints.txt
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/kernels/src/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .

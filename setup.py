@@ -41,10 +41,10 @@ class BuildKernels(build_ext):
             target = self.get_ext_fullpath(ext.name)
             self.compiler.link_shared_object(objects, target, extra_postargs=["-pthread"], target_lang="c++")
         except Exception as error:
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            compiler = (getattr(self.compiler, "compiler_so_cxx", None) or self.compiler.compiler_so)[0]
+            self.warn(f"the compiled kernels were not built, PyTorch will be used instead ({error})")
             note.parent.mkdir(parents=True, exist_ok=True)
-            note.write_text(f"its build failed ({reason}); install a C++17 compiler and then this package again\n")
-            self.warn(f"the compiled kernels were not built, PyTorch will be used instead ({reason})")
+            note.write_text(f"{compiler} failed to build them; install a C++17 compiler and then this package again\n")
 
 
 extensions = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -70,6 +71,20 @@ def _plain_errors() -> Iterator[None]:
         raise typer.Exit(2) from None
 
 
+@contextmanager
+def _ranks() -> Iterator[Any]:
+    """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from fly.parallel import launch
+
+    with launch() as ranks:
+        if not ranks.leads:
+            sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+        yield ranks
+
+
 def _origin(error: Exception) -> tuple[str, bool]:
     """Where an error comes from, the command itself aside."""
     from fly.errors import origin
@@ -111,6 +126,11 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
@@ -123,10 +143,18 @@ def generate(
     ] = None,
 ) -> None:
     """Complete a prompt; on a terminal, colours show why each token stands."""
-    with _plain_errors():
+    with _plain_errors(), _ranks() as ranks:
         from fly.llm import LLM
-        from fly.types import SamplingParams
+        from fly.types import SamplingParams, StructuredOutput
 
+        if json_schema is not None and not json_schema.lstrip().startswith("{"):
+            try:
+                json_schema = Path(json_schema).read_text(encoding="utf-8")
+            except OSError as error:
+                raise ValueError(f"--json-schema {json_schema!r} is no object, and no file: {error.strerror}") from None
+        structured = None
+        if json_schema is not None or regex is not None:
+            structured = StructuredOutput(json_schema=json_schema, regex=regex)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -141,12 +169,15 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             bad_words=tuple(bad_word or ()),
+            structured=structured,
         )
-        text = sys.stdin.read() if prompt in (None, "-") else str(prompt)
+        text = str(prompt)
+        if prompt in (None, "-"):
+            text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         setup = _setup(
             context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
         )
-        llm = LLM.from_config(setup)
+        llm = LLM.from_config(setup, ranks)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
@@ -455,6 +486,115 @@ def bench_drafts(
         _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device, kernels)
 
 
+@bench.command("plan")
+def bench_plan(
+    target: Annotated[
+        str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
+    ] = None,
+    draft: Annotated[str, typer.Option(help="Likewise, or 'none'.")] = "llama-3.1-8b",
+    tau: Annotated[float | None, typer.Option(min=1, help="Tokens a round emits; needed with --target.")] = None,
+    draft_tau: Annotated[float, typer.Option(min=1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
+    k: K = 15,
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
+    ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens each has behind it.")] = 2048,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict the bundled pair (or --target, --draft) here, and run it.")
+    ] = False,
+    policy: Policy = "fly",
+    dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
+    draft_placement: Annotated[str, typer.Option(help="With --check: auto, replicated or sharded.")] = "auto",
+) -> None:
+    """Whether a setting fits on machines, and what speculation should gain there, by a model of costs.
+
+    --check compares the model with this machine, on as many ranks as torchrun starts.
+    """
+    with _plain_errors(), _ranks() as here:
+        from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, check_here, forecast
+        from fly.bundled import resolve_checkpoint
+        from fly.models import LlamaConfig
+        from fly.policies import parse_policy
+
+        if check:
+            pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
+            rule: Any = parse_policy(policy, trusted=True)
+            _show_check(check_here(*pair, rule, k, dtype, here, draft_placement), *pair)  # type: ignore[arg-type]
+            return
+        if device not in DEVICES:
+            raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
+
+        def sizes(name: str) -> LlamaConfig:
+            return MODELS[name] if name in MODELS else LlamaConfig.read(resolve_checkpoint(name))[0]
+
+        common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
+        small = None if draft == "none" else sizes(draft)
+        plans: list[tuple[str, Setting, int, float | None]] = []
+        if target is None:
+            plans += [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
+        elif tau is None:
+            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can tell")
+        else:
+            plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau, **common), ranks, None))
+        table = Table(title=f"{device}, {per_node} a node, {rows} × {context} tokens", title_justify="left")
+        table.add_column("")
+        cells: list[list[str]] = [[] for _ in range(12)]
+        for name, setting, count, published in plans:
+            found = forecast(setting, Machines(DEVICES[device], count, per_node))
+            for placement in found.draft:
+                table.add_column(escape(name), justify="right")
+                memory = found.memory[placement]
+                fits = "" if memory <= DEVICES[device].memory else "\n[bold red]does not fit[/]"
+                column = (
+                    f"{count}",
+                    f"{setting.k}",
+                    f"{setting.tau:g}",
+                    placement,
+                    f"{memory / 1e9:,.0f} of {DEVICES[device].memory / 1e9:,.0f} GB{fits}",
+                    f"{found.step * 1e3:.1f} ms",
+                    f"{found.verify * 1e3:.1f} ms",
+                    f"{found.draft[placement] * 1e3:.1f} ms",
+                    f"{1 / found.step:,.0f}",
+                    f"{setting.tau / found.round(placement):,.0f}",
+                    f"{found.gain(placement):.2f}×",
+                    "–" if published is None else f"{published:.2f}×",
+                )
+                for row, cell in zip(cells, column):
+                    row.append(cell)
+        names = ("ranks", "K", "τ", "draft", "a rank holds", "plain step", "verification", "draft step")
+        for heading, row in zip((*names, "tokens/s plain", "with draft", "gain", "published"), cells):
+            table.add_row(heading, *row)
+        console.print(table)
+        console.print(
+            "[dim]published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
+            "· a step without graphs, which on 8 ranks costs a small draft most of its time[/]",
+            highlight=False,
+        )
+
+
+def _show_check(found: Any, target: str, draft: str) -> None:
+    device, link = found.machines.device, found.machines.device.link
+    table = Table(title=f"{target} : {draft} on {found.machines.ranks} ranks, here", title_justify="left")
+    for heading in ("", "predicted", "measured", "predicted / measured"):
+        table.add_column(heading, justify="right")
+    for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured):
+        table.add_row(name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
+    gains = [speeds[1] / speeds[0] for speeds in (found.predicted, found.measured)]
+    table.add_row("gain", f"{gains[0]:.2f}×", f"{gains[1]:.2f}×", f"{gains[0] / gains[1]:.2f}")
+    console.print(table)
+    own = ", ".join(f"{memory['own'] / 1e6:,.0f}" for memory in found.memory)
+    peak = ", ".join(f"{memory['peak'] / 1e6:,.0f}" for memory in found.memory)
+    console.print(
+        f"τ {found.tau:.2f} · read {device.bandwidth / 1e9:.1f} GB/s · {device.flops / 1e9:,.0f} GFLOP/s · a layer's "
+        f"calls {device.layer * 1e6:.0f} µs, a forward's {device.forward * 1e6:.0f} µs, a round's "
+        f"{found.decision * 1e6:.0f} µs · all-reduce {link.latency * 1e6:,.0f} µs · memory by rank, its own {own} "
+        f"MB, at most {peak} MB",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
 def _show_drafts(
     names: tuple[str, ...],
     policy: str,
@@ -497,7 +637,7 @@ def bench_batch(
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
-    block_size: Annotated[int, typer.Option(min=1, help="Tokens a page of the cache.")] = 16,
+    kernels: Kernels = "auto",
     plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
@@ -514,10 +654,10 @@ def bench_batch(
 
         check_plot(plot)
         sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "block_size": block_size}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options["cache_tokens"] = max(sizes) * 1024
         plain = LLM(model, **options)
-        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device)
+        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device, kernels=kernels)
         fast = LLM(model, draft=strategy, **options)
         settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
         if rule != Exact():
@@ -530,7 +670,7 @@ def bench_batch(
             loads = measure_load(
                 settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), lambda: progress.advance(task)
             )
-        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, pages of {block_size}"
+        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, {_kernels_of(plain)}"
         console.print(load_table(loads, title))
         console.print(
             "[dim]first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"

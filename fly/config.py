@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -16,7 +17,7 @@ __all__ = ["Config"]
 
 
 class Config(BaseModel):
-    """What ``fly.LLM`` takes, in a YAML or JSON file. Unknown fields are errors."""
+    """What ``fly.LLM`` takes, in a YAML or JSON file (its ranks aside). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -30,11 +31,13 @@ class Config(BaseModel):
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
     cache_share: float | None = Field(default=None, gt=0, le=1)
-    block_size: int = Field(default=16, gt=0)
+    block_size: int | None = Field(default=None, gt=0)
     max_rows: int = Field(default=256, gt=0)
     step_tokens: int = Field(default=2048, gt=0)
     prefix_reuse: bool = True
     kernels: str = "auto"
+    draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
+    whole_sums: bool = False
 
     @field_validator("draft")
     @classmethod

@@ -332,6 +332,8 @@ class Engine:
             OutOfBlocks: the cache cannot hold this round; rows and caches are as they were, as after any error of
                 a strategy or a policy.
         """
+        if prefill and self.strategy is not None:
+            self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
         if not rows:
             self.runner.feed([], [], prefill=prefill)
             self.runner.commit(row for row, _ in prefill)
@@ -341,6 +343,7 @@ class Engine:
             draft = self._propose(rows, prompts)
             target, raw_BJV = self.runner.score(rows, draft, prefill)
             verdicts = judge(rows, target, draft)
+            _check_grammars(rows, verdicts)
             if self.strategy is not None:
                 self.strategy.observe(rows, draft, target)
         except BaseException:
@@ -482,6 +485,15 @@ class Engine:
             log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)
             for (b, _, _), cost in zip(relaxed, (-log_NV.gather(1, token_N.unsqueeze(1))).squeeze(1).tolist()):
                 rows[b].stats.nats += cost
+
+
+def _check_grammars(rows: Rows[Sequence], verdicts: list[tuple[list[int], Verdict]]) -> None:
+    """Raise ``ValueError`` if what stands of a row has come to where its grammar cannot go on."""
+    for numbers, verdict in verdicts:
+        if any(rows[b].matcher is not None for b in numbers):
+            for b, path in zip(numbers, verdict.paths()):
+                if (matcher := rows[b].matcher) is not None:
+                    matcher.check(path[-1] + 1 if path else 0)
 
 
 def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:

@@ -1,22 +1,24 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP or ranks."""
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and of ranks only that a
+model may be loaded among several: all of them then make the same calls in the same order."""
 
 from __future__ import annotations
 
 import os
-import secrets
+import random
 import sys
 from collections import deque
 from collections.abc import Generator, Iterator
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import DEFAULT_BYTES, PagedKVCache
+from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
@@ -28,7 +30,12 @@ from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampl
 from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.sampling import derive
 from fly.scheduler import Scheduler
+from fly.structured import Grammars, Matcher
 from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
+
+if TYPE_CHECKING:
+    from fly.parallel import Ranks
+    from fly.parallel.draft import Placement
 
 __all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
 
@@ -140,12 +147,17 @@ class LLM:
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
             a size of its own is not counted.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
-        block_size: tokens a page of the cache.
+        block_size: tokens a page of the target's cache; None is what suits the device.
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.kernels.available()``; holds for a draft path too. A loaded model is
             used as it is (``fly.kernels.compiled`` compiles it).
+        ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
+            rank makes the same calls, and gets the same answers.
+        draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
+        whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
+            (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
@@ -165,11 +177,14 @@ class LLM:
         cache_tokens: int | None = None,
         cache_bytes: int = DEFAULT_BYTES,
         cache_share: float | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         max_rows: int = 256,
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
         kernels: str = "auto",
+        ranks: Ranks | None = None,
+        draft_placement: Placement = "auto",
+        whole_sums: bool = False,
     ) -> None:
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
@@ -178,9 +193,17 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
+        load: Any = load_model
+        if ranks is not None:
+            from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
+            from fly.parallel import load as load_any
+
+            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA)
+            load = partial(load_part, ranks=ranks)
+        self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = compiled(load_model(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
@@ -191,10 +214,18 @@ class LLM:
         config = loaded.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        if isinstance(draft, (str, Path)):
-            draft = parse_draft(str(draft), trusted=True, dtype=dtype, device=device, kernels=kernels)
-        if draft is not None:
-            draft = translated(draft, self.tokenizer, config.vocab_size)
+        if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
+            raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
+        given = draft
+
+        def make_draft(load: Any = load_model) -> DraftStrategy | None:
+            made: Any = given
+            if isinstance(given, (str, Path)):
+                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels, load=load)
+            return None if made is None else translated(made, self.tokenizer, config.vocab_size)
+
+        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, load_part)
+        block_size = block_size_for(loaded.device) if block_size is None else block_size
         most_tokens = 8 * config.max_position_embeddings
         if cache_share is not None:
             if not 0 < cache_share <= 1:
@@ -220,10 +251,10 @@ class LLM:
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens)
 
     @classmethod
-    def from_config(cls, config: Config | str | Path) -> LLM:
+    def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
         """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
-        return cls(**{name: getattr(config, name) for name in Config.model_fields})
+        return cls(**{name: getattr(config, name) for name in Config.model_fields}, ranks=ranks)
 
     @property
     def draft(self) -> DraftStrategy | None:
@@ -376,6 +407,8 @@ class LLM:
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
+            for other in others:  # a matcher goes by one text at a time
+                other.matcher = self._matcher(row.params)
             for sample in (row, *others):
                 requests.append(Request(sample, self._text_stream(sample) if sample.params.stop else None))
         return requests
@@ -410,21 +443,34 @@ class LLM:
             raise ValueError(f"logit_bias names ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
         if params.bad_words and self.tokenizer is None:
             raise ValueError("bad_words need a tokenizer, which this model lacks; use logit_bias")
-        eos = frozenset() if params.ignore_eos else self.eos_ids
+        matcher = self._matcher(params)
+        # under a grammar even a row that ignores them ends where nothing else may follow
+        eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
         row = Sequence(
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
             policy=self._bound(policy),
-            seed=secrets.randbits(63) if params.seed is None else params.seed,
+            seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
             bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),
+            matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
         if not params.max_tokens:
             row.finish_reason = "length"
         return row
+
+    @cached_property
+    def _grammars(self) -> Grammars:
+        if self.tokenizer is None:
+            raise ValueError("structured output needs a tokenizer, which this model lacks")
+        return Grammars(self.tokenizer, self.engine.runner.model.config.vocab_size, self.eos_ids)
+
+    def _matcher(self, params: SamplingParams) -> Matcher | None:
+        """Follows the grammar of a request, if it has one."""
+        return None if params.structured is None else self._grammars.matcher(params)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """How the tokenizer spells a word at the start of a text and inside it."""

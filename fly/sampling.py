@@ -261,13 +261,16 @@ def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
 
 def constrains(row: Sequence) -> bool:
     """Whether ``constrain`` may change anything for a row, now or later in its draft."""
-    return bool(row.stop_ids and row.generated < row.params.min_tokens) or row.params.penalises
+    early = bool(row.stop_ids) and row.generated < row.params.min_tokens
+    return early or row.params.penalises or row.matcher is not None
 
 
 def constrain(
     logits_BJV: Tensor, rows: Rows[Sequence], drafts: Rows[list[int]], parents: Rows[list[int]] | None = None
 ) -> Tensor:
     """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
+
+    Last come the bans of a row's grammar, which are right at every place (``fly.structured.Matcher``).
 
     Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
     path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
@@ -281,13 +284,17 @@ def constrain(
         constrained = logits_BJV.clone() if constrained is logits_BJV else constrained
         tree = range(-1, len(draft) - 1) if parents is None else parents[b]
         texts = [row.tokens[row.prompt_length :]]
-        for token, parent in zip(draft, tree):
-            texts.append([*texts[parent + 1], token])
-        for logits_V, text in zip(constrained[b], texts):
-            if row.params.penalises:
-                _penalise(logits_V, row, text)
-            if early and len(text) < row.params.min_tokens:
-                logits_V[sorted(row.stop_ids)] = -torch.inf
+        if early or row.params.penalises:
+            for token, parent in zip(draft, tree):
+                texts.append([*texts[parent + 1], token])
+            for logits_V, text in zip(constrained[b], texts):
+                if row.params.penalises:
+                    _penalise(logits_V, row, text)
+                if early and len(text) < row.params.min_tokens:
+                    logits_V[sorted(row.stop_ids)] = -torch.inf
+        if row.matcher is not None:
+            raw_JV = logits_BJV[b] if early or row.bad else None
+            row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV)
     return constrained
 
 

@@ -240,9 +240,9 @@ class Scheduler:
                 ahead = self._drafted(row)
                 end = len(row.tokens) + ahead + (self._spare if ahead else 0)
                 needed += allocator.missing(row.id, min(end, most))
-            if not drafts:
-                for row, taken in step.prefill:
-                    needed += allocator.missing(row.id, len(row.tokens) - runner.pending(row) + taken)
+            for row, taken in step.prefill:
+                end = len(row.tokens) - runner.pending(row) + taken
+                needed += 0 if drafts and not row.k else allocator.missing(row.id, min(end, most))
             if needed > allocator.num_free:
                 return False
         return True

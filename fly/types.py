@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
@@ -19,6 +20,7 @@ from fly.vocabulary import argmax, log_mass, pick, top
 
 if TYPE_CHECKING:
     from fly.policies.base import AcceptancePolicy
+    from fly.structured import Matcher
 
 __all__ = [
     "Draft",
@@ -29,6 +31,7 @@ __all__ = [
     "SamplingParams",
     "Sequence",
     "Stats",
+    "StructuredOutput",
     "Target",
     "Token",
     "Verdict",
@@ -56,6 +59,51 @@ class Why(IntEnum):
     BONUS = 4  # the target's own, after a draft that stood whole (an empty one included)
 
 
+class StructuredOutput(BaseModel):
+    """The form that an output must have: exactly one of these.
+
+    ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
+    ``json_object``: any JSON object. ``regex``: a text that the whole regular expression matches (the syntax of Rust's
+    regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
+    variant of Lark's syntax.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    json_schema: str | None = None  # JSON text
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the one field that is given."""
+        (kind,) = self._given()
+        return kind
+
+    def _given(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_is_an_object(cls, value: object) -> object:
+        if value is None:
+            return None
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            if isinstance(schema, dict):
+                return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{value!r} is no JSON: {error}") from None
+        raise ValueError(f"a schema is an object, or the JSON text of one, not {value!r}")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredOutput:
+        if len(given := self._given()) != 1:
+            raise ValueError(f"give exactly one of {list(type(self).model_fields)}, not {given}")
+        return self
+
+
 class SamplingParams(BaseModel):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
@@ -71,6 +119,13 @@ class SamplingParams(BaseModel):
     in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
+
+    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
+    every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
+    are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
+    under ``ignore_eos`` (which else keeps it going as long as the form allows) and before ``min_tokens``. So an output
+    has its form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it, as
+    ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -92,6 +147,7 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     n: int = Field(default=1, ge=1)
+    structured: StructuredOutput | None = None
 
     @property
     def penalises(self) -> bool:
@@ -508,6 +564,7 @@ class Sequence:
     priority: int = 0  # smaller goes first
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # what ended it, where that was an error
+    matcher: Matcher | None = None  # of the form its output must have; forks share it, since it goes by their tokens
 
     @property
     def generated(self) -> int:

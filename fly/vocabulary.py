@@ -5,6 +5,9 @@ Shape legend: R positions, N of them, V vocabulary, "..." any leading dimensions
 On the CPU, fresh memory of the size of the logits costs more than the arithmetic done in it, and a selection over
 the vocabulary more than ten plain passes. So maxima are taken by chunks first, and sums in a small buffer.
 Accelerators have neither trouble, and must not be asked for intermediate results: there it is torch's own kernels.
+
+A tensor with ways of its own (a vocabulary that is not all in one place) overrides these functions as it would torch's
+own, by ``__torch_function__``.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 __all__ = ["Top", "argmax", "log_mass", "pick", "top"]
 
@@ -22,6 +26,8 @@ _SMALL = 8192  # vocabularies up to this are done in one go
 
 def argmax(values: Tensor) -> Tensor:
     """[...] int64: the index of the largest of the last dimension, the lowest among equals."""
+    if has_torch_function_unary(values):
+        return handle_torch_function(argmax, (values,), values)
     width = values.shape[-1]
     if values.device.type != "cpu" or width < 8 * _CHUNK:
         return values.argmax(-1)
@@ -39,6 +45,8 @@ def argmax(values: Tensor) -> Tensor:
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
     """[...]: of each vector [..., V] of ``values``, the element at ``index`` [...]."""
+    if has_torch_function_unary(values):
+        return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
 
 
@@ -55,6 +63,8 @@ def top(values: Tensor, n: int) -> Top:
     A large one lies in a chunk whose maximum is large: only the n best chunks, and what is left over at the end, are
     looked at twice.
     """
+    if has_torch_function_unary(values):
+        return handle_torch_function(top, (values,), values, n)
     width = values.shape[-1]
     if values.device.type != "cpu" or width < 4 * n * _CHUNK:
         return Top(*values.topk(min(n, width), dim=-1))
@@ -79,6 +89,8 @@ def log_mass(
     ``at_N`` (int64) says which of the R positions; None is all of them. ``peak_N`` is the largest logit there;
     ``temperature_N`` None is 1, ``least_N`` None leaves nothing out.
     """
+    if has_torch_function_unary(logits_RV):
+        return handle_torch_function(log_mass, (logits_RV,), logits_RV, peak_N, temperature_N, least_N, at_N)
 
     def scale(logits_NV: Tensor, rows: slice) -> Tensor:
         """In place."""

@@ -172,8 +172,6 @@ def test_of_trees_it_counts_what_can_be_emitted() -> None:
         row.tokens += [1] * (stands + 1)
         strategy.commit([row])
     assert sum(machine.asked[-20:]) / 20 > 8
-    assert abs(strategy._rates.overall(0.5, 1.0) - 0.9) < 0.08
-    assert abs(strategy._bulk - 2) < 0.1
 
 
 def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
@@ -183,7 +181,7 @@ def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     prompts = [[1, 2, 3], [4], [5, 6]]
     wanted = [out.token_ids for out in llm.generate(prompts, params, k=0)]
     assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
-    assert not strategy._accounts
+    assert not strategy._rows
     for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks
 

@@ -238,7 +238,7 @@ def test_a_bad_word_never_comes_up(speaker: Path) -> None:
 
 
 def test_pieces_know_their_tokens(speaker: Path) -> None:
-    llm = LLM(speaker, speaker, dtype="float32", k=4)
+    llm = LLM(speaker, speaker, dtype="float32", k=4, prefix_reuse=False)
     params = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
     (out,) = llm.generate(["Hello"], params)
     stream = llm.stream("Hello", params)
@@ -301,7 +301,7 @@ def test_chat_goes_through_the_template(speaker: Path) -> None:
 
 
 def test_a_text_and_its_tokens_are_one_prompt(speaker: Path) -> None:
-    llm = LLM(speaker, dtype="float32")
+    llm = LLM(speaker, dtype="float32", prefix_reuse=False)
     assert llm.tokenizer is not None
     (text,), (ids,) = llm.generate("Hello", GREEDY), llm.generate([llm.tokenizer.encode("Hello")], GREEDY)
     assert text == ids and text.text == llm.tokenizer.decode(text.token_ids)

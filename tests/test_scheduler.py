@@ -236,6 +236,22 @@ def test_a_long_prompt_holds_up_neither_those_that_decode_nor_short_prompts() ->
     ]
 
 
+def test_a_drafter_takes_in_a_long_prompt_by_the_same_chunks() -> None:
+    scheduler = make_scheduler("levels", 60, 4, step_tokens=20)
+    asked = Asked((3, 1, 4, 1, 5) * 12)
+    row = asked.row()
+    scheduler.add(row)
+    assert scheduler.engine.strategy is not None
+    caches = scheduler.allocators()
+    sizes = []
+    while not row.generated:
+        scheduler.step()
+        sizes.append([cache.length(row.id) for cache in caches])
+    assert sizes == [[32, 32, 32], [60, 32, 32]]  # the last chunk gives the first token, and nothing waits for drafters
+    run(scheduler)
+    assert tuple(row.tokens[60:]) == alone("levels", asked)[0]
+
+
 def test_priority_goes_first_and_makes_others_wait() -> None:
     scheduler = make_scheduler("none", 20, 2, max_rows=1)
     low, high = Asked((1, 2, 3), max_tokens=10, priority=5).row(), Asked((4, 5), max_tokens=3).row()

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -135,12 +136,12 @@ class Forwards:
     def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
         """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
         one. Logits are part of it."""
-        greedy = getattr(self.model, "greedy", None)
-        if drafting and greedy is None:
-            return sum(self.seconds(1, context + n, 1) for n in range(tokens))
-        if drafting:
+        greedy: Callable[..., Any] | None = getattr(self.model, "greedy", None)
+        if drafting and greedy is not None:
             batch = self._batch(1, context, 1, tokens)
-            return self._timed(lambda: greedy(*batch, [tokens], [()]), 1)
+            return self._timed(partial(greedy, *batch, [tokens], [()]), 1)
+        if drafting:
+            return sum(self.seconds(1, context + n, 1) for n in range(tokens))
         batch = self._batch(rows, context, tokens, tokens)
         return self._timed(lambda: self.model.logits(self.model(*batch)), rows)
 

@@ -1,6 +1,6 @@
 """Where keys and values live: block tables of plain integers, and the paged tensors they index."""
 
 from fly.cache.allocator import BlockAllocator, OutOfBlocks
-from fly.cache.paged import DEFAULT_BYTES, PagedBatch, PagedKVCache
+from fly.cache.paged import DEFAULT_BYTES, PagedBatch, PagedKVCache, block_size_for
 
-__all__ = ["DEFAULT_BYTES", "BlockAllocator", "OutOfBlocks", "PagedBatch", "PagedKVCache"]
+__all__ = ["DEFAULT_BYTES", "BlockAllocator", "OutOfBlocks", "PagedBatch", "PagedKVCache", "block_size_for"]

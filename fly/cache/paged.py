@@ -6,7 +6,10 @@ G key/value heads, D head width, L layers, P pages, Z tokens a page.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import math
+import mmap
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +22,17 @@ from torch import Tensor
 from fly.cache.allocator import BlockAllocator
 from fly.models.config import LlamaConfig
 
-__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache"]
+__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache", "block_size_for"]
 
 
+_LARGE = 1 << 22  # bytes
 DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
+
+
+def block_size_for(device: torch.device | str) -> int:
+    """Tokens a page on a kind of device: few on the CPU, whose kernels find their way through any table, so that little
+    is left unused behind the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
+    return 4 if torch.device(device).type == "cpu" else 256
 
 
 class Cacheable(Protocol):
@@ -122,13 +132,26 @@ class PagedBatch:
                 yield alone
 
 
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU, memory that is taken as it is first written, in large pages where the system has any: a
+    sequence lies in many small ones, and finding them costs more time than reading them."""
+    size = math.prod(shape) * dtype.itemsize
+    if device.type != "cpu" or size < _LARGE:
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, size)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
 class PagedKVCache:
     """Keys and values of every layer in pages, and the allocator that says whose they are.
 
     Args:
         config: the model whose keys and values are stored.
         num_blocks: pages; one page holds ``block_size`` tokens of all layers.
-        block_size: tokens a page.
+        block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
         dtype, device: of the stored tensors.
 
     ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z.
@@ -138,10 +161,11 @@ class PagedKVCache:
         self,
         config: LlamaConfig,
         num_blocks: int,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> None:
+        block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.device = torch.device(device)
         shape = (
@@ -150,16 +174,15 @@ class PagedKVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.keys = torch.zeros(shape, dtype=dtype, device=device)
-        self.values = torch.zeros(shape, dtype=dtype, device=device)
+        self.keys, self.values = (_zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod
-    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int = 16) -> PagedKVCache:
+    def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
         """A cache of the model's dtype on its device, of at least ``tokens`` tokens over all sequences.
 
         None is eight full contexts, or as much of that as 4 GiB hold.
         """
-        dtype = getattr(model, "dtype", torch.float32)
+        dtype, block_size = getattr(model, "dtype", torch.float32), block_size or block_size_for(model.device)
         if tokens is None:
             affordable = DEFAULT_BYTES // cls.bytes_per_token(model.config, dtype)
             tokens = min(8 * model.config.max_position_embeddings, max(affordable, block_size))

@@ -1,315 +1,399 @@
-"""How much to draft: as much as pays, by measured costs and acceptance; nothing where nothing does."""
+"""How much to draft: as much as pays, by measured costs and acceptance; nothing where nothing does. Knows nothing of
+what a draft is made of."""
 
 from __future__ import annotations
 
 import math
-import statistics
 import time
-from bisect import bisect_left
-from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
-from fly.cache import BlockAllocator
-from fly.drafts.base import DraftStrategy
-from fly.engine import Runner
-from fly.models.tokenizer import Tokenizer
-from fly.types import Draft, Sequence, Target, depths
+from fly.drafts.base import DraftStrategy, Wrapper
+from fly.types import Draft, Sequence, Target
 
 __all__ = ["AdaptiveDraft"]
 
-_NEWS = 0.2  # weight of a new draft in the average size of trees
-_SAMPLES = 9  # measurements of a cost that are kept for a size
-_OLD = 100  # measurements after which one that was not repeated is forgotten
-_MEMORY = 500.0  # drafted tokens that the common acceptance rates look back on, about
-_ROW_MEMORY = 48.0  # the same for a row's own
-_PRIOR = 4.0  # drafted tokens that the common rate counts for beside a row's own
-_START = 2  # tokens a row drafts first; twice as many once they stand
-_KNOWN = 40  # drafted tokens after which the common rates are trusted with the first draft of a row
-_CREDIT = 6.0  # autoregressive steps of gain that a row may lose again
-_GRACE = 2.0  # autoregressive steps a row may lose before its account must be balanced
+_COSTS = 32.0  # measurements that a cost looks back on, about
+_PAUSE = 3.0  # a measurement counts for at most so many times what was expected
+_AGAIN = 64  # rounds after which decoding without a draft is measured again; sooner while it was measured seldom
+_COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on, about
+_OWN = 100.0  # the same for a row's own
+_HOPE = 0.9  # chance that a drafted token stands, while nothing is known
+_PRIOR = 4.0  # drafted tokens for which that counts
+_OTHERS = 20.0  # drafted tokens for which all rows count beside a row's own
+_ASTRAY = 0.05  # chance that a token stands where the strategy has lost the thread
+_FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
+_FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
+_SURE = 5.0  # the odds stay within this, so that a text may change
+_LATE = 16  # tokens by which a text has grown before a drafter that has not seen them has to catch up
+_REST = 64  # rounds that a row may go on before it is thought about again
+# In rounds without a draft:
+_ONCE = 4.0  # what may be lost by finding out what a strategy is worth
+_GIFT = 0.02  # share of gains that may be spent on probes
+_CREDIT = 12.0  # gain that may be lost again
 
 
-class _Costs:
-    """Seconds by size, as measured lately: straight lines between sizes, half as steep beyond them.
-
-    A measurement may be far too large (a pause of the machine, a text to catch up on) and then keep its own size from
-    being tried again, so it counts for as little as can be: the median of a size's last few, the least of one or two;
-    no more than any larger size takes; and nothing once it is old.
-    """
+class _Plain:
+    """Seconds of a round without a draft, for one number of rows."""
 
     def __init__(self) -> None:
-        self._samples: dict[int, deque[float]] = {}
-        self._seen: dict[int, int] = {}
+        self.seconds, self.since = 0.0, 0
+        self._first: list[float] = []
         self._count = 0
-        self._known: list[tuple[int, float]] | None = None  # sizes with their seconds, both ascending
 
-    def add(self, size: int, seconds: float) -> None:
-        self._count += 1
-        self._samples.setdefault(size, deque(maxlen=_SAMPLES)).append(seconds)
-        self._seen[size] = self._count
-        self._known = None
-
-    def knows(self, size: int) -> bool:
-        return size in self._samples
+    def add(self, seconds: float) -> None:
+        self._count, self.since = self._count + 1, 0
+        if self._count <= 3:  # a pause of the machine must not stand for it: the least of two, the middle one of three
+            self._first = sorted([*self._first, seconds])
+            self.seconds = self._first[(self._count - 1) // 2]
+        else:
+            self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self._count, 0.1)
 
     @property
-    def measured(self) -> bool:
-        """Whether anything was."""
-        return bool(self._samples)
-
-    def __call__(self, size: int) -> float:
-        """Seconds to expect; 0 while nothing was measured."""
-        if self._known is None:
-            self._known = self._summary()
-        known = self._known
-        if not known:
-            return 0.0
-        at = bisect_left(known, (size, 0.0))
-        if at == len(known):
-            (first, least), (last, most) = known[0], known[-1]
-            slope = (most - least) / (last - first) if last > first else 0.0
-            return most + slope / 2 * (size - last)
-        if at == 0 or known[at][0] == size:
-            return known[at][1]
-        (low, before), (high, after) = known[at - 1], known[at]
-        return before + (after - before) * (size - low) / (high - low)
-
-    def _summary(self) -> list[tuple[int, float]]:
-        smallest = min(self._samples, default=0)
-        for size in [s for s, seen in self._seen.items() if seen < self._count - _OLD and s != smallest]:
-            del self._samples[size], self._seen[size]
-        known: list[tuple[int, float]] = []
-        least = math.inf
-        for size in sorted(self._samples, reverse=True):
-            samples = self._samples[size]
-            least = min(least, statistics.median(samples) if len(samples) > 2 else min(samples))
-            known.append((size, least))
-        return known[::-1]
+    def due(self) -> bool:
+        return self.since >= min(_AGAIN, 8 * self._count)
 
 
-@dataclass
+class _Line:
+    """Seconds of what drafting takes, by its size: a straight line ``start + slope · size`` through what was measured
+    lately, by least squares.
+
+    Where only one size was measured that says nothing of the slope. Either it is all slope (``through_zero``, as of a
+    model that drafts token by token) or none (as of a forward that reads all weights whatever it is for): by a
+    measurement of 0 seconds at size 0, or a penalty on the slope, that count for one measurement.
+    """
+
+    def __init__(self, through_zero: bool = True) -> None:
+        self.start = self.slope = 0.0
+        self.count = 0
+        self._zero, self._flat = float(through_zero), float(not through_zero)
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def __call__(self, size: float) -> float:
+        return self.start + self.slope * size
+
+    def add(self, size: float, seconds: float, base: float) -> float:
+        """Learn from a measurement beside a round of ``base`` seconds. Returns what it counts for: a pause of the
+        machine is no cost of the size, and first times are long ones."""
+        expected = self(size)
+        seconds = min(seconds, _PAUSE * (expected + base) - base)
+        if self.count < 3 and expected > 0 and seconds + base < (expected + base) / 2:
+            self._y *= max(seconds, 0.0) / expected
+            self._xy *= max(seconds, 0.0) / expected
+        self.count += 1
+        keep = 1 - 1 / _COSTS
+        self._weight = keep * self._weight + 1
+        self._x = keep * self._x + size
+        self._y = keep * self._y + seconds
+        self._xx = keep * self._xx + size * size
+        self._xy = keep * self._xy + size * seconds
+        weight = self._weight + self._zero
+        spread = weight * (self._xx + self._flat) - self._x * self._x
+        self.slope = max((weight * self._xy - self._x * self._y) / spread, 0.0)
+        self.start = (self._y - self.slope * self._x) / weight
+        if self.start < 0:
+            self.start, self.slope = 0.0, max(self._xy / self._xx, 0.0)
+        return seconds
+
+
 class _Rates:
-    """Decayed counts: at each position of a draft, how often a token was tried and how often it stood."""
+    """How often a token stood, by its position in the draft and in all; what is long past counts for little."""
 
-    memory: float
-    tried: list[float] = field(default_factory=list)
-    stood: list[float] = field(default_factory=list)
+    def __init__(self) -> None:
+        self.tried: list[float] = []
+        self.stood: list[float] = []
+        self.overall = _HOPE
+        self._sums = 0.0, 0.0
+        self._weight = 1.0  # of the newest: growing instead of letting all others shrink
 
-    def add(self, drafted: int, accepted: int) -> None:
-        keep = 1 - min(drafted, accepted + 1) / self.memory
-        self.tried = [count * keep for count in self.tried]
-        self.stood = [count * keep for count in self.stood]
-        missing = drafted - len(self.tried)
-        if missing > 0:
+    def add(self, asked: int, accepted: int, share: float) -> None:
+        """Learn from a draft, of which ``share`` counts."""
+        reached = min(asked, accepted + 1)
+        self._weight *= 1 + share * reached / _COMMON
+        if self._weight > 1e9:
+            self.tried = [count / self._weight for count in self.tried]
+            self.stood = [count / self._weight for count in self.stood]
+            self._sums = self._sums[0] / self._weight, self._sums[1] / self._weight
+            self._weight = 1.0
+        if (missing := asked - len(self.tried)) > 0:
             self.tried += [0.0] * missing
             self.stood += [0.0] * missing
-        for position in range(min(drafted, accepted + 1)):
-            self.tried[position] += 1
-            self.stood[position] += position < accepted
+        weight, tried, stood = self._weight * share, self.tried, self.stood
+        for position in range(accepted):
+            tried[position] += weight
+            stood[position] += weight
+        if accepted < asked:
+            tried[accepted] += weight
+        sum_tried, sum_stood = self._sums
+        self._sums = sum_tried, sum_stood = sum_tried + reached * weight, sum_stood + accepted * weight
+        sum_tried, sum_stood = self._sums
+        prior = _PRIOR * self._weight
+        self.overall = (sum_stood + prior * _HOPE) / (sum_tried + prior)
 
-    def overall(self, default: float, weight: float) -> float:
-        """Share of tried tokens that stood, with ``weight`` more of which the share ``default`` did."""
-        return (sum(self.stood) + weight * default) / (sum(self.tried) + weight)
+    def reach(self, chance: float, rate: float, most: int) -> list[float]:
+        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens do
+        at ``rate`` and else none does: each in the proportion in which its position stands to the others in all rows.
+        """
+        found = []
+        common, prior = self.overall, _PRIOR * self._weight
+        known = len(self.tried)
+        for position in range(most):
+            if position < known:
+                here = (self.stood[position] + prior * common) / (self.tried[position] + prior)
+                chance *= min(rate * here / common, 1.0)
+            else:
+                chance *= rate
+            found.append(chance)
+        return found
 
 
 @dataclass
-class _Account:
-    """What drafting has cost and brought a row, in seconds, against decoding without it."""
+class _Row:
+    """What is known of a row."""
 
-    rates: _Rates = field(default_factory=lambda: _Rates(_ROW_MEMORY))
-    most: int = _START  # doubled when a draft of this length stands
-    elapsed: float = 0.0
-    lost: float = 0.0  # negative where drafting gained
+    doubt: float  # ln of the odds that the strategy is astray there
+    tried: float = 0.0  # drafted tokens, those long past for little
+    stood: float = 0.0
     rest: int = 0  # rounds for which nothing needs to be thought about
-    drafted_last: bool = False
+    seen: int = 0  # its tokens when it was last drafted for
+
+    def add(self, asked: int, accepted: int, common: float) -> None:
+        reached = min(asked, accepted + 1)
+        keep = _OWN / (_OWN + reached)
+        self.tried = keep * self.tried + reached
+        self.stood = keep * self.stood + accepted
+        common = min(max(common, 2 * _ASTRAY), _FOLLOWS)
+        if accepted:
+            self.doubt = max(self.doubt + accepted * math.log(_ASTRAY / common), -_SURE)
+        if accepted < asked:
+            self.doubt = min(self.doubt + math.log((1 - _ASTRAY) / (1 - common)), _SURE)
+
+    def rate(self, common: float) -> float:
+        """Chance that a drafted token stands if the strategy is not astray."""
+        return (self.stood + _OTHERS * common) / (self.tried + _OTHERS)
+
+    @property
+    def trust(self) -> float:
+        """Chance that it is not."""
+        return 1 / (1 + math.exp(self.doubt))
 
 
-class AdaptiveDraft(DraftStrategy):
+@dataclass
+class _Round:
+    """A round that is not over yet."""
+
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # id, tokens before, how many were asked for
+    drafting: float = 0.0  # seconds
+    end: float = 0.0  # when drafting was over
+    verified: int = 0  # drafted tokens
+
+
+class AdaptiveDraft(Wrapper):
     """Goodput (TurboSpec, arXiv 2406.14066): of each draft propose as many tokens as maximise the expected number of
     emitted tokens per second, none included.
 
-    Everything is measured online: seconds of a proposal by its length, seconds from a proposal to its commit (the
-    verification) by the number of tokens in it, and how often a token stands by its position, for all rows and for
-    each row. With reach(b, j) the estimated chance that row b's first j drafted tokens all stand, the lengths maximise
+    Everything is measured online: seconds of a round without a draft; what a draft adds by its length, and its tokens
+    to the verification by their number; what a drafter that sat out takes to catch up with a text, by its length; and
+    how often a token stands by its position, for all rows and for each row. With reach(b, j) the estimated chance that
+    row b's first j drafted tokens all stand, the lengths maximise
 
-        (B + sum over rows and positions drafted of reach) / (draft seconds + verification seconds).
+        (B + sum over rows and positions drafted of reach) / (plain round + drafting + its verification).
 
-    The promise: a row that no drafter predicts loses at most a share ``loss`` of its time, and two steps, against
-    decoding without a draft. Every row has an account of what drafting has cost it, and once that exceeds the promise
-    it drafts no more, except for probes the account can pay for.
+    A token that was asked for and not proposed counts as one that did not stand, and of what is asked for, the share
+    that is proposed is measured too (above 1 in trees): the strategy may end a draft where it likes.
+
+    A row may be one where the strategy has lost the thread, whatever it does in others: the odds of that, by what
+    stood there lately, are weighed in.
+
+    The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
+    draft, and once four rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
+    of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. In a round in which no
+    row is due for one, the strategy does not hear of anything, since even listening takes time.
 
     Args:
         strategy: who proposes.
-        loss: largest share of a row's time that may be lost by drafting in vain.
-        clock: gives seconds; for tests.
+        loss: largest share of time that may be lost by drafting in vain.
+        clock: gives seconds; where ranks share the work, all go by one.
     """
 
     learns = True
 
     def __init__(
-        self, strategy: DraftStrategy, loss: float = 0.01, clock: Callable[[], float] = time.perf_counter
+        self, strategy: DraftStrategy, loss: float = 0.005, clock: Callable[[], float] = time.perf_counter
     ) -> None:
+        super().__init__([strategy])
         if not 0 <= loss < 1:
             raise ValueError(f"loss {loss} must be in [0, 1)")
-        self.strategy, self.loss, self._clock = strategy, loss, clock
-        self.vocab_size, self.context, self.spare = strategy.vocab_size, strategy.context, strategy.spare
-        self.tokenizer: Tokenizer | None = strategy.tokenizer
-        self._drafting, self._verifying = _Costs(), _Costs()
-        self._rates = _Rates(_MEMORY)
-        self._accounts: dict[int, _Account] = {}
-        self._bulk = 1.0  # tokens verified for each that can be emitted: more than one in trees
-        # begin and end of the proposal, tokens verified, and of each row its id, its length and what can be emitted
-        self._round: tuple[float, float, int, list[tuple[int, int, int]]] | None = None
-
-    def attach(self, target: Runner) -> None:
-        self.strategy.attach(target)
+        self.strategy, self.loss, self.clock = strategy, loss, clock
+        self._plain: dict[int, _Plain] = {}  # by the number of rows
+        self._drafting, self._verifying, self._catching_up = _Line(), _Line(through_zero=False), _Line()
+        self._longest = 1  # draft that was asked for and verified
+        self._share = 1.0  # tokens proposed for each that was asked for
+        self._rates = _Rates()
+        self._balance = 0.0  # seconds gained by drafting, and allowed to be lost
+        self._pot = 0.0  # seconds that may be spent on probes
+        self._rows: dict[int, _Row] = {}
+        self._astray = _FEAR  # share of the latest rows in which the strategy was at the end
+        self._round: _Round | None = None
+        self._resting = False
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        known = sum(self._rates.tried) >= _KNOWN
-        for row, most in zip(rows, max_len):
-            if row.id not in self._accounts:
-                self._accounts[row.id] = _Account(most=max(most, _START) if known else _START)
-        accounts = [self._accounts[row.id] for row in rows]
-        begin = self._clock()
-        if all(account.rest > 0 for account in accounts):
-            for account in accounts:
-                account.rest -= 1
-            lengths = [0] * len(rows)
-        else:
-            lengths = self._lengths(accounts, max_len)
-        if not any(lengths):
-            draft = Draft.empty(len(rows))
-        else:
+        known = [self._rows.get(row.id) or self._new(row) for row in rows]
+        count = len(known)
+        self._resting = all(row.rest for row in known)
+        if self._resting:
+            for row in known:
+                row.rest -= 1
+            if count in self._plain:
+                base = self._plain[count].seconds
+                self._book(base, 0.0, base)
+            return Draft.empty(count)
+        begin = self.clock()
+        behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
+        lengths = self._lengths(known, behind, max_len)
+        this = self._round = _Round()
+        if longest := max(lengths):
             draft = self.strategy.propose(rows, lengths)
-        counts, proposed = draft.lengths_B.tolist(), draft.lengths_B.tolist()
-        if draft.parents_BK is not None:  # of a tree, its longest path is what can be emitted
-            trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), counts)]
-            proposed = [max((depth + 1 for depth in depths(tree)), default=0) for tree in trees]
-        end = self._clock()
-        # A drafter that sat out a while has text to catch up on; that is no cost of the length.
-        if any(proposed) and all(account.drafted_last for account, n in zip(accounts, proposed) if n):
-            self._drafting.add(max(proposed), end - begin)
-        for account, n in zip(accounts, proposed):
-            account.drafted_last = n > 0
-        if any(proposed):
-            self._bulk += _NEWS * (sum(counts) / sum(proposed) - self._bulk)
-        self._round = (
-            begin,
-            end,
-            len(rows) + sum(counts),
-            [(row.id, len(row.tokens), n) for row, n in zip(rows, proposed)],
-        )
+            this.verified = sum(draft.lengths_B.tolist())
+            if this.verified:
+                self._longest = max(self._longest, longest)
+            self._share += (this.verified / sum(lengths) - self._share) / _COSTS
+        else:
+            draft = Draft.empty(count)
+        for row, own, n in zip(known, rows, lengths):
+            if n:
+                row.seen = len(own.tokens)
+            this.rows.append((own.id, len(own.tokens), n))
+        this.end = self.clock()
+        this.drafting = this.end - begin
+        if not all(own.generated for own in rows):  # the time that a prompt takes teaches nothing
+            self._round = None
+            return draft
+        if longest:
+            base = self._plain[count].seconds
+            missed = sum(late for late, n in zip(behind, lengths) if n)
+            if not missed:
+                this.drafting = self._drafting.add(longest, this.drafting, base)
+            elif self._drafting.count:
+                usual = self._drafting(longest)
+                this.drafting = usual + self._catching_up.add(missed, this.drafting - usual, base)
         return draft
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """Whether these rows will be drafted for is not known yet."""
+
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
-        self.strategy.observe(rows, draft, target)
+        if not self._resting:
+            super().observe(rows, draft, target)
 
     def commit(self, rows: Rows[Sequence]) -> None:
+        if self._resting:
+            self._resting = False
+            return
         if self._round is not None:
-            self._settle(rows, *self._round)
+            self._settle(rows, self._round)
             self._round = None
-        self.strategy.commit(rows)
+        super().commit(rows)
 
     def release(self, row: Sequence) -> None:
-        self._accounts.pop(row.id, None)
-        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round[-1]):
-            self._round = None
-        self.strategy.release(row)
+        if (known := self._rows.pop(row.id, None)) is not None and known.tried:
+            self._astray += ((known.trust < 0.5) - self._astray) / 4
+        super().release(row)
 
-    def allocators(self) -> list[BlockAllocator]:
-        return self.strategy.allocators()
+    def _new(self, row: Sequence) -> _Row:
+        astray = min(max(self._astray, _FEAR), 1 - _FEAR)
+        known = self._rows[row.id] = _Row(math.log(astray / (1 - astray)))
+        return known
 
-    def bytes_per_token(self) -> int:
-        return self.strategy.bytes_per_token()
-
-    def reserve(self, tokens: int) -> None:
-        self.strategy.reserve(tokens)
-
-    def _settle(
-        self, rows: Rows[Sequence], begin: float, end: float, size: int, round_: list[tuple[int, int, int]]
-    ) -> None:
+    def _settle(self, rows: Rows[Sequence], this: _Round) -> None:
         """Learn from a round that is over."""
-        now = self._clock()
-        count = len(round_)
-        self._verifying.add(size, now - end)
-        # By the averages: a pause of the machine is nobody's fault.
-        share, alone = (end - begin + self._verifying(size)) / count, self._verifying(count) / count
-        lengths = {row.id: len(row.tokens) for row in rows}
-        for id_, before, proposed in round_:
-            account, emitted = self._accounts.get(id_), lengths.get(id_, before) - before
-            if account is None or emitted < 1:
-                continue
-            account.elapsed += share
-            # Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later.
-            account.lost = max(-_CREDIT * alone, account.lost + share - emitted * alone)
-            if proposed:
-                accepted = min(emitted - 1, proposed)
-                self._rates.add(proposed, accepted)
-                account.rates.add(proposed, accepted)
-                if accepted == proposed >= account.most:
-                    account.most *= 2
+        seconds = self.clock() - this.end
+        after = {row.id: row for row in rows}
+        if any(id_ not in after or len(after[id_].tokens) <= before for id_, before, _ in this.rows):
+            return  # it was given up
+        count = len(this.rows)
+        plain = self._plain.setdefault(count, _Plain())
+        if not this.verified:
+            plain.add(seconds)
+            seconds = plain.seconds
+        else:
+            plain.since += 1
+            extra = self._verifying.add(this.verified, seconds - plain.seconds, plain.seconds)
+            seconds = plain.seconds + extra
+        total = 0
+        for id_, before, asked in this.rows:
+            own = after[id_]
+            emitted = len(own.tokens) - before
+            total += emitted
+            if asked and own.finish_reason is None:  # the end of a row cuts off what would have stood
+                accepted = min(emitted - 1, asked)
+                known = self._rows[id_]
+                self._rates.add(asked, accepted, known.trust)  # what is astray says nothing of the others
+                known.add(asked, accepted, self._rates.overall)
+        elapsed = this.drafting + seconds
+        self._book(elapsed, total / count * plain.seconds - elapsed, plain.seconds)
 
-    def _lengths(self, accounts: list[_Account], max_len: Rows[int]) -> list[int]:
+    def _book(self, elapsed: float, gained: float, base: float) -> None:
+        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later."""
+        self._balance = min(self._balance + self.loss * elapsed + gained, _CREDIT * base)
+        self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _ONCE * base)
+
+    def _lengths(self, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
-        count = len(accounts)
-        if not self._verifying.knows(count):  # what everything is held against is measured first
+        count = len(known)
+        plain = self._plain.get(count)
+        if plain is None or plain.due:  # what everything is held against
             return [0] * count
-        step = self._verifying(count) / count
-        common = self._rates.overall(0.8, _PRIOR)
-        positions = []  # (reach, row, position): the chance that a token and all before it stand
-        probes = []
-        for b, (account, most) in enumerate(zip(accounts, max_len)):
-            allowed = self.loss * account.elapsed
-            rate = account.rates.overall(common, _PRIOR)
-            # A draft that may fail must not cost the row more than is promised.
-            afford = allowed + _GRACE * step - account.lost
-            most = min(most, account.most)
-            while most and (1 - rate) * self._price(count, most) / count > afford:
-                most //= 2
-            reach = 1.0
-            for position in range(most):
-                reach *= self._at(position, rate, common)
-                positions.append((reach, b, position))
-            if max(account.lost, 0.0) + self._price(count, 2) / count <= allowed and max_len[b]:
-                probes.append(b)
-        positions.sort(key=lambda entry: (-entry[0], entry[2]))
-        lengths, best = [0] * count, [0] * count
-        value, most_value, emitted = 0.0, count / max(self._verifying(count), 1e-9), float(count)
-        for number, (reach, b, position) in enumerate(positions, start=1):
-            emitted += reach
+        if not self._drafting.count:  # until there is a draft without catching up in it
+            return [min(1, most) for most in max_len]
+        base, rates = plain.seconds, self._rates
+        start = self._drafting.start + self._verifying.start
+        each, verify = self._drafting.slope, self._verifying.slope * self._share
+        every = each + verify * count  # what one more token in every row takes
+        spare = self._balance + _ONCE * base - start
+        places = []  # minus the chance that a token and all before it stand, its position, its row
+        for b, (row, late, most) in enumerate(zip(known, behind, max_len)):
+            if row.rest:
+                row.rest -= 1
+                continue
+            most = min(most, 4 * self._longest)  # how costs go on beyond what was measured nobody knows
+            budget = spare - self._late(late)
+            if budget < every * most:
+                most = max(0, int(budget / every))
+            for position, chance in enumerate(rates.reach(row.trust, row.rate(rates.overall), most)):
+                places.append((-chance, position, b))
+        if count > 1:
+            places.sort()
+        emitted, best_value, best, longest = float(count), count / base, 0, 0
+        for number, (negative, position, _) in enumerate(places, start=1):
+            emitted -= negative
+            longest = max(longest, position + 1)
+            value = emitted / (base + start + each * longest + verify * number)
+            if value > best_value:
+                best_value, best = value, number
+        lengths = [0] * count
+        for _, position, b in places[:best]:
             lengths[b] = position + 1
-            value = emitted / max(
-                self._drafting(max(lengths)) + self._verifying(count + round(number * self._bulk)), 1e-9
-            )
-            if value > most_value:
-                most_value, best = value, list(lengths)
-        for b in probes:
-            best[b] = max(best[b], min(2, max_len[b]))
-        for b, account in enumerate(accounts):
-            if account.drafted_last and max_len[b] and not self._drafting.measured:
-                best[b] = max(best[b], 1)  # once, so that there is a cost without catching up in it
-        if not any(best):
-            # Nothing changes until some account can pay for a probe again.
-            price = self._price(count, 2) / count
-            for account in accounts:
-                short = (max(account.lost, 0.0) + price) / max(self.loss, 1e-9) - account.elapsed
-                account.rest = max(4, min(64, int(short / max(step, 1e-9))))
-        return best
+        if not best and self._drafting.count < 3:  # perhaps the machine paused when it was measured
+            return [min(1, most) for most in max_len]
+        if not best:
+            self._probe(known, behind, max_len, lengths, start + 2 * every, base)
+        return lengths
 
-    def _at(self, position: int, rate: float, common: float) -> float:
-        """Chance that the token at a position stands if those before it do: the row's rate, in the proportion that the
-        position has to the others in all rows."""
-        if position >= len(self._rates.tried) or self._rates.tried[position] < 1:
-            return min(rate, 1.0)
-        here = (self._rates.stood[position] + _PRIOR * common) / (self._rates.tried[position] + _PRIOR)
-        return min(rate * here / max(common, 1e-9), 1.0)
+    def _late(self, tokens: int) -> float:
+        """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
+        return self._catching_up(tokens) if tokens and self._catching_up.count >= 3 else 0.0
 
-    def _price(self, count: int, length: int) -> float:
-        """Seconds that a draft in vain costs a batch."""
-        return (
-            self._drafting(length)
-            + self._verifying(count + round(count * length * self._bulk))
-            - self._verifying(count)
-        )
+    def _probe(
+        self, known: list[_Row], behind: list[int], max_len: Rows[int], lengths: list[int], price: float, base: float
+    ) -> None:
+        """Where nothing pays: two tokens in a row that the pot can pay for, or a rest until it can."""
+        for b, (row, late) in enumerate(zip(known, behind)):
+            cost = price + self._late(late)
+            pot = min(self._pot, self._balance + _ONCE * base)
+            if cost <= pot and max_len[b]:
+                lengths[b] = min(2, max_len[b])
+                self._pot -= cost
+                return
+            row.rest = min(_REST, int((cost - pot) / max(self.loss * base, 1e-12)))

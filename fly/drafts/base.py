@@ -16,7 +16,7 @@ from fly.types import Draft, Sequence, Target
 if TYPE_CHECKING:
     from fly.engine import Runner
 
-__all__ = ["DraftStrategy", "pad", "pad_trees", "until_end"]
+__all__ = ["DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
 
 
 class DraftStrategy(ABC):
@@ -38,6 +38,10 @@ class DraftStrategy(ABC):
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """The target takes in each row up to its first so many tokens, of a prompt that comes in by chunks. A strategy
+        may do the same, so that it need not take in all at once when it first drafts. The default waits until then."""
+
     @abstractmethod
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
@@ -51,7 +55,9 @@ class DraftStrategy(ABC):
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
 
     def commit(self, rows: Rows[Sequence]) -> None:
-        """The rows' tokens are now the truth: roll own state back to it. The default has no state."""
+        """The rows' tokens are now the truth: roll own state back to it. The default has no state.
+
+        Called after every round in which something was asked of it, and at times after others."""
 
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
@@ -67,6 +73,49 @@ class DraftStrategy(ABC):
 
     def reserve(self, tokens: int) -> None:
         """How many tokens its caches are to hold, unless they have a size of their own; called before ``attach``."""
+
+
+class Wrapper(DraftStrategy):
+    """A strategy over others, its ``members``: what concerns them all is passed on to each. With a single one it has
+    its vocabulary and its limits."""
+
+    def __init__(self, members: Rows[DraftStrategy]) -> None:
+        self.members = list(members)
+        if len(self.members) == 1:
+            (member,) = self.members
+            self.vocab_size, self.tokenizer = member.vocab_size, member.tokenizer
+            self.context, self.spare = member.context, member.spare
+
+    def attach(self, target: Runner) -> None:
+        for member in self.members:
+            member.attach(target)
+
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        for member in self.members:
+            member.prefill(parts)
+
+    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+        """Every member hears of the whole block: what the target said of it is true whoever proposed it."""
+        for member in self.members:
+            member.observe(rows, draft, target)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        for member in self.members:
+            member.commit(rows)
+
+    def release(self, row: Sequence) -> None:
+        for member in self.members:
+            member.release(row)
+
+    def allocators(self) -> list[BlockAllocator]:
+        return [allocator for member in self.members for allocator in member.allocators()]
+
+    def bytes_per_token(self) -> int:
+        return sum(member.bytes_per_token() for member in self.members)
+
+    def reserve(self, tokens: int) -> None:
+        for member in self.members:
+            member.reserve(tokens)
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:

@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from fly.cache import BlockAllocator
-from fly.drafts.base import DraftStrategy, pad
+from fly.drafts.base import DraftStrategy, Wrapper, pad
 from fly.engine import common_prefix
 from fly.sampling import derive
-from fly.types import Draft, Sequence, Target
+from fly.types import Draft, Sequence
 
 if TYPE_CHECKING:
-    from fly.engine import Runner
+    pass
 
 __all__ = ["RelayDraft", "UnionDraft"]
 
@@ -32,8 +31,8 @@ class _Piece:
     law_NV: Tensor | None  # that each was drawn from; None = deterministic
 
 
-class _Combined(DraftStrategy):
-    """Passes on to all its ``members`` what concerns them all."""
+class _Combined(Wrapper):
+    """Chains of several strategies that speak one vocabulary, made into one."""
 
     def __init__(self, members: Rows[DraftStrategy]) -> None:
         name = type(self).__name__
@@ -51,39 +50,12 @@ class _Combined(DraftStrategy):
             raise ValueError(
                 f"the strategies of {name} have different tokenizers: the same id would mean different text"
             )
-        self.members = list(members)
+        super().__init__(members)
         self.vocab_size = sizes[0] if sizes else None
         self.tokenizer = tokenizers[0] if tokenizers else None
         # Each stops by itself at its own context, so the longest counts.
         contexts = [member.context for member in members if member.context is not None]
         self.context = max(contexts) if len(contexts) == len(members) else None
-
-    def attach(self, target: Runner) -> None:
-        for member in self.members:
-            member.attach(target)
-
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
-        """Every member hears of the whole block: what the target said of it is true whoever proposed it."""
-        for member in self.members:
-            member.observe(rows, draft, target)
-
-    def commit(self, rows: Rows[Sequence]) -> None:
-        for member in self.members:
-            member.commit(rows)
-
-    def release(self, row: Sequence) -> None:
-        for member in self.members:
-            member.release(row)
-
-    def allocators(self) -> list[BlockAllocator]:
-        return [allocator for member in self.members for allocator in member.allocators()]
-
-    def bytes_per_token(self) -> int:
-        return sum(member.bytes_per_token() for member in self.members)
-
-    def reserve(self, tokens: int) -> None:
-        for member in self.members:
-            member.reserve(tokens)
 
     def _ask(self, member: DraftStrategy, rows: Rows[Sequence], max_len: Rows[int]) -> list[_Piece]:
         draft = member.propose(rows, max_len)

@@ -6,7 +6,9 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 
@@ -14,15 +16,15 @@ import torch
 from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
-from fly.cache import BlockAllocator, PagedKVCache
-from fly.drafts.base import DraftStrategy, pad, until_end
+from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, constrain, constrains, derive, draw, uniforms
-from fly.types import Draft, Guarantee, Sequence, Target
+from fly.types import Draft, Guarantee, Sequence
 from fly.vocabulary import argmax
 
 __all__ = ["CascadeDraft", "SingleDraft"]
@@ -45,6 +47,7 @@ class SingleDraft(DraftStrategy):
             stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
+        load: what loads it: ``load(directory, dtype, device)``.
     """
 
     def __init__(
@@ -56,16 +59,18 @@ class SingleDraft(DraftStrategy):
         confidence: float = 0.0,
         entropy: float = math.inf,
         cache_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        load: Callable[..., Model] = load_model,
     ) -> None:
         self._set_limits(k, confidence, entropy)
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            model = compiled(load_model(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels)
+            model = loaded
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)
             control |= self.tokenizer.control_ids if self.tokenizer else frozenset()
@@ -123,6 +128,16 @@ class SingleDraft(DraftStrategy):
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft)
         return level
+
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        left = [(row, min(end, self.context) - len(self.runner.begin(row))) for row, end in parts if row.k]
+        if left := [(row, n) for row, n in left if n > 0]:
+            # without room for it now, the row is caught up with when it is drafted for
+            with suppress(OutOfBlocks), torch.inference_mode():
+                self.runner.feed([], [], prefill=left)
+                self.runner.commit(row for row, _ in left)
+        if self.draft is not None:
+            self.draft.prefill(parts)
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         most = [
@@ -253,7 +268,7 @@ class SingleDraft(DraftStrategy):
         return laws, surely
 
 
-class CascadeDraft(DraftStrategy):
+class CascadeDraft(Wrapper):
     """Levels that draft for one another, cheapest first: ``CascadeDraft([NGramDraft(), SingleDraft(small)])`` is
     FLy's multi-level acceleration (arXiv 2511.22972, section 3.3), to any depth.
 
@@ -274,30 +289,8 @@ class CascadeDraft(DraftStrategy):
                     "only a SingleDraft can verify a level below it"
                 )
             top = level.over(top)
+        super().__init__([top])
         self.top = top
-        self.vocab_size, self.context, self.tokenizer = top.vocab_size, top.context, top.tokenizer
-        self.spare = top.spare
-
-    def attach(self, target: Runner) -> None:
-        self.top.attach(target)
-
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
-        self.top.observe(rows, draft, target)
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
-
-    def commit(self, rows: Rows[Sequence]) -> None:
-        self.top.commit(rows)
-
-    def release(self, row: Sequence) -> None:
-        self.top.release(row)
-
-    def bytes_per_token(self) -> int:
-        return self.top.bytes_per_token()
-
-    def reserve(self, tokens: int) -> None:
-        self.top.reserve(tokens)
-
-    def allocators(self) -> list[BlockAllocator]:
-        return self.top.allocators()

@@ -9,6 +9,7 @@ import ast
 import inspect
 import os
 import re
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from functools import cache
 from importlib.metadata import entry_points
@@ -29,6 +30,7 @@ from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
 from fly.errors import explain, import_object
+from fly.models import load_model
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["CLASS_PATH", "draft_types", "parse_draft"]
@@ -79,6 +81,7 @@ def parse_draft(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
+    load: Callable[..., Any] = load_model,
 ) -> DraftStrategy | None:
     """The strategy a text describes; None for ``none``::
 
@@ -100,15 +103,16 @@ def parse_draft(
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names that
-            the text does not give.
+        dtype, device, kernels, load: how checkpoints are loaded and run; for every class with parameters of these names
+            that the text does not give.
 
     Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
     choices.
     """
     if text.strip() == "none":
         return None
-    reader = _Reader(text, trusted, {"dtype": dtype, "device": device, "kernels": kernels})
+    options = {"dtype": dtype, "device": device, "kernels": kernels, "load": load}
+    reader = _Reader(text, trusted, options)
     if text.strip() not in draft_types() and os.path.isdir(text):
         return reader.checkpoint(text)
     return reader.strategy(reader.parse())

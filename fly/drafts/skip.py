@@ -141,6 +141,9 @@ class LayerSkipDraft(SingleDraft):
             self.runner.commit(drafted)  # back to what the target knows of
             self.runner.forget(drafted)
 
+    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+        """The cache is the target's, which takes in its prompts itself."""
+
     def commit(self, rows: Rows[Sequence]) -> None:
         """The cache is the target's, which rolls it back itself."""
 

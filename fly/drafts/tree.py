@@ -6,16 +6,19 @@ Shape legend: B rows, J places of a row, V vocabulary, W candidates for a place.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
 from fly.engine import Model
+from fly.models import load_model
 from fly.sampling import constrain
 from fly.types import Draft, Sequence, Target
 from fly.vocabulary import top
@@ -65,25 +68,19 @@ class TreeDraft(SingleDraft):
         branching: Rows[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
-        block_size: int = 16,
+        block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
+        load: Callable[..., Model] = load_model,
     ) -> None:
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
                 raise ValueError(f"{name} {value} must be at least 1")
         if branching is not None and (not branching or min(branching) < 1):
             raise ValueError(f"branching {branching} must name at least one candidate for each level")
-        super().__init__(
-            model,
-            k=k,
-            cache_tokens=cache_tokens,
-            block_size=block_size,
-            dtype=dtype,
-            device=device,
-            kernels=kernels,
-        )
+        options: dict[str, Any] = {"block_size": block_size, "dtype": dtype, "device": device}
+        super().__init__(model, k=k, cache_tokens=cache_tokens, kernels=kernels, load=load, **options)
         self.nodes, self.depth, self.width = nodes, depth, width
         self.branching = None if branching is None else tuple(branching)
         if self.branching is not None:

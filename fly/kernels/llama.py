@@ -12,7 +12,7 @@ import ctypes
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -36,20 +36,23 @@ def _refusal(model: Llama) -> str | None:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _TYPES]}, not {model.dtype}"
     if model.config.head_dim > _WIDEST_HEAD:
         return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "compiled kernels know nothing of hooks, which this model has (as one that several ranks share does)"
     return None
 
 
-def compiled(model: Llama, kernels: str = "auto") -> Llama | CompiledLlama:
-    """``model`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch.
+def compiled(model: Any, kernels: str = "auto") -> Any:
+    """A ``Llama`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch.
 
-    ``"auto"`` leaves a model alone that there is no compiled code for: another device, another dtype.
+    ``"auto"`` leaves a model alone that there is no compiled code for: another device, another dtype, no ``Llama``.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
     variant = chosen(kernels)
     if variant == TORCH:
         return model
-    if (refusal := _refusal(model)) is not None:
+    refusal = _refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
+    if refusal is not None:
         if kernels == "auto":
             return model
         raise ValueError(f"kernels {kernels!r}: {refusal}")
@@ -67,7 +70,7 @@ class CompiledLlama:
     """
 
     layer_subsets = True  # a call may go through some layers only
-    invariant = True  # what it says of a token does not depend on what else is fed
+    batch_invariant = True  # a token's logits depend on the tokens before it alone
 
     def __init__(self, model: Llama, variant: str) -> None:
         if variant == TORCH or (refusal := _refusal(model)) is not None:

@@ -22,8 +22,8 @@ __all__ = ["OneByOne", "invariant"]
 
 def invariant(model: Model) -> Model:
     """``model`` itself if what it says of a token does not depend, to the last bit, on the tokens that are fed together
-    with it (its attribute ``invariant`` is true), else ``OneByOne`` of it."""
-    return model if getattr(model, "invariant", False) else OneByOne(model)
+    with it (its attribute ``batch_invariant`` is true), else ``OneByOne`` of it."""
+    return model if getattr(model, "batch_invariant", False) else OneByOne(model)
 
 
 class OneByOne:
@@ -34,7 +34,7 @@ class OneByOne:
     way through the same kernels over the same keys in the same order. It costs as many forwards as there are tokens.
     """
 
-    invariant = True
+    batch_invariant = True
 
     def __init__(self, model: Model) -> None:
         self.model = model

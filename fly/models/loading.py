@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -16,6 +16,9 @@ from torch import nn
 
 from fly.models.config import CheckpointError, LlamaConfig
 from fly.models.llama import Llama
+
+if TYPE_CHECKING:
+    from fly.parallel.plan import Part
 
 __all__ = ["DTYPES", "checkpoint_tensors", "load_model", "resolve_device", "resolve_dtype", "save_model"]
 
@@ -28,11 +31,21 @@ _DERIVED = (".rotary_emb.inv_freq",)
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor of the checkpoint and the rows of our parameter it fills."""
+    """One tensor of the checkpoint and the rows of our parameter it fills, with all of it or with a ``cut``."""
 
     key: str
     shape: tuple[int, ...]
     rows: slice
+    cut: tuple[slice, ...] = ()  # a slice for each dimension
+    stored: bool = True  # False: zeros instead, where another rank holds it
+
+    def length(self, dim: int) -> int:
+        """What is left of a dimension."""
+        return self.cut[dim].stop - self.cut[dim].start if self.cut else self.shape[dim]
+
+    def read(self, file: Any) -> torch.Tensor:
+        """The tensor, or the cut of it, from an open safetensors file: memory-mapped, nothing else is touched."""
+        return file.get_slice(self.key)[self.cut] if self.cut else file.get_tensor(self.key)
 
 
 def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str, list[Piece]]:
@@ -109,13 +122,21 @@ def _names(items: list[str], most: int = 4) -> str:
     return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
 
 
-def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto") -> Llama:
+def load_model(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    *,
+    part: Callable[[LlamaConfig], Part] | None = None,
+) -> Llama:
     """Load a Hugging Face Llama directory, memory-mapped, without gradients.
 
     Args:
         path: directory with ``config.json`` and ``model.safetensors`` (or an index and its shards).
         dtype: ``"auto"`` (as the config states), or one of bfloat16, float16, float32.
         device: ``"auto"``, or any torch device.
+        part: gives what is to be held of a model, by its configuration; only that is read. None is all of it. The
+            module's own communication is not this function's business (``fly.parallel.load`` adds it).
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
@@ -126,10 +147,13 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
         raise CheckpointError(f"{directory}: no such checkpoint directory")
     config, raw = LlamaConfig.read(directory)
     wanted_dtype, wanted_device = resolve_dtype(dtype, raw), resolve_device(device)
-    with torch.device("meta"):
-        model = Llama(config)
-    parameters = dict(model.named_parameters())
-    plan = layout(config, parameters)
+    if part is None:
+        with torch.device("meta"):
+            model = Llama(config)
+        plan = layout(config, dict(model.named_parameters()))
+    else:
+        share = part(config)
+        model, plan = share.build(), share.pieces
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for file in _weight_files(directory):
@@ -143,10 +167,9 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
                 where[key] = handle
         tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
         _check_tensors(directory, plan, where, allowed={"lm_head.weight"} if tied_copy else set())
-        if tied_copy and not torch.equal(
-            where["lm_head.weight"].get_tensor("lm_head.weight"),
-            where["model.embed_tokens.weight"].get_tensor("model.embed_tokens.weight"),
-        ):
+        (embedding,) = plan["embed_tokens.weight"]
+        copy = replace(embedding, key="lm_head.weight")
+        if tied_copy and not torch.equal(copy.read(where[copy.key]), embedding.read(where[embedding.key])):
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
@@ -157,7 +180,10 @@ def load_model(path: str | Path, dtype: str | torch.dtype = "auto", device: str 
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 for piece in plan[name]:
-                    parameter[piece.rows].copy_(where[piece.key].get_tensor(piece.key))
+                    if piece.stored:
+                        parameter[piece.rows].copy_(piece.read(where[piece.key]))
+                    else:
+                        parameter[piece.rows].zero_()
     return model.eval().requires_grad_(False)
 
 

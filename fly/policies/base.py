@@ -104,8 +104,9 @@ class AcceptancePolicy(ABC):
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
         mask_BK = draft.mask_BK()
-        if not mask_BK.shape[1]:
-            return decide(self, target, draft, noise, mask_BK, mask_BK)
+        if not mask_BK.shape[1]:  # nothing to judge, as in every step of autoregressive decoding
+            accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
+            return Verdict(accepted_B, _next_token(self, target, draft, noise, accepted_B), none_BK, mask_BK)
         kept_BK = (noise.accept_BK < self.accept_probs(target, draft)) & mask_BK
         block = Block(target, draft, kept_BK)
         if self.relaxation is None:

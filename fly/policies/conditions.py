@@ -267,11 +267,14 @@ class EntropyGate(Condition):
         """[B, K]; three logits and the total mass, no softmax over the vocabulary."""
         if not raw:
             return _entropy(block.target.top_probs(3)[:, :-1])
-        logits_BKV = block.target.logits_BKV
-        top_BK3 = top(logits_BKV, 3).values[:, :-1]
+        target = block.target
 
-        total_BK = block.at_mismatches(block.target.log_mass)
-        return _entropy((top_BK3 - top_BK3[..., :1] - total_BK.unsqueeze(-1)).exp())
+        def entropy(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+            top_N3 = top(target.logits_BKV[rows_N, positions_N], 3).values
+            log_share_N3 = top_N3 - top_N3[:, :1] - target.log_mass(rows_N, positions_N).unsqueeze(1)
+            return _entropy(log_share_N3.exp())
+
+        return block.at_mismatches(entropy)
 
     def _normalized(self, block: Block, raw: bool) -> Tensor:
         target = block.target

@@ -135,10 +135,7 @@ struct Keys {
     static void block(const K* const key[16], int d, void* out) {
         float* to = (float*)out;
         for (int i = 0; i < 16; i++)
-            if (key[i])
-                for (int j = 0; j < d; j++) to[j * 16 + i] = widened(key[i][j]);
-            else
-                for (int j = 0; j < d; j++) to[j * 16 + i] = 0;
+            for (int j = 0; j < d; j++) to[j * 16 + i] = widened(key[i][j]);
         for (int j = d * 16; j < (d + 3) / 4 * 64; j++) to[j] = 0;
     }
 };

@@ -131,13 +131,12 @@ inline void transpose(__m512i r[16]) {
     }
 }
 
-// The first ``count`` words of 32 bits of 16 keys (zeros where a key is null), word by word: [count padded to 16, 16].
+// The first ``count`` words of 32 bits of 16 keys, word by word: [count padded to 16 with zeros, 16].
 inline void across(const void* const key[16], int count, void* out) {
     for (int at = 0; at < count; at += 16) {
         __mmask16 some = count - at >= 16 ? 0xffff : (__mmask16)((1u << (count - at)) - 1);
         __m512i r[16];
-        for (int i = 0; i < 16; i++)
-            r[i] = _mm512_maskz_loadu_epi32(key[i] ? some : 0, (const int32_t*)key[i] + at);
+        for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(some, (const int32_t*)key[i] + at);
         transpose(r);
         for (int i = 0; i < 16; i++) _mm512_store_si512((int32_t*)out + (at + i) * 16, r[i]);
     }

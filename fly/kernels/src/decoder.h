@@ -8,6 +8,8 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
+
 // Whatever is still on the way to memory must have been seen by all before anybody goes on.
 inline void wait(Call* call) {
     if (call->threads == 1) return;
@@ -18,11 +20,14 @@ inline void wait(Call* call) {
         __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
         return;
     }
-    for (int spins = 0; __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase; spins++)
-        if (spins < 4000)
-            _mm_pause();
-        else
-            sched_yield();  // the processor may be needed by whoever we wait for
+    for (int spins = 0; spins < 1000; spins++) {
+        if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
+        fly::pause();
+    }
+    // Whoever we wait for may have lost the processor, or need this one.
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
+    if (nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
 }
 
 struct Range {
@@ -177,6 +182,30 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int stor
     return (K*)base + layer * call->cache.layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
+// Where one head's keys (or values) of 16 stored tokens lie, from ``from`` on; behind the end, the last again. They lie
+// far apart, at a stride that the processor does not foresee, so they are asked for at once.
+template <class K>
+inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
+                   const K* found[16]) {
+    const Shape& shape = call->model->shape;
+    const int page = call->cache.page, bytes = shape.head_dim * (int)sizeof(K);
+    const long apart = (long)shape.kv_heads * shape.head_dim;  // of two tokens of a page
+    int number = from / page, within = from % page;  // a division takes as long as a token's dot product
+    const K* at = slot<K>(call, base, layer, row, from, group);
+    for (int i = 0; i < 16; i++) {
+        found[i] = at;
+        for (int j = 0; j < bytes; j += 64) _mm_prefetch((const char*)at + j, _MM_HINT_T0);
+        if (from + i + 1 >= end) continue;
+        if (++within < page) {
+            at += apart;
+        } else {
+            within = 0;
+            at = (const K*)base + layer * call->cache.layer_stride +
+                 ((long)row.table[++number] * page * shape.kv_heads + group) * shape.head_dim;
+        }
+    }
+}
+
 // Keys and values of the new tokens of a piece, one key/value head.
 template <class K>
 void store(const Call* call, const Piece& piece, int layer, int group) {
@@ -263,17 +292,21 @@ void attend(const Call* call, const Piece& piece, int layer, int group, int from
                call->position[call->tile_at + at], rotated);
         convert(rotated, d, (Query*)s.queries + q * width, (int)width);
     }
-    const K* key[16];
+    constexpr int AHEAD = 2, RING = AHEAD + 1;  // blocks
+    const K* places[RING][16];
+    auto soon = [&](void* base, int block) {
+        if (block < blocks) locate(call, base, layer, row, group, block * 16, longest, places[block % RING]);
+    };
+    for (int block = 0; block < AHEAD; block++) soon(call->cache.keys, block);
     for (int block = 0; block < blocks; block++) {
-        for (int i = 0; i < 16; i++) {
-            const int stored = block * 16 + i;
-            key[i] = stored < longest ? slot<K>(call, call->cache.keys, layer, row, stored, group) : nullptr;
-        }
+        soon(call->cache.keys, block + AHEAD);
+        const K* const* key = places[block % RING];
         Keys<K>::block(key, d, s.keys);
         int q = 0;
         for (; q + GROUP <= queries; q += GROUP) score_group<K, GROUP>(s, width, q, words, block * 16);
         for (; q < queries; q++) score_group<K, 1>(s, width, q, words, block * 16);
     }
+    for (int block = 0; block < AHEAD; block++) soon(call->cache.values, block);
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
         const int n = from + q / per, sees = row.start + n + 1;
@@ -296,13 +329,13 @@ void attend(const Call* call, const Piece& piece, int layer, int group, int from
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
     for (int block = 0; block < blocks; block++) {
-        for (int i = 0; i < 16; i++) {
-            const int stored = block * 16 + i;
-            if (stored < longest)
-                convert(slot<K>(call, call->cache.values, layer, row, stored, group), d, s.values + i * width, (int)width);
+        soon(call->cache.values, block + AHEAD);
+        const K* const* value = places[block % RING];
+        for (int i = 0; i < 16; i++)
+            if (block * 16 + i < longest)
+                convert(value[i], d, s.values + i * width, (int)width);
             else
                 memset(s.values + i * width, 0, width * sizeof(float));
-        }
         int q = 0;
         for (; q + GROUP <= queries; q += GROUP) weigh_group<GROUP>(s, d, q, block * 16);
         for (; q < queries; q++) weigh_group<1>(s, d, q, block * 16);

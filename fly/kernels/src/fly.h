@@ -7,7 +7,9 @@
 // not be the one at hand, and a template of the library instantiated in one of them could be linked in for all.
 #pragma once
 #include <pthread.h>
+#include <sched.h>
 #include <stdint.h>
+#include <time.h>
 
 namespace fly {
 
@@ -116,6 +118,7 @@ struct Call {
     int64_t *live_token, *live_position;  // [T]
     int32_t live_rows;
     int32_t threads;
+    int32_t stalled;  // somebody had to be waited for unduly long
     Barrier barrier;
 };
 
@@ -132,6 +135,18 @@ struct Variant {
 extern const Variant avx512bf16, avx2;
 
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
+
+static inline int64_t nanoseconds() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static inline void pause() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+}
 
 // The next tile: as many new tokens as fit, of as many rows as they are of.
 static inline void next_tile(Call* call) {

@@ -31,92 +31,92 @@ void* allocate(long bytes) {
 
 // --- threads -----------------------------------------------------------------------------------------------------
 
-// Workers look out for work for a while after each call, then sleep. One call at a time has them; another that comes
-// meanwhile runs on its caller's thread alone, with the same result.
+// Workers look out for work for a while after each call, then sleep. A call goes on without those that do not come in
+// time, because they sleep or because the processor is somebody else's: the result is the same with any number of them.
+// One call at a time has the workers; another that comes meanwhile runs on its caller's thread alone.
 struct Pool {
     pthread_mutex_t in_use, lock;
     pthread_cond_t wake;
-    int32_t workers, sleeping;
-    alignas(64) int32_t ticket;  // of the newest call
-    alignas(64) int32_t busy;    // workers that have not left it
+    int32_t workers;
+    int32_t alone, patience;     // calls still to run without workers, after one that had to wait long for them
+    alignas(64) int32_t gate;    // workers that joined the next call; -1 is closed
+    int32_t places;              // workers it takes
+    alignas(64) int32_t started;
+    alignas(64) int32_t busy;    // joined workers that have not finished
+    alignas(64) int32_t sleeping;
     Call* call;
     void (*work)(Call*, int);
 };
 
-Pool pool = {PTHREAD_MUTEX_INITIALIZER, PTHREAD_MUTEX_INITIALIZER, PTHREAD_COND_INITIALIZER, 0, 0, 0, 0, nullptr, nullptr};
+Pool pool;
 
-constexpr int PAUSES = 2000, YIELDS = 100;  // some tens of microseconds each, before a worker sleeps
+constexpr int64_t LOOK_OUT = 300000, SPIN = 20000;  // nanoseconds a worker waits for a call, and spins of them
+constexpr int32_t SHORTEST = 4, LONGEST = 64;       // calls to run alone after a stall
 
-inline void pause() {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#endif
+void reset_pool() {
+    memset((void*)&pool, 0, sizeof(pool));
+    pthread_mutex_init(&pool.in_use, nullptr);
+    pthread_mutex_init(&pool.lock, nullptr);
+    pthread_cond_init(&pool.wake, nullptr);
+    pool.gate = -1;
+    pool.patience = SHORTEST;
 }
 
-void* worker(void* argument) {
-    const int number = (int)(long)argument;
-    // Tickets count calls; a worker starts behind the one it was made for.
-    int32_t seen = __atomic_load_n(&pool.ticket, __ATOMIC_ACQUIRE);
-    __atomic_sub_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
+// Workers do not survive a fork: the child starts without any.
+__attribute__((constructor)) void set_up() {
+    reset_pool();
+    pthread_atfork(nullptr, nullptr, reset_pool);
+}
+
+bool gate_is_open() {
+    const int32_t joined = __atomic_load_n(&pool.gate, __ATOMIC_SEQ_CST);
+    return joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE);
+}
+
+// The thread number in the call that was joined, or 0 if others were faster.
+int join() {
+    int32_t joined = __atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE);
+    while (joined >= 0 && joined < __atomic_load_n(&pool.places, __ATOMIC_ACQUIRE))
+        if (__atomic_compare_exchange_n(&pool.gate, &joined, joined + 1, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return joined + 1;
+    return 0;
+}
+
+void* worker(void*) {
     for (;;) {
-        int spins = 0;
-        while (__atomic_load_n(&pool.ticket, __ATOMIC_ACQUIRE) == seen) {
-            if (++spins < PAUSES) {
-                pause();
-            } else if (spins < PAUSES + YIELDS) {
+        const int64_t since = nanoseconds();
+        for (int64_t waited = 0; !gate_is_open() && waited < LOOK_OUT; waited = nanoseconds() - since)
+            if (waited < SPIN)
+                fly::pause();
+            else
                 sched_yield();
-            } else {
-                pthread_mutex_lock(&pool.lock);
-                __atomic_add_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
-                while (__atomic_load_n(&pool.ticket, __ATOMIC_SEQ_CST) == seen) pthread_cond_wait(&pool.wake, &pool.lock);
-                __atomic_sub_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
-                pthread_mutex_unlock(&pool.lock);
-            }
+        if (const int number = join()) {
+            while (!__atomic_load_n(&pool.started, __ATOMIC_ACQUIRE)) fly::pause();
+            pool.work(pool.call, number);
+            __atomic_sub_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
+            continue;
         }
-        seen = __atomic_load_n(&pool.ticket, __ATOMIC_ACQUIRE);
-        Call* call = pool.call;
-        if (number < call->threads) pool.work(call, number);
-        __atomic_sub_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
+        pthread_mutex_lock(&pool.lock);
+        __atomic_add_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
+        if (!gate_is_open()) pthread_cond_wait(&pool.wake, &pool.lock);
+        __atomic_sub_fetch(&pool.sleeping, 1, __ATOMIC_SEQ_CST);
+        pthread_mutex_unlock(&pool.lock);
     }
     return nullptr;
 }
 
-// Workers do not survive a fork: the child starts without any.
-void forget_workers() {
-    pool.in_use = PTHREAD_MUTEX_INITIALIZER;
-    pool.lock = PTHREAD_MUTEX_INITIALIZER;
-    pool.wake = PTHREAD_COND_INITIALIZER;
-    pool.workers = pool.sleeping = pool.busy = 0;
-}
-
-void until_left() {
-    for (int spins = 0; __atomic_load_n(&pool.busy, __ATOMIC_ACQUIRE); spins++)
-        if (spins < 4000)
-            pause();
-        else
-            sched_yield();
-}
-
-// Workers 1 to ``wanted`` - 1, as far as the system gives them. Returns the threads there are.
-int ensure_workers(int wanted) {
-    static bool registered = false;
-    if (!registered) registered = !pthread_atfork(nullptr, nullptr, forget_workers);
-    while (pool.workers < wanted - 1) {
+// As many workers as wanted, as far as the system gives them.
+void hire(int wanted) {
+    while (pool.workers < wanted) {
         pthread_t thread;
         pthread_attr_t attributes;
         pthread_attr_init(&attributes);
         pthread_attr_setdetachstate(&attributes, PTHREAD_CREATE_DETACHED);
-        __atomic_add_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
-        const int failed = pthread_create(&thread, &attributes, worker, (void*)(long)(pool.workers + 1));
+        const int failed = pthread_create(&thread, &attributes, worker, nullptr);
         pthread_attr_destroy(&attributes);
-        if (failed) {
-            __atomic_sub_fetch(&pool.busy, 1, __ATOMIC_ACQ_REL);
-            break;
-        }
+        if (failed) return;
         pool.workers++;
     }
-    until_left();  // they have all seen the last ticket
-    return pool.workers + 1;
 }
 
 void run_alone(Call* call, void (*work)(Call*, int)) {
@@ -124,24 +124,43 @@ void run_alone(Call* call, void (*work)(Call*, int)) {
     work(call, 0);
 }
 
-void run(Call* call, void (*work)(Call*, int), int threads) {
+// Runs ``work`` on this thread and up to ``threads`` - 1 workers, for which it waits ``patience`` nanoseconds.
+void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience) {
     if (threads <= 1 || pthread_mutex_trylock(&pool.in_use)) return run_alone(call, work);
-    const int there = pool.workers >= threads - 1 ? pool.workers + 1 : ensure_workers(threads);
-    call->threads = threads < there ? threads : there;
-    if (call->threads == 1) {
+    if (pool.alone > 0) {
+        pool.alone--;
         run_alone(call, work);
-    } else {
-        pool.call = call;
-        pool.work = work;
-        __atomic_store_n(&pool.busy, pool.workers, __ATOMIC_RELEASE);
-        __atomic_add_fetch(&pool.ticket, 1, __ATOMIC_SEQ_CST);
-        if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) {
-            pthread_mutex_lock(&pool.lock);
-            pthread_cond_broadcast(&pool.wake);
-            pthread_mutex_unlock(&pool.lock);
-        }
-        work(call, 0);
-        until_left();
+        pthread_mutex_unlock(&pool.in_use);
+        return;
+    }
+    hire(threads - 1);
+    pool.call = call;
+    pool.work = work;
+    pool.started = 0;
+    __atomic_store_n(&pool.places, threads - 1, __ATOMIC_RELEASE);
+    __atomic_store_n(&pool.gate, 0, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&pool.sleeping, __ATOMIC_SEQ_CST)) {
+        pthread_mutex_lock(&pool.lock);
+        pthread_cond_broadcast(&pool.wake);
+        pthread_mutex_unlock(&pool.lock);
+    }
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&pool.gate, __ATOMIC_ACQUIRE) < threads - 1 && nanoseconds() - since < patience) fly::pause();
+    const int32_t joined = __atomic_exchange_n(&pool.gate, -1, __ATOMIC_ACQ_REL);
+    call->threads = joined + 1;
+    __atomic_store_n(&pool.busy, joined, __ATOMIC_RELEASE);
+    __atomic_store_n(&pool.started, 1, __ATOMIC_RELEASE);
+    work(call, 0);
+    for (int spins = 0; __atomic_load_n(&pool.busy, __ATOMIC_ACQUIRE); spins++)
+        if (spins < 1000)
+            fly::pause();
+        else
+            sched_yield();
+    if (call->stalled) {
+        pool.alone = pool.patience;
+        pool.patience = pool.patience * 2 < LONGEST ? pool.patience * 2 : LONGEST;
+    } else if (joined) {
+        pool.patience = SHORTEST;
     }
     pthread_mutex_unlock(&pool.in_use);
 }
@@ -340,6 +359,15 @@ int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last
 
 int threads_for(int wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted; }
 
+// Nanoseconds to wait for workers: an eighth of what a call of ``tokens`` will take, by a rough guess at the processor.
+int64_t patience_for(const Model* model, long tokens, long forwards) {
+    const Shape& shape = model->shape;
+    const long layer = (long)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim + 3L * shape.width * shape.intermediate;
+    const long weights = shape.layers * layer + (long)shape.width * shape.vocab;
+    const int64_t guess = weights * forwards / 32 + weights * tokens / 64;
+    return 2000 + (guess < 8000000 ? guess : 8000000) / 8;
+}
+
 }  // namespace
 
 EXPORT int fly_abi() { return 1; }
@@ -430,7 +458,7 @@ EXPORT int fly_forward(Model* model, const Batch* batch, void* hidden) {
     const int error = prepare(&call, model, batch, &arena, 0, 0);
     if (!error && batch->tokens) {
         call.hidden = hidden;
-        run(&call, model->variant->forward, threads_for(batch->threads));
+        run(&call, model->variant->forward, threads_for(batch->threads), patience_for(model, batch->tokens, 1));
     }
     pthread_mutex_unlock(&model->lock);
     return error;
@@ -447,7 +475,7 @@ EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logit
     call.hidden = (void*)hidden;
     call.logits = logits;
     const int error = make_room(model, tokens, 0, 1, threads = threads_for(threads)) ? OK : NO_MEMORY;
-    if (!error) run(&call, model->variant->logits, threads);
+    if (!error) run(&call, model->variant->logits, threads, patience_for(model, tokens, 1) / 8);
     pthread_mutex_unlock(&model->lock);
     return error;
 }
@@ -477,7 +505,8 @@ EXPORT int fly_greedy(Model* model, const Batch* batch, int most, const int32_t*
         }
         call.row = call.live;
         call.live_rows = rows;
-        run(&call, model->variant->greedy, threads_for(batch->threads));
+        run(&call, model->variant->greedy, threads_for(batch->threads),
+            patience_for(model, batch->tokens + (long)rows * most, most));
     }
     pthread_mutex_unlock(&model->lock);
     return error;

@@ -1,0 +1,25 @@
+"""One model on many processes: the sharding plan as data, launch, collectives, agreement, faults."""
+
+from fly.parallel.draft import place_draft
+from fly.parallel.model import load, parallelise
+from fly.parallel.plan import LLAMA, LLAMA_WHOLE_SUMS, Part, PlanError, Rule
+from fly.parallel.ranks import Ranks, follow, launch, launched, lead
+from fly.parallel.watch import CollectiveError, RankError
+
+__all__ = [
+    "LLAMA",
+    "LLAMA_WHOLE_SUMS",
+    "CollectiveError",
+    "Part",
+    "PlanError",
+    "RankError",
+    "Ranks",
+    "Rule",
+    "follow",
+    "launch",
+    "launched",
+    "lead",
+    "load",
+    "parallelise",
+    "place_draft",
+]

@@ -1,0 +1,223 @@
+"""Where the draft runs: whole on every rank, divided among all like the target, or whole on the first rank alone.
+
+Knows nothing of policies or HTTP.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence as Rows
+from contextlib import suppress
+from functools import partial
+from typing import Any, Literal, Protocol, get_args
+
+import torch
+
+from fly.cache import BlockAllocator, OutOfBlocks
+from fly.drafts import DraftStrategy, LayerSkipDraft
+from fly.engine import Runner
+from fly.models import DenseCausal, Llama, load_model
+from fly.parallel.logits import VocabularyShards
+from fly.parallel.model import load
+from fly.parallel.plan import PlanError
+from fly.parallel.ranks import Ranks
+from fly.types import Draft, Sequence, Target
+
+__all__ = ["FirstDraft", "Placement", "place_draft"]
+
+Placement = Literal["auto", "replicated", "sharded", "first"]
+_STEPS = 9  # decode steps that a placement is timed with
+
+
+class Make(Protocol):
+    """Makes a draft strategy, given how its checkpoints are loaded; None where nothing drafts."""
+
+    def __call__(self, load: Callable[..., Any] = ...) -> DraftStrategy | None: ...
+
+
+def place_draft(
+    make: Make, ranks: Ranks, placement: Placement = "auto", load_part: Callable[..., Any] = load
+) -> DraftStrategy | None:
+    """The strategy that ``make`` gives, placed among ``ranks``.
+
+    - ``replicated``: every rank has all of it, and drafts for itself: nothing to communicate;
+    - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
+    - ``first``: the first rank drafts, and tells the others;
+    - ``auto``: replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both are loaded for
+      that); replicated where there is no model to divide, or it does not divide.
+
+    Raises:
+        ValueError: an unknown placement, or one this strategy cannot have.
+    """
+    if placement not in get_args(Placement):
+        raise ValueError(f"draft_placement {placement!r} is unknown; choices: {list(get_args(Placement))}")
+    if ranks.size == 1:
+        return make()
+    if placement == "first":
+        first = FirstDraft(ranks, make)
+        return first if first.drafts else None
+    divided = partial(load_part, ranks=ranks)
+    if placement == "sharded":
+        return _by_one_clock(make(divided), ranks)
+    whole: list[Llama] = []
+    strategy = ranks.together(lambda: make(_noting(whole, load_model)), "the draft")
+    if placement == "auto" and whole:
+        parts: list[Llama] = []
+        try:
+            other = make(_noting(parts, divided))
+        except PlanError:
+            return _by_one_clock(strategy, ranks)
+        if ranks.share(_decode_seconds(parts) < _decode_seconds(whole)):
+            strategy = other
+    return _by_one_clock(strategy, ranks)
+
+
+def _noting(models: list[Llama], load: Callable[..., Any]) -> Callable[..., Any]:
+    def loading(*args: Any, **options: Any) -> Any:
+        models.append(model := load(*args, **options))
+        return model
+
+    return loading
+
+
+@torch.inference_mode()
+def _decode_seconds(models: list[Llama]) -> float:
+    """Seconds in which each of ``models`` gives one token, together; medians."""
+    total = 0.0
+    for model in models:
+        token_T = torch.zeros(1, dtype=torch.int64, device=model.device)
+        times = []
+        for _ in range(_STEPS + 1):
+            start = time.perf_counter()
+            model.logits(model(token_T, token_T, DenseCausal(1, 1)))[:, :1].tolist()
+            times.append(time.perf_counter() - start)
+        total += statistics.median(times[1:])
+    return total
+
+
+def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
+    """A strategy and all it is made of."""
+    yield strategy
+    for value in vars(strategy).values():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, DraftStrategy):
+                yield from _nested(part)
+
+
+def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy | None:
+    """What decides by the time it took must decide alike on all ranks."""
+    for part in _nested(strategy) if strategy is not None else ():
+        if hasattr(part, "clock"):
+            part.clock = ranks.clock
+    return strategy
+
+
+class FirstDraft(DraftStrategy):
+    """A strategy that lives on the first rank: it proposes there, and the other ranks are told what.
+
+    Everything that ranks decide alike on (limits, sizes of caches) is told too, so all admit the same requests.
+    """
+
+    def __init__(self, ranks: Ranks, make: Make) -> None:
+        self.ranks = ranks
+        self.strategy = ranks.together(lambda: self._checked(make()) if ranks.leads else None, "the draft")
+        facts: dict[str, Any] | None = None
+        if (strategy := self.strategy) is not None:
+            facts = {name: getattr(strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
+            facts["_bytes"] = strategy.bytes_per_token()
+            facts["_observes"] = type(strategy).observe is not DraftStrategy.observe
+        facts = ranks.share(facts)
+        self.drafts = facts is not None
+        self._bytes, self._observes = 0, False
+        vars(self).update(facts or {})
+        self._allocators: list[BlockAllocator] | None = None
+
+    @staticmethod
+    def _checked(strategy: DraftStrategy | None) -> DraftStrategy | None:
+        if strategy is not None and any(isinstance(part, LayerSkipDraft) for part in _nested(strategy)):
+            raise ValueError(
+                "a strategy that drafts with layers of the target runs where the target does: on all ranks, not on "
+                "the first alone (draft_placement)"
+            )
+        return strategy
+
+    def attach(self, target: Runner) -> None:
+        def attach() -> None:
+            if self.strategy is not None:
+                self.strategy.attach(target)
+
+        self.ranks.together(attach, "the draft")
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        self._follow((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
+        draft: Draft | None = None
+        told: Any = None
+        if self.strategy is not None:
+            try:
+                draft = self.strategy.propose(rows, max_len)
+            except Exception as error:  # all ranks go on as one
+                told = error
+            else:
+                parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
+                law = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
+                told = (draft.tokens_BK.tolist(), draft.lengths_B.tolist(), parents, law, str(draft.tokens_BK.device))
+        told = self.ranks.share(told)
+        if isinstance(told, Exception):
+            raise told
+        tokens, lengths, parents, law, device = told
+        probs_BKV = None
+        if law is not None:
+            probs_BKV = torch.empty(law[0], dtype=law[1], device=device) if draft is None else draft.probs_BKV
+            assert probs_BKV is not None
+            probs_BKV = self.ranks.spread(probs_BKV)
+        shape = len(lengths), len(tokens[0]) if tokens else 0
+
+        def numbers(values: list[Any]) -> torch.Tensor:
+            return torch.tensor(values, dtype=torch.int64, device=device).view(shape)
+
+        lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
+        return Draft(numbers(tokens), lengths_B, probs_BKV, None if parents is None else numbers(parents))
+
+    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+        if self._observes and isinstance(target.logits_BKV, VocabularyShards):
+            target.logits_BKV.gathered()  # by all; what the first rank then looks at is its own
+        if self.strategy is not None:
+            self.strategy.observe(rows, draft, target)
+
+    def commit(self, rows: Rows[Sequence]) -> None:
+        self._follow((row, len(row.tokens)) for row in rows)
+        if self.strategy is not None:
+            self.strategy.commit(rows)
+
+    def release(self, row: Sequence) -> None:
+        for allocator in self.allocators():
+            allocator.release(row.id)
+        if self.strategy is not None:
+            self.strategy.release(row)
+
+    def allocators(self) -> list[BlockAllocator]:
+        """What the first rank's caches would hold if they shared nothing: the same on all ranks, so that all admit the
+        same requests."""
+        if self._allocators is None:
+            own = None if self.strategy is None else self.strategy.allocators()
+            sizes = self.ranks.share(None if own is None else [(a.num_blocks, a.block_size) for a in own])
+            self._allocators = [BlockAllocator(*size) for size in sizes]
+        return self._allocators
+
+    def _follow(self, lengths: Iterable[tuple[Sequence, int]]) -> None:
+        most = self.context or sys.maxsize
+        for row, length in lengths:
+            for allocator in self.allocators():
+                # more than there is room for shows where it is drafted for
+                with suppress(OutOfBlocks):
+                    allocator.resize(row.id, min(length, most + self.spare))
+
+    def bytes_per_token(self) -> int:
+        return self._bytes
+
+    def reserve(self, tokens: int) -> None:
+        if self.strategy is not None:
+            self.strategy.reserve(tokens)

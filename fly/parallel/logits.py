@@ -1,0 +1,206 @@
+"""Logits of which every rank holds the tokens of its part of the vocabulary: gathered only where somebody needs all.
+
+Knows nothing of policies. The passes of ``fly.vocabulary`` (the largest, the n largest, the one of a token, the mass of
+all) exchange a few numbers a position; positions are picked without exchanging any; whatever else is done to such a
+tensor is done to the whole of it, which is gathered first, as many positions as are left of it.
+
+Shape legend: R positions, N of them, V vocabulary, W a rank's share of it, S ranks, "..." any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from fly import vocabulary
+from fly.parallel.ranks import Ranks
+from fly.vocabulary import Top
+
+__all__ = ["VocabularyShards"]
+
+
+class VocabularyShards(Tensor):
+    """A tensor [..., V] whose last dimension is divided evenly among ranks; this one holds ``shard`` [..., W].
+
+    It has no memory of its own: an operation nobody foresaw fails, or gathers, but is never wrong.
+    """
+
+    shard: Tensor
+    ranks: Ranks
+    whole: Tensor | None
+
+    @staticmethod
+    def __new__(cls, shard: Tensor, ranks: Ranks) -> VocabularyShards:
+        shape = (*shard.shape[:-1], shard.shape[-1] * ranks.size)
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=shard.dtype, device=shard.device)
+        made.shard, made.ranks, made.whole = shard, ranks, None
+        return made
+
+    def gathered(self) -> Tensor:
+        """[..., V], a plain tensor."""
+        if self.whole is None:
+            self.whole = self.ranks.join(self.shard)
+        return self.whole
+
+    @property
+    def start(self) -> int:
+        """The first token of this rank's share."""
+        return self.ranks.rank * self.shard.shape[-1]
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = args[0] if args and isinstance(args[0], VocabularyShards) else None
+        if first is not None and first.whole is None and (own := _OWN.get(function)) is not None:
+            found = own(*args, **kwargs)
+            if found is not NotImplemented:
+                return found
+        return cls.__torch_dispatch__(function, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """On the whole."""
+        plain = tree_map(lambda x: x.gathered() if isinstance(x, VocabularyShards) else x, (args, kwargs or {}))
+        return function(*plain[0], **plain[1])
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"VocabularyShards({list(self.shape)}, {self.start} to {self.start + self.shard.shape[-1]} here)"
+
+
+_ATTRIBUTES = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+} | {Tensor.size, Tensor.dim, Tensor.__len__, Tensor.numel, Tensor.is_floating_point, Tensor.element_size}
+
+
+def _at(x: VocabularyShards, index: Any) -> Any:
+    """Positions with the whole vocabulary, or one token at each of them."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) == x.dim() and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        *positions, tokens = torch.broadcast_tensors(*parts)
+        return _pick(VocabularyShards(x.shard[tuple(positions)], x.ranks), tokens)
+    taken = 0
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            taken += part.dim()
+        elif isinstance(part, (int, slice, Tensor, list)):
+            taken += 1
+        else:  # an ellipsis, a new dimension
+            return NotImplemented
+    return NotImplemented if taken >= x.dim() else VocabularyShards(x.shard[index], x.ranks)
+
+
+def _flatten(x: VocabularyShards, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if end_dim % x.dim() == x.dim() - 1:
+        return NotImplemented
+    return VocabularyShards(x.shard.flatten(start_dim, end_dim), x.ranks)
+
+
+def _unflatten(x: VocabularyShards, dim: int, sizes: Any) -> Any:
+    if dim % x.dim() == x.dim() - 1:
+        return NotImplemented
+    return VocabularyShards(x.shard.unflatten(dim, sizes), x.ranks)
+
+
+def _unsqueeze(x: VocabularyShards, dim: int) -> Any:
+    if dim in (-1, x.dim()):
+        return NotImplemented
+    return VocabularyShards(x.shard.unsqueeze(dim if dim >= 0 else dim + x.dim() + 1), x.ranks)
+
+
+def _expand(x: VocabularyShards, *sizes: Any) -> Any:
+    sizes = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    if sizes[-1] not in (-1, x.shape[-1]):
+        return NotImplemented
+    return VocabularyShards(x.shard.expand(*sizes[:-1], -1), x.ranks)
+
+
+def _float(x: VocabularyShards) -> VocabularyShards:
+    return VocabularyShards(x.shard.float(), x.ranks)
+
+
+def _unbind(x: VocabularyShards, dim: int = 0) -> Any:
+    if dim % x.dim() == x.dim() - 1:
+        return NotImplemented
+    return tuple(VocabularyShards(shard, x.ranks) for shard in x.shard.unbind(dim))
+
+
+def _amax(x: VocabularyShards, dim: Any = (), keepdim: bool = False) -> Any:
+    if dim not in (-1, x.dim() - 1):
+        return NotImplemented
+    return x.ranks.max_(x.shard.amax(-1, keepdim=keepdim))
+
+
+def _argmax(x: VocabularyShards) -> Tensor:
+    return _top(x, 1).indices.squeeze(-1)
+
+
+def _top(x: VocabularyShards, n: int) -> Top:
+    """The n largest are among the n largest of each rank; of equals the lowest rank's come first, as in one tensor.
+
+    Values and indices travel as one tensor of float64, which holds both exactly.
+    """
+    if n == 1:  # which index among equals is told of the argmax alone
+        at = vocabulary.argmax(x.shard).unsqueeze(-1)
+        values = x.shard.gather(-1, at)
+    else:
+        values, at = vocabulary.top(x.shard, n)
+    pairs = x.ranks.gather(torch.stack([values.double(), (at + x.start).double()]))
+    values_NM, at_NM = (torch.cat(pairs[:, i].unbind(0), dim=-1) for i in (0, 1))
+    if n == 1:
+        # the first rank among equals, as max does not promise
+        rank = (values_NM == values_NM.amax(-1, keepdim=True)).to(torch.uint8).argmax(-1, keepdim=True)
+        found = values_NM.gather(-1, rank)
+    else:
+        found, rank = values_NM.topk(min(n, values_NM.shape[-1]), dim=-1)
+    return Top(found.to(x.dtype), at_NM.gather(-1, rank).long())
+
+
+def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
+    """The rank that has the token tells its logit, the others nothing: a sum of one number is exact."""
+    local = index - x.start
+    there = (local >= 0) & (local < x.shard.shape[-1])
+    own = vocabulary.pick(x.shard, local.masked_fill(~there, 0))
+    return x.ranks.sum_(own.masked_fill_(~there, 0.0))
+
+
+def _log_mass(
+    x: VocabularyShards,
+    peak_N: Tensor,
+    temperature_N: Tensor | None = None,
+    least_N: Tensor | None = None,
+    at_N: Tensor | None = None,
+) -> Tensor:
+    shard_NW = x.shard if at_N is None else x.shard[at_N]
+    scaled_NW = shard_NW - peak_N.unsqueeze(1)
+    if temperature_N is not None:
+        scaled_NW /= temperature_N.unsqueeze(1)
+    if least_N is not None:
+        scaled_NW.masked_fill_(shard_NW < least_N.unsqueeze(1), -torch.inf)
+    return x.ranks.gather(scaled_NW.logsumexp(-1)).logsumexp(0)
+
+
+_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.__getitem__: _at,
+    Tensor.flatten: _flatten,
+    Tensor.unflatten: _unflatten,
+    Tensor.unsqueeze: _unsqueeze,
+    Tensor.expand: _expand,
+    Tensor.float: _float,
+    Tensor.unbind: _unbind,
+    Tensor.amax: _amax,
+    vocabulary.argmax: _argmax,
+    vocabulary.top: _top,
+    vocabulary.pick: _pick,
+    vocabulary.log_mass: _log_mass,
+}

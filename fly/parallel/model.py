@@ -1,0 +1,100 @@
+"""A Llama of which every rank holds a part: loading that part, and the communication around its modules.
+
+Knows nothing of policies, caches or HTTP. The model stays what it is; what ranks exchange hangs on its modules as
+hooks, as in torch's own tensor parallelism: a sum behind every row-parallel projection, a join before and behind those
+that gather, the embedding as a sum, the logits as shards.
+
+Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fly.models import Llama, LlamaConfig, load_model
+from fly.parallel.logits import VocabularyShards
+from fly.parallel.plan import LLAMA, Part, Rule
+from fly.parallel.ranks import Ranks
+
+__all__ = ["load", "parallelise"]
+
+
+def load(
+    path: str | Path,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    *,
+    ranks: Ranks,
+    plan: Sequence[Rule] = LLAMA,
+    gather_logits: bool = False,
+) -> Llama:
+    """This rank's part of a checkpoint, ready to run with the others'; arguments and errors as of ``load_model``.
+
+    The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
+
+    Args:
+        gather_logits: give plain logits, gathered at once, instead of ``VocabularyShards``.
+
+    Raises:
+        PlanError: the model does not divide by the plan among so many ranks.
+        RankError: some ranks could not load it, or have another checkpoint; it names them.
+    """
+    if ranks.size == 1:
+        return load_model(path, dtype, device)
+    parts: list[Part] = []
+
+    def part(config: LlamaConfig) -> Part:
+        parts.append(Part(config, ranks.rank, ranks.size, plan))
+        return parts[-1]
+
+    model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {path}")
+    ranks.together(lambda: _check_same(ranks, str(parts[0].config), path), f"loading {path}")
+    return parallelise(model, parts[0], ranks, gather_logits)
+
+
+def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:
+    found = ranks.collect(config)
+    if different := [rank for rank, theirs in enumerate(found) if theirs != found[0]]:
+        raise ValueError(f"{path}: ranks {different} have another config.json than rank 0")
+
+
+def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = False) -> Llama:
+    """Make ``model``, which holds ``part``, run as one with those of the other ranks. Returns it.
+
+    Its ``logits`` are shards of the vocabulary (``VocabularyShards``), or plain if they are to be gathered. Before a
+    forward, ranks compare what they are about to compute (``Ranks.check``).
+    """
+    model.register_forward_pre_hook(lambda _, args: ranks.check(args[0], args[1]))
+    for name, module in model.named_modules():
+        if not isinstance(module, (nn.Linear, nn.Embedding)):
+            continue
+        style = part.style(f"{name}.weight")
+        if style == "row":
+            module.register_forward_hook(lambda _, args, out_TC: ranks.sum_(out_TC))
+        elif style == "gather":
+            module.register_forward_pre_hook(lambda _, args: (ranks.join(args[0]),))
+            module.register_forward_hook(lambda _, args, out: ranks.join(out))
+        elif style == "vocabulary" and isinstance(module, nn.Embedding):
+            _divide_embedding(module, part.slots("vocab_size").start, ranks)
+        elif style == "vocabulary":
+            module.register_forward_hook(
+                lambda _, args, out_TW: ranks.join(out_TW) if gather_logits else VocabularyShards(out_TW, ranks)
+            )
+    return model
+
+
+def _divide_embedding(module: nn.Embedding, start: int, ranks: Ranks) -> None:
+    """A token's row comes from the rank that holds it, and zeros from the others: the sum is exact."""
+
+    def forward(input: Tensor) -> Tensor:  # torch's name for the tokens [T]
+        local_T = input - start
+        elsewhere_T = (local_T < 0) | (local_T >= module.weight.shape[0])
+        x_TC = F.embedding(local_T.masked_fill(elsewhere_T, 0), module.weight)
+        return ranks.sum_(x_TC.masked_fill_(elsewhere_T.unsqueeze(-1), 0.0))
+
+    module.forward = forward  # type: ignore[method-assign]

@@ -1,0 +1,204 @@
+"""Which rank holds what of a model: the plan as data, checked against a configuration before anything is loaded.
+
+Knows nothing of processes, collectives or policies.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Literal
+
+import torch
+from torch import nn
+
+from fly.models import Llama, LlamaConfig
+from fly.models.loading import Piece, layout
+
+__all__ = ["LLAMA", "LLAMA_WHOLE_SUMS", "Part", "PlanError", "Rule", "Style"]
+
+Style = Literal["column", "row", "gather", "vocabulary", "replicate"]
+
+
+class PlanError(ValueError):
+    """A plan does not fit a model or a number of ranks; the message names the tensor, the sizes and the ranks."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How the tensors of some checkpoint names are divided among ranks.
+
+    - ``column``: each rank computes some of the outputs, and keeps them to itself;
+    - ``row``: each rank multiplies some of the inputs, and the products are summed over ranks. A bias is added once,
+      so the first rank alone holds it;
+    - ``gather``: each rank computes some of the outputs from all inputs, which are gathered first, as the outputs are
+      afterwards. More to communicate than ``row``, but no sum is split, so ranks do not change how it is rounded;
+    - ``vocabulary``: each rank has some of the tokens: sums of embeddings, shards of logits;
+    - ``replicate``: every rank has all of it.
+
+    Args:
+        names: patterns of checkpoint names (as in a shell), separated by spaces.
+        of: the size of the configuration that is divided, such as ``num_attention_heads``: a rank holds whole heads.
+    """
+
+    names: str
+    style: Style
+    of: str = ""
+
+    def matches(self, key: str) -> bool:
+        return any(fnmatchcase(key, pattern) for pattern in self.names.split())
+
+    @property
+    def divides(self) -> bool:
+        return self.style != "replicate"
+
+
+# Fused parameters are divided by their parts, which is what the checkpoint's names are.
+LLAMA: tuple[Rule, ...] = (
+    Rule("model.embed_tokens.weight lm_head.weight", "vocabulary", "vocab_size"),
+    Rule("model.layers.*.self_attn.q_proj.*", "column", "num_attention_heads"),
+    Rule("model.layers.*.self_attn.k_proj.* model.layers.*.self_attn.v_proj.*", "column", "num_key_value_heads"),
+    Rule("model.layers.*.self_attn.o_proj.*", "row", "num_attention_heads"),
+    Rule("model.layers.*.mlp.gate_proj.* model.layers.*.mlp.up_proj.*", "column", "intermediate_size"),
+    Rule("model.layers.*.mlp.down_proj.*", "row", "intermediate_size"),
+    Rule("model.layers.*layernorm.weight model.norm.weight", "replicate"),
+)
+LLAMA_WHOLE_SUMS: tuple[Rule, ...] = tuple(
+    replace(rule, style="gather", of="hidden_size") if rule.style == "row" else rule for rule in LLAMA
+)
+
+
+class Part:
+    """What rank ``rank`` of ``size`` holds of the model of ``config``, by ``plan``.
+
+    ``sizes`` is the configuration of its share: what its ``Llama`` and its cache are made of, but for the vocabulary,
+    which is whole in it.
+
+    Raises:
+        PlanError: a rule matches no tensor, a tensor is matched by no rule or by several, a size does not divide
+            by the ranks, or the shares do not fit together. Nothing has been read then.
+    """
+
+    def __init__(self, config: LlamaConfig, rank: int, size: int, plan: Sequence[Rule] = LLAMA) -> None:
+        if not 0 <= rank < size:
+            raise PlanError(f"rank {rank} is not one of {size} ranks")
+        self.config, self.rank, self.size, self.plan = config, rank, size, tuple(plan)
+        for rule in self.plan:
+            if rule.divides:
+                self._units(rule)
+        divided = {rule.of for rule in self.plan if rule.divides and rule.style != "gather"}
+        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        if len(divided & set(names[:2])) == 1:
+            raise PlanError(f"the plan divides {sorted(divided & set(names[:2]))[0]}; query and key heads go together")
+        local = {name: max(getattr(config, name) // size, 1) for name in names if name in divided}
+        self.sizes = LlamaConfig.model_validate({**config.model_dump(), **local})
+        with torch.device("meta"):
+            whole = Llama(config)
+        self.pieces = self._cut(layout(config, dict(whole.named_parameters())))
+        self._check_shapes()
+
+    def style(self, parameter: str) -> Style:
+        """How a parameter is divided. A tied head is divided as the embedding."""
+        pieces = self.pieces.get(parameter) or self.pieces["embed_tokens.weight"]
+        return self._rule(pieces[0].key).style
+
+    def slots(self, of: str) -> slice:
+        """Which of the units of a size, such as heads or tokens of the vocabulary, this rank holds."""
+        total = int(getattr(self.config, of))
+        if total < self.size:  # fewer heads than ranks: neighbours share one
+            return slice(at := self.rank * total // self.size, at + 1)
+        share = total // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def build(self) -> Llama:
+        """This rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
+        with torch.device("meta"):
+            model = Llama(self.sizes)
+            for name, shape in self.shapes().items():
+                owner, _, leaf = name.rpartition(".")
+                module = model.get_submodule(owner)
+                if tuple(module.get_parameter(leaf).shape) != shape:
+                    setattr(module, leaf, nn.Parameter(torch.empty(shape)))
+            if self.config.tie_word_embeddings:
+                model.lm_head.weight = model.embed_tokens.weight
+        return model
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each parameter here."""
+        found = {}
+        for name, pieces in self.pieces.items():
+            rest = [piece.length(dim) for piece in pieces[:1] for dim in range(1, len(piece.shape))]
+            found[name] = (max(piece.rows.stop for piece in pieces), *rest)
+        return found
+
+    def _rule(self, key: str) -> Rule:
+        found = [rule for rule in self.plan if rule.matches(key)]
+        if len(found) != 1:
+            said = f"by {len(found)} rules: {[rule.names for rule in found]}" if found else "by no rule"
+            raise PlanError(f"{key} is matched {said}; the plan's rules: {[rule.names for rule in self.plan]}")
+        return found[0]
+
+    def _units(self, rule: Rule) -> None:
+        """Whether a size divides by the ranks, or (heads of keys and values) the ranks by it."""
+        if rule.of not in LlamaConfig.model_fields:
+            raise PlanError(f"rule {rule.names!r} divides {rule.of!r}, which is no size of a model")
+        total = getattr(self.config, rule.of)
+        shared = rule.of == "num_key_value_heads" and total < self.size and self.size % total == 0
+        if total % self.size and not shared:
+            raise PlanError(
+                f"{rule.of} {total} does not divide by {self.size} ranks"
+                + (", nor the ranks by it" if rule.of == "num_key_value_heads" else "")
+                + f" (needed for {rule.names})"
+            )
+
+    def _cut(self, whole: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
+        unused = set(self.plan)
+        found: dict[str, list[Piece]] = {}
+        for name, pieces in whole.items():
+            found[name], start = [], 0
+            for piece in pieces:
+                rule = self._rule(piece.key)
+                unused.discard(rule)
+                cut = [slice(0, length) for length in piece.shape]
+                stored = True
+                if rule.style == "row" and len(piece.shape) == 1:
+                    stored = self.rank == 0
+                elif rule.divides:
+                    dim = int(rule.style == "row")
+                    units, slots = int(getattr(self.config, rule.of)), self.slots(rule.of)
+                    if piece.shape[dim] % units:
+                        raise PlanError(f"{piece.key}: {piece.shape[dim]} is no multiple of {rule.of} {units}")
+                    each = piece.shape[dim] // units
+                    cut[dim] = slice(slots.start * each, slots.stop * each)
+                length = cut[0].stop - cut[0].start
+                found[name].append(replace(piece, rows=slice(start, start + length), cut=tuple(cut), stored=stored))
+                start += length
+        for rule in self.plan:
+            if rule in unused:
+                raise PlanError(f"rule {rule.names!r} ({rule.style}) matches no tensor of this model")
+        return found
+
+    def _check_shapes(self) -> None:
+        """Shares must be those of a Llama of the local sizes, or else a forward would fail, or be wrong."""
+        with torch.device("meta"):
+            expected = {name: tuple(parameter.shape) for name, parameter in Llama(self.sizes).named_parameters()}
+        for name, shape in self.shapes().items():
+            styles = {self._rule(piece.key).style for piece in self.pieces[name]}
+            if len(styles) > 1:
+                raise PlanError(f"{name} is made of parts that are divided differently: {sorted(styles)}")
+            wanted = expected[name]
+            if styles & {"gather", "vocabulary"}:
+                wanted = (wanted[0] // self.size, *wanted[1:])
+            if "gather" in styles:  # from all inputs
+                wanted = (wanted[0], *(width * self.size for width in wanted[1:]))
+            if shape != wanted:
+                raise PlanError(
+                    f"{name}: the plan leaves {list(shape)} to each of {self.size} ranks, where the other tensors ask "
+                    f"for {list(wanted)}"
+                )
+
+    def bytes(self, itemsize: int) -> int:
+        """What the parameters here take."""
+        return sum(math.prod(shape) for shape in self.shapes().values()) * itemsize

@@ -1,0 +1,272 @@
+"""Processes that run one program together: launch, the few collectives a forward needs, and agreement.
+
+All ranks do the same things in the same order; what chance or the clock decides comes from the first. Knows nothing
+of models, policies or HTTP.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import secrets
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from fly.parallel.watch import CollectiveError, Progress, RankError, Watch
+
+__all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead"]
+
+Share = TypeVar("Share")
+_FOREVER = timedelta(days=365)  # a server may be idle for long; the watch notices what a timeout would
+_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+class Ranks:
+    """This process among those that share a model.
+
+    Args:
+        group: of torch.distributed, for tensors on the device (NCCL or Gloo); None is every process.
+        control: a Gloo group of the same processes, for what the host says; None takes ``group``.
+        check_every: forwards between two comparisons of what ranks are about to compute (0 never compares).
+
+    ``random`` draws the same on every rank: numbers nobody can foresee, from a key of the first rank.
+    """
+
+    def __init__(self, group: Any = None, control: Any = None, check_every: int = 1) -> None:
+        self.group = dist.group.WORLD if group is None else group
+        self.control = self.group if control is None else control
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.first = dist.get_global_rank(self.group, 0)  # type: ignore[arg-type]
+        self.progress = Progress()
+        self.watch: Watch | None = None
+        self.check_every, self._forwards = check_every, 0
+        self.random = random.Random(self.share(secrets.randbits(256)))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank, which talks to the world."""
+        return self.rank == 0
+
+    def sum_(self, x: Tensor) -> Tensor:
+        """``x``, summed over ranks in place: the same bits on every rank."""
+        if self.size > 1:
+            x = x if x.is_contiguous() else x.contiguous()
+            with self._inside():
+                dist.all_reduce(x, group=self.group)
+        return x
+
+    def max_(self, x: Tensor) -> Tensor:
+        """``x``, the largest over ranks, in place."""
+        if self.size > 1:
+            with self._inside():
+                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+        return x
+
+    def gather(self, x: Tensor) -> Tensor:
+        """[ranks, ...]: the ``x`` of every rank, all of one shape."""
+        found = x.new_empty(self.size, *x.shape)
+        with self._inside():
+            dist.all_gather(list(found.unbind(0)), x.contiguous(), group=self.group)
+        return found
+
+    def join(self, x: Tensor) -> Tensor:
+        """[..., ranks * W]: the last dimensions [..., W] of all ranks, side by side."""
+        return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
+
+    def spread(self, x: Tensor) -> Tensor:
+        """``x`` of the first rank, written into that of the others, which has its shape and type."""
+        if self.size > 1:
+            x = x.contiguous()
+            with self._inside():
+                dist.broadcast(x, src=self.first, group=self.group)
+        return x
+
+    def share(self, value: Share | None, wait: bool = False) -> Share:
+        """What the first rank gives, on every rank. ``wait``: it may take its time, and nobody is to blame for that."""
+        box = [value if self.rank == 0 else None]
+        if self.size > 1:
+            with self._inside(count=not wait):
+                dist.broadcast_object_list(box, src=self.first, group=self.control)
+        return box[0]  # type: ignore[return-value]
+
+    def collect(self, value: Share) -> list[Share]:
+        """What every rank gives, on every rank; nobody is to blame for taking long."""
+        found: list[Any] = [value] * self.size
+        if self.size > 1:
+            with self._inside(count=False):
+                dist.all_gather_object(found, value, group=self.control)
+        return found
+
+    def clock(self) -> float:
+        """Seconds by the first rank's clock: decisions that hang on time are the same everywhere."""
+        now = torch.tensor(time.perf_counter(), dtype=torch.float64)
+        if self.size > 1:
+            with self._inside():
+                dist.broadcast(now, src=self.first, group=self.control)
+        return float(now)
+
+    def together(self, work: Callable[[], Share], what: str) -> Share:
+        """The result of ``work`` here, once it is done on every rank.
+
+        Raises, on every rank, the error that all have in common, or else ``RankError`` naming the ranks that failed.
+        """
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = work()
+        except CollectiveError:
+            raise
+        except Exception as caught:
+            error = caught
+        failures = self.collect(None if error is None else f"{type(error).__name__}: {error}")
+        if any(failures):
+            if error is not None and len(set(failures)) == 1:
+                raise error
+            said = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(failures) if text)
+            raise RankError(f"{what} failed on some ranks: {said}") from error
+        return result
+
+    def check(self, *tensors_T: Tensor) -> None:
+        """Compare what ranks are about to compute with: every ``check_every``-th time it is called.
+
+        Raises ``RankError`` on every rank, naming those that differ from the first.
+        """
+        self._forwards += 1
+        if not self.check_every or self._forwards % self.check_every or self.size == 1:
+            return
+        prints = [zlib.crc32(tensor.cpu().numpy().tobytes()) for tensor in tensors_T]
+        mine = torch.tensor([self._forwards, *(tensor.numel() for tensor in tensors_T), *prints])
+        found = [torch.empty_like(mine) for _ in range(self.size)]
+        with self._inside():
+            dist.all_gather(found, mine, group=self.control)
+        if different := [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
+            raise RankError(
+                f"ranks diverged: before forward {self._forwards}, {'ranks' if len(different) > 1 else 'rank'} "
+                f"{', '.join(map(str, different))} had other tokens than rank 0"
+            )
+
+    @contextmanager
+    def _inside(self, count: bool = True) -> Iterator[None]:
+        """Note that a collective is under way, and whether it failed."""
+        if count:
+            self.progress.entered += 1
+            self.progress.since = time.monotonic()
+        try:
+            yield
+        except RuntimeError as error:
+            raise CollectiveError(f"a collective failed: {error}") from error
+        finally:
+            self.progress.since = None
+
+
+def launched() -> bool:
+    """Whether this process was started by torchrun, or in its way."""
+    return all(name in os.environ for name in _VARIABLES)
+
+
+@contextmanager
+def launch(
+    *,
+    patience: float = 5.0,
+    hang: float = 60.0,
+    on_fault: Callable[[str], None] | None = None,
+    check_every: int = 1,
+) -> Iterator[Ranks]:
+    """Join the processes that torchrun started, until the block ends::
+
+        with fly.parallel.launch() as ranks:
+            llm = fly.LLM("checkpoints/large", draft="checkpoints/small", ranks=ranks)
+
+    CUDA devices are used with NCCL, one a process by its local rank; without any, the CPU with Gloo. Within the block
+    a rank that is killed, stopped, stuck or fails alone ends all of them within seconds, with one message.
+
+    Args:
+        patience: seconds without a sign of life after which a rank counts as lost.
+        hang: seconds for which a rank waits in a collective before it blames those that do not come.
+        on_fault: told the message before the process ends (in a thread of its own).
+        check_every: forwards between two comparisons of the tokens that ranks compute with.
+
+    Raises:
+        ValueError: this process was not started by torchrun.
+    """
+    if missing := [name for name in _VARIABLES if name not in os.environ]:
+        raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
+    store, rank, size = next(iter(dist.rendezvous("env://")))
+    # torchrun keeps its store when it starts the ranks again, and what was said in it.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    device = None
+    if cuda := torch.cuda.is_available():
+        torch.cuda.set_device(local := int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+        device = torch.device("cuda", local)
+    dist.init_process_group(
+        "nccl" if cuda else "gloo",
+        store=dist.PrefixStore(f"group/{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=_FOREVER,
+        device_id=device,
+    )
+    # Watched from the first collective on: the others may be gone before it.
+    progress = Progress()
+    watch = Watch(dist.PrefixStore(f"watch/{attempt}", store.clone()), rank, size, progress, patience, hang, on_fault)
+    try:
+        ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER), check_every=check_every)
+        ranks.progress, ranks.watch = progress, watch
+        yield ranks
+    except BaseException as error:
+        watch.leave(error)
+        raise
+    else:
+        watch.leave()
+    finally:
+        with contextlib.suppress(Exception):
+            dist.destroy_process_group()
+
+
+_END = "end"
+
+
+class lead:
+    """The first rank of a group that takes requests: ``lead(ranks, handle)(message)`` has every rank do
+    ``handle(message)`` and gives the first one's result; the others are in ``follow(ranks, handle)`` until ``close``.
+
+    ``handle`` must do the same for the same messages in the same order. An error that all ranks raise is the message's
+    own, and raised here; any other ends the group (``RankError``).
+    """
+
+    def __init__(self, ranks: Ranks, handle: Callable[[Any], Any]) -> None:
+        if not ranks.leads:
+            raise ValueError(f"rank {ranks.rank} cannot lead; rank 0 does, and the others follow")
+        self.ranks, self.handle = ranks, handle
+
+    def __call__(self, message: Any) -> Any:
+        self.ranks.share((message,), wait=True)
+        return self.ranks.together(lambda: self.handle(message), "a request")
+
+    def close(self) -> None:
+        """Let the others go."""
+        self.ranks.share(_END, wait=True)
+
+
+def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
+    """Do what the first rank says, until it ends (see ``lead``)."""
+    while True:
+        said: Any = ranks.share(None, wait=True)
+        if said == _END:
+            return
+        (message,) = said
+        try:
+            ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
+        except (CollectiveError, RankError):
+            raise
+        except Exception:  # the message's own, which the first rank tells whoever asked
+            continue

@@ -1,0 +1,235 @@
+"""Structured output: which tokens a JSON schema, a regular expression or a grammar lets follow each place of a draft.
+
+Grammars are compiled and followed by llguidance. Knows nothing of models, caches, policies or strategies.
+
+Shape legend: J places of a row's draft (0 follows the row's last token, j + 1 the drafted token j), V vocabulary,
+W bytes of a mask.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from collections.abc import Sequence as Rows
+from functools import cached_property, lru_cache
+
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+from torch.nn.functional import embedding
+
+from fly.engine import common_prefix
+from fly.models.tokenizer import Tokenizer
+from fly.types import SamplingParams, StructuredOutput
+
+__all__ = ["Grammars", "Matcher"]
+
+_COMPILED = 64  # grammars kept
+_MASKS = 256  # masks kept of a row: more than any draft is long
+_LIMITS = LLParserLimits(verbose_errors=False)
+# JSON on one line or indented, but no runs of blanks, with which small models like to go on for ever. A schema's own
+# "x-guidance" wins over this.
+_BLANKS = r" |\n[ ]{0,16}"
+# 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
+_BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
+
+
+class Grammars:
+    """The grammars that requests ask for, over one vocabulary; each is compiled once.
+
+    Args:
+        tokenizer: spells the vocabulary.
+        vocab_size: width of the model's logits; ids that the tokenizer has no text for are never allowed.
+        eos_ids: the model's end-of-sequence tokens.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
+        self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
+        self._compiled = lru_cache(_COMPILED)(self._compile)
+
+    def matcher(self, params: SamplingParams) -> Matcher:
+        """The state of one request, at its start.
+
+        It may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow) or with one
+        of its own stop tokens that is a control token.
+
+        Raises:
+            ValueError: no such grammar can be had, with the reason: a bad or unsupported one, a tokenizer of an
+                unknown kind, no token to end with.
+        """
+        assert params.structured is not None
+        own = self.tokenizer.control_ids.intersection(params.stop_token_ids)
+        if not (self.eos_ids or own):
+            raise ValueError(
+                "structured output ends with an end-of-sequence token, and this model names none; give a special token "
+                "in stop_token_ids"
+            )
+        start = self._compiled(params.structured)
+        if params.ignore_eos:
+            return Matcher(start, self._never, own - self.eos_ids, self.eos_ids)
+        return Matcher(start, self._never, self.eos_ids | own)
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        eos = sorted(self.eos_ids or self.tokenizer.control_ids)
+        try:
+            return LLTokenizer(self.tokenizer.raw.to_str(), n_vocab=self.vocab_size, eos_token=eos)
+        except Exception as error:  # whatever the library raises
+            raise ValueError(f"structured output cannot read this tokenizer: {error}") from error
+
+    @property
+    def _never(self) -> frozenset[int]:
+        """What the library takes for ends: allowed as an end of the request, or not at all."""
+        return frozenset(self._vocabulary.eos_tokens)
+
+    def _compile(self, structured: StructuredOutput) -> LLMatcher:
+        source = structured.json_schema or structured.regex or structured.grammar or ""
+        what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
+        if structured.kind == "regex":
+            grammar = LLMatcher.grammar_from_regex(source)
+        elif structured.kind == "grammar":
+            grammar = LLMatcher.grammar_from_lark(source)
+        else:
+            schema = source or '{"type": "object"}'
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
+        for warning in matcher.get_grammar_warnings():
+            warnings.warn(f"{what}: {warning}", stacklevel=2)
+        if matcher.is_error():
+            _, reasons = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary, limits=_LIMITS)
+            raise ValueError(f"{what} cannot be used: {_one_line(' '.join(reasons) or matcher.get_error())}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_error():
+            raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
+        return matcher
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+class Matcher:
+    """Follows the text of one request and its forks by comparing tokens, and says what may come next.
+
+    It remembers what the last text asked about, and the masks found along it, so that what a draft model was told
+    while it drafted is not worked out again when the target verifies.
+
+    Args:
+        start: the compiled grammar at its start; it is copied.
+        never: tokens that are no text, whatever the grammar says.
+        ends: tokens that end the text; allowed exactly where the grammar may end.
+        last_ends: further ones, allowed only where nothing else is.
+    """
+
+    def __init__(
+        self, start: LLMatcher, never: frozenset[int], ends: frozenset[int], last_ends: frozenset[int] = frozenset()
+    ) -> None:
+        self._start, self._matcher = start, start.deep_copy()
+        self._ends, self._last_ends, self._no_text = ends, last_ends, never | ends | last_ends
+        self._text: list[int] = []  # what the matcher has consumed
+        self._masks: dict[int, tuple[bytes, bool, str]] = {}  # by length of text
+        self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+
+    def constrain(
+        self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None
+    ) -> None:
+        """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
+
+        Where bans that came before, of bad words or of ends before ``min_tokens``, leave nothing of what the grammar
+        allows, they give way to it: ``raw_JV`` are the logits without them (None if there are none). Places behind a
+        token that is itself forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in
+        ``Draft``; logits [J, V], J >= 1 + tokens drafted.
+        """
+        found = sorted(self._along(text, draft, parents).items())
+        if not found:
+            return
+        device = logits_JV.device
+        bits = bytearray(b"".join(bits for _, (bits, _) in found))
+        bits_JW = torch.frombuffer(bits, dtype=torch.uint8).view(len(found), -1).to(device)
+        bias_JV = embedding(bits_JW.int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
+        bias_JV[:, sorted(self._no_text)] = -torch.inf
+        end_J1 = torch.tensor([[0.0 if may_end else -torch.inf] for _, (_, may_end) in found], device=device)
+        bias_JV[:, sorted(self._ends)] = end_J1
+        if self._last_ends:
+            goes_on_J1 = (bias_JV == 0).any(-1, keepdim=True)
+            bias_JV[:, sorted(self._last_ends)] = torch.where(goes_on_J1, -torch.inf, end_J1)
+        places = [place for place, _ in found]
+        # all of a chain, as a rule: then nothing is copied
+        at = slice(len(places)) if places[-1] == len(places) - 1 else torch.tensor(places, device=device)
+        logits_JV[at] += bias_JV
+        if raw_JV is not None:
+            lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
+            logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
+
+    def check(self, place: int) -> None:
+        """Raise ``ValueError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
+        go on: the vocabulary cannot spell what must follow, or the grammar is beyond the limits of the library."""
+        if place in self._stuck:
+            raise ValueError(f"structured output cannot go on: {self._stuck[place]}")
+
+    def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, tuple[bytes, bool]]:
+        """What may follow each place that the grammar can reach, branch by branch."""
+        self._stuck = {}
+        if not self._follow(text):
+            self._stuck[0] = f"the {len(text)} tokens so far are no beginning of such a text"
+            return {}
+        after: list[list[int]] = [[] for _ in range(len(draft) + 1)]
+        for node, parent in enumerate(parents):
+            after[parent + 1].append(node)
+        found = {}
+        waiting = [(-1, len(text))]
+        while waiting:
+            node, depth = waiting.pop()
+            if node >= 0 and not self._step(depth - 1, draft[node]):
+                continue
+            bits, may_end, wrong = self._mask(depth)
+            if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
+                self._stuck[node + 1] = f"{wrong} after {depth} tokens"
+            found[node + 1] = bits, may_end or bool(wrong)
+            waiting += [(child, depth + 1) for child in after[node + 1]]
+        return found
+
+    def _follow(self, text: list[int]) -> bool:
+        """Have ``text`` (and perhaps more) consumed; False if the grammar does not allow it."""
+        shared = common_prefix(self._text, text)
+        return all(self._step(depth, token) for depth, token in enumerate(text[shared:], start=shared))
+
+    def _step(self, depth: int, token: int) -> bool:
+        """Have ``token`` consumed behind the first ``depth`` tokens; False if the grammar does not allow it there."""
+        if depth < len(self._text) and self._text[depth] == token:
+            return True
+        if token in self._no_text:
+            return False
+        self._roll_back(depth)
+        if self._matcher.try_consume_tokens([token]) == 1:
+            self._text.append(token)
+            return True
+        if self._matcher.is_error():
+            self._restart()
+        return False
+
+    def _mask(self, depth: int) -> tuple[bytes, bool, str]:
+        """What may follow the first ``depth`` tokens, a bit each, whether the text may end there, and what is wrong
+        with it, if anything."""
+        if (known := self._masks.get(depth)) is None:
+            self._roll_back(depth)
+            bits, may_end, wrong = self._matcher.compute_bitmask(), self._matcher.is_accepting(), ""
+            if self._matcher.is_error():
+                bits, wrong = bytes(len(bits)), _one_line(self._matcher.get_error())
+                self._restart()
+            known = self._masks[depth] = bits, may_end, wrong
+            self._masks.pop(depth - _MASKS, None)
+        return known
+
+    def _roll_back(self, depth: int) -> None:
+        """To the first ``depth`` tokens of what was consumed."""
+        if (more := len(self._text) - depth) > 0:
+            self._matcher.rollback(more)
+            del self._text[depth:]
+            self._masks = {length: mask for length, mask in self._masks.items() if length <= depth}
+
+    def _restart(self) -> None:
+        """Replace a matcher that is in error, which it never leaves, by one that has consumed the same."""
+        self._matcher = self._start.deep_copy()
+        self._matcher.try_consume_tokens(self._text)

@@ -1,0 +1,700 @@
+"""Ranks: the plan, loading by slices, shards of logits, the same tokens on 1, 2 and 4 Gloo processes, and faults.
+
+One pool of four processes serves all tests of what ranks compute; whatever ends processes starts its own.
+"""
+
+from __future__ import annotations
+
+import math
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+import fly
+from fly import cli, vocabulary
+from fly.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast, weights
+from fly.config import Config
+from fly.drafts import SingleDraft, parse_draft
+from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
+from fly.models.loading import layout
+from fly.parallel import (
+    LLAMA,
+    LLAMA_WHOLE_SUMS,
+    Part,
+    PlanError,
+    Ranks,
+    Rule,
+    follow,
+    launch,
+    lead,
+    load,
+    place_draft,
+)
+from fly.parallel.logits import VocabularyShards
+from fly.policies import parse_policy, policy_types
+from fly.types import SamplingParams
+from tests.toys import build_llama, llama_configs
+
+FORK = multiprocessing.get_context("forkserver")
+FORK.set_forkserver_preload(["tests.test_parallel"])  # torch is imported once
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return int(listening.getsockname()[1])
+
+
+# The pool
+
+
+def serve_jobs(rank: int, size: int, port: int, pipe: Connection) -> None:
+    """One process of the pool: does what it is told in the group of the first 1, 2 or 4."""
+    torch.set_num_threads(1)
+    address = {"init_method": f"tcp://127.0.0.1:{port}", "rank": rank, "world_size": size}
+    dist.init_process_group("gloo", **address)
+    groups = {n: dist.new_group(list(range(n))) for n in (1, 2, 4) if n <= size}
+    ranks = {n: Ranks(group) for n, group in groups.items() if rank < n}
+    while (job := pipe.recv()) is not None:
+        n, work, arguments = job
+        torch.manual_seed(0)
+        try:
+            pipe.send((True, work(ranks[n], *arguments)))
+        except Exception as error:
+            pipe.send((False, (type(error).__name__, str(error), traceback.format_exc())))
+    dist.destroy_process_group()
+
+
+class Pool:
+    def __init__(self, size: int = 4) -> None:
+        port = free_port()
+        self.pipes, self.processes = [], []
+        for rank in range(size):
+            here, there = FORK.Pipe()
+            process = FORK.Process(target=serve_jobs, args=(rank, size, port, there), daemon=True)
+            process.start()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def outcomes(self, n: int, work: Callable[..., Any], *arguments: Any) -> list[tuple[bool, Any]]:
+        """Of each of ``n`` ranks, whether ``work(ranks, *arguments)`` succeeded, and its result or error."""
+        for pipe in self.pipes[:n]:
+            pipe.send((n, work, arguments))
+        return [pipe.recv() if pipe.poll(60) else (False, ("Timeout", "", "")) for pipe in self.pipes[:n]]
+
+    def run(self, n: int, work: Callable[..., Any], *arguments: Any) -> Any:
+        """The result, which must be the same on every rank."""
+        found = self.outcomes(n, work, *arguments)
+        for success, result in found:
+            assert success, result[-1]
+        assert all(result == found[0][1] for _, result in found), found
+        return found[0][1]
+
+    def close(self) -> None:
+        for pipe, process in zip(self.pipes, self.processes):
+            pipe.send(None)
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Pool]:
+    made = Pool()
+    yield made
+    made.close()
+
+
+# The plan
+
+
+@st.composite
+def divisible_configs(draw: st.DrawFn, size: int = 4) -> LlamaConfig:
+    """Configurations that divide by ``size`` ranks, some with fewer key heads than ranks."""
+    config = draw(llama_configs())
+    kv_heads = draw(st.sampled_from([1, 2, 4, 8]))
+    heads = kv_heads * draw(st.sampled_from([n for n in (1, 2, 4) if kv_heads * n % size == 0]))
+    sizes = {
+        "vocab_size": size * draw(st.integers(2, 12)),
+        "hidden_size": size * draw(st.sampled_from([2, 5, 8])),
+        "intermediate_size": size * draw(st.sampled_from([2, 3, 10])),
+        "num_key_value_heads": kv_heads,
+        "num_attention_heads": heads,
+    }
+    return LlamaConfig.model_validate({**config.model_dump(), **sizes})
+
+
+@settings(max_examples=25)
+@given(divisible_configs(), st.sampled_from([1, 2, 4]), st.sampled_from([LLAMA, LLAMA_WHOLE_SUMS]))
+def test_parts_cover_every_tensor(config: LlamaConfig, size: int, plan: tuple[Rule, ...]) -> None:
+    """Every number of the checkpoint is on one rank, or on as many as its style says; biases of sums on the first."""
+    with torch.device("meta"):
+        whole = layout(config, dict(Llama(config).named_parameters()))
+    parts = [Part(config, rank, size, plan) for rank in range(size)]
+    numbers = 0
+    for name, pieces in whole.items():
+        for number, piece in enumerate(pieces):
+            (rule,) = [rule for rule in plan if rule.matches(piece.key)]
+            held = torch.zeros(piece.shape, dtype=torch.int64)
+            for part in parts:
+                own = part.pieces[name][number]
+                assert own.key == piece.key
+                held[own.cut] += own.stored
+            copies = size if rule.style == "replicate" else 1
+            if rule.of == "num_key_value_heads":
+                copies = max(1, size // config.num_key_value_heads)
+            assert (held == copies).all(), (piece.key, rule)
+            zeros = rule.style == "row" and len(piece.shape) == 1  # the other ranks' biases
+            numbers += math.prod(piece.shape) * (size if zeros else copies)
+    assert all(part.sizes.vocab_size == config.vocab_size for part in parts)
+    assert sum(part.bytes(4) for part in parts) == 4 * numbers
+
+
+@settings(max_examples=15)
+@given(divisible_configs(), st.sampled_from([2, 4]), st.sampled_from([LLAMA, LLAMA_WHOLE_SUMS]), st.integers(0, 99))
+def test_ranks_load_their_slices(
+    tmp_path_factory: pytest.TempPathFactory, config: LlamaConfig, size: int, plan: tuple[Rule, ...], seed: int
+) -> None:
+    """What ranks load, put together by the plan's cuts, is the checkpoint."""
+    model, directory = build_llama(config, seed), tmp_path_factory.mktemp("slices")
+    save_model(model, directory, torch.float32)
+    parameters = dict(model.named_parameters())
+    whole = layout(config, parameters)
+    for rank in range(size):
+        part = Part(config, rank, size, plan)
+        loaded = dict(load_model(directory, part=lambda _, part=part: part).named_parameters())  # type: ignore[misc]
+        assert loaded.keys() == parameters.keys()
+        for name, pieces in part.pieces.items():
+            for ours, all_of_it in zip(pieces, whole[name]):
+                expected = parameters[name][all_of_it.rows][ours.cut] * ours.stored
+                assert torch.equal(loaded[name][ours.rows], expected), ours.key
+
+
+TOY = LlamaConfig(
+    vocab_size=48,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=256,
+)
+
+
+def without(*names: str) -> tuple[Rule, ...]:
+    return tuple(rule for rule in LLAMA if not any(name in rule.names for name in names))
+
+
+@pytest.mark.parametrize(
+    ("size", "changes", "plan", "said"),
+    [
+        (3, {}, LLAMA, "vocab_size 48|num_attention_heads 4 does not divide by 3 ranks"),
+        (5, {}, LLAMA, "does not divide by 5 ranks"),
+        (4, {"intermediate_size": 50}, LLAMA, "intermediate_size 50 does not divide by 4 ranks"),
+        (6, {"num_key_value_heads": 4, "num_attention_heads": 12}, LLAMA, "num_key_value_heads 4 does not divide by 6"),
+        (2, {}, without("q_proj"), "q_proj.weight is matched by no rule"),
+        (2, {}, (*LLAMA, Rule("*.o_proj.*", "replicate")), "o_proj.weight is matched by 2 rules"),
+        (2, {}, (*LLAMA, Rule("model.nothing", "replicate")), "'model.nothing' .* matches no tensor"),
+        (2, {}, (*LLAMA, Rule("model.nothing", "column", "wings")), "'wings', which is no size"),
+        (2, {}, (*without("down_proj"), Rule("*.down_proj.*", "replicate")), "down_proj.weight: the plan leaves"),
+        (2, {}, (*without("gate"), Rule("*gate*", "replicate"), Rule("*up_*", "column", "vocab_size")), "differently"),
+        (2, {}, (*without("k_proj"), Rule("*.k_proj.* *.v_proj.*", "replicate")), "query and key heads go together"),
+    ],
+)  # fmt: skip
+def test_a_plan_that_does_not_fit_says_why(size: int, changes: dict[str, int], plan: Any, said: str) -> None:
+    config = LlamaConfig.model_validate({**TOY.model_dump(), **changes})
+    with pytest.raises(PlanError, match=said):
+        Part(config, 0, size, plan)
+
+
+# Shards of logits
+
+
+def ask_shards(ranks: Ranks, logits_BJV: torch.Tensor, tokens_BJ: torch.Tensor, n: int, seed: int) -> dict[str, Any]:
+    """What the passes over the vocabulary say of shards, and of one tensor."""
+    width = logits_BJV.shape[-1] // ranks.size
+    shards = VocabularyShards(logits_BJV[..., ranks.rank * width : (ranks.rank + 1) * width].clone(), ranks)
+    generator = torch.Generator().manual_seed(seed)
+    rows, positions, _ = logits_BJV.shape
+    rows_N = torch.randint(0, rows, (5,), generator=generator)
+    positions_N = torch.randint(0, positions, (5,), generator=generator)
+    answers = {}
+    for name, logits in (("whole", logits_BJV), ("shards", shards)):
+        peak_N = logits[rows_N, positions_N, vocabulary.argmax(logits)[rows_N, positions_N]]
+        at_N = rows_N * positions + positions_N
+        temperature_N, least_N = torch.full((5,), 0.7), peak_N - 1.0
+        flat = logits.flatten(0, 1)
+        answers[name] = {
+            "shape": tuple(logits.shape),
+            "argmax": vocabulary.argmax(logits[:, :-1]).tolist(),
+            "top": vocabulary.top(logits, n).values.tolist(),
+            "pick": vocabulary.pick(logits, tokens_BJ).tolist(),
+            "amax": flat.amax(-1).tolist(),
+            "at": logits[rows_N, positions_N].softmax(-1).tolist(),
+            "rows": [x.tolist() for x in logits],
+            "views": logits.unsqueeze(1).expand(-1, 2, -1, -1).flatten(0, 1).unflatten(0, (rows, 2))[:, 1].tolist(),
+            "mass": vocabulary.log_mass(flat, peak_N, at_N=at_N).tolist(),
+            "some": vocabulary.log_mass(flat, peak_N, temperature_N, least_N, at_N).tolist(),
+        }
+        if name == "shards":
+            assert shards.whole is None, "something gathered them all"
+        picked = vocabulary.top(logits, n).indices
+        assert torch.equal(logits.gather(-1, picked), vocabulary.top(logits, n).values)
+    close = {name: answers["whole"].pop(name) for name in ("mass", "some")}
+    for name, expected in close.items():
+        torch.testing.assert_close(torch.tensor(answers["shards"].pop(name)), torch.tensor(expected))
+    return answers
+
+
+@settings(max_examples=15)
+@given(st.data())
+def test_shards_answer_like_one_tensor(pool: Pool, data: st.DataObject) -> None:
+    size = data.draw(st.sampled_from([2, 4]))
+    shape = data.draw(st.tuples(st.integers(1, 3), st.integers(1, 3), st.sampled_from([4, 8, 520, 4096])))
+    seed = data.draw(st.integers(0, 999))
+    generator = torch.Generator().manual_seed(seed)
+    levels = data.draw(st.sampled_from([3, 1000000]))  # ties, or none
+    logits_BJV = torch.randint(0, levels, shape, generator=generator) * (6.0 / levels)
+    if data.draw(st.booleans()):
+        logits_BJV[torch.rand(shape, generator=generator) < 0.2] = -torch.inf
+        logits_BJV[..., 1] = 2.0
+    tokens_BJ = torch.randint(0, shape[-1], shape[:2], generator=generator)
+    answers = pool.run(size, ask_shards, logits_BJV, tokens_BJ, data.draw(st.integers(1, 3)), seed)
+    assert answers["shards"] == answers["whole"]
+
+
+# The same tokens, however many ranks
+
+POLICIES = sorted(policy_types())
+STRATEGIES = [
+    "none",
+    "ngram",
+    "{draft}",
+    "ngram+{draft}",
+    "tree({draft}, nodes=6, depth=3)",
+    "union(ngram, {draft})",
+    "recycling",
+    "skip(skip=[0], k=4)",
+]
+
+
+def checkpoints(directory: Path, config: LlamaConfig, seed: int) -> tuple[str, str]:
+    """A target, and a draft that is close to it, so that some of what it proposes stands."""
+    model = build_llama(config, seed)
+    save_model(model, directory / "target", torch.float32)
+    generator = torch.Generator().manual_seed(seed + 1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter += 0.03 * torch.randn(parameter.shape, generator=generator)
+    save_model(model, directory / "draft", torch.float32)
+    return str(directory / "target"), str(directory / "draft")
+
+
+def told(outputs: list[fly.Output]) -> list[Any]:
+    """All that must be alike."""
+    return [
+        (o.token_ids, o.finish_reason, [(t.id, int(t.why), t.clause, t.target_choice) for t in o.provenance])
+        for o in outputs
+    ]
+
+
+def generate(
+    ranks: Ranks | None, target: str, draft: str, request: dict[str, Any], options: dict[str, Any] | None = None
+) -> list[Any]:
+    llm = fly.LLM(target, draft, k=5, ranks=ranks, cache_tokens=2048, **(options or {}))
+    first = llm.generate(**request)
+    return told(first) + told(llm.generate(**request))  # caches and strategies as a first call leaves them
+
+
+def generate_with_noise(target: str, draft: str, request: dict[str, Any], noise: float) -> list[Any]:
+    """One rank again, with logits a little off: where that changes nothing, no tie was near."""
+    generator = torch.Generator().manual_seed(1)
+
+    def load_noisily(*arguments: Any) -> Llama:
+        model = load_model(*arguments)
+        model.lm_head.register_forward_hook(
+            lambda _, inputs, out: out + noise * torch.randn(out.shape, generator=generator)
+        )
+        return model
+
+    llm = fly.LLM(load_noisily(target), parse_draft(draft, load=load_noisily), k=5, cache_tokens=2048)
+    first = llm.generate(**request)
+    return told(first) + told(llm.generate(**request))
+
+
+@settings(max_examples=8, suppress_health_check=[*HealthCheck])
+@given(st.data())
+def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
+    """1, 2 and 4 ranks give the same tokens for the same reasons, whatever decides, unless a tie was near.
+
+    Near: logits that are off by a deviation of 1e-4 change something (on toy models ranks change them by some 1e-6).
+    """
+    config = data.draw(divisible_configs())
+    target, model = checkpoints(tmp_path_factory.mktemp("toys"), config, data.draw(st.integers(0, 99)))
+    draft = data.draw(st.sampled_from(STRATEGIES)).format(draft=f'"{model}"')
+    greedy = data.draw(st.booleans())
+    params = SamplingParams(
+        temperature=0.0 if greedy else data.draw(st.sampled_from([0.7, 1.3])),
+        top_p=data.draw(st.sampled_from([1.0, 0.9])),
+        top_k=data.draw(st.sampled_from([0, 5])),
+        seed=data.draw(st.integers(0, 99)),
+        max_tokens=12,
+        logprobs=data.draw(st.sampled_from([None, 2])),
+        repetition_penalty=data.draw(st.sampled_from([1.0, 1.2])),
+    )
+    prompts = [[1, 0, 1, 0, 1], [3 % config.vocab_size]]
+    policies = [parse_policy(name) for name in data.draw(st.tuples(*[st.sampled_from(POLICIES)] * 2))]
+    request = {"prompts": prompts, "params": params, "policy": policies}
+    whole_sums = data.draw(st.booleans())
+    placement = data.draw(st.sampled_from(["replicated", "sharded", "first"]))
+    placement = "replicated" if draft.startswith("skip") and placement == "first" else placement
+    options = {"draft_placement": placement, "whole_sums": whole_sums}
+    expected = generate(None, target, draft, request)
+    assume(all(generate_with_noise(target, draft, request, 1e-4) == expected for _ in range(2)))
+    for size in (1, 2, 4):
+        found = pool.run(size, generate, target, draft, request, options)
+        assert found == expected
+
+
+def adapt(ranks: Ranks, target: str, draft: str, placement: str) -> list[Any]:
+    """Decisions by the clock, a text nobody seeded, and what drafting costs where."""
+    llm = fly.LLM(target, f'adaptive("{draft}")', k=4, ranks=ranks, cache_tokens=1024, draft_placement=placement)
+    outputs = llm.generate([[1, 2, 3], [3, 2]], SamplingParams(temperature=1.0, max_tokens=24))
+    return [*told(outputs), [o.stats.drafted for o in outputs]]
+
+
+@pytest.mark.parametrize("placement", ["auto", "replicated", "sharded", "first"])
+def test_time_and_chance_are_the_first_ranks(pool: Pool, tmp_path: Path, placement: str) -> None:
+    target, draft = checkpoints(tmp_path, TOY, 0)
+    pool.run(2, adapt, target, draft, placement)  # alike on both ranks
+
+
+def bits(ranks: Ranks | None, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:
+    model = load_model(target) if ranks is None else load(target, ranks=ranks, plan=plan, gather_logits=True)
+    with torch.inference_mode():
+        tokens = torch.arange(24)
+        return model.logits(model(tokens, tokens, DenseCausal(1, 24))).tolist()
+
+
+def test_plain_logits_where_they_are_asked_for(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    expected = torch.tensor(bits(None, target, LLAMA))
+    for size in (2, 4):
+        for plan in (LLAMA, LLAMA_WHOLE_SUMS):
+            torch.testing.assert_close(torch.tensor(pool.run(size, bits, target, plan)), expected)
+
+
+def tokens_of_head(model: Any) -> int:
+    """Of a model divided among ranks only its part; a whole one may be compiled."""
+    return model.lm_head.weight.shape[0] if isinstance(model, Llama) else model.config.vocab_size
+
+
+def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
+    def make(load: Any = load_model) -> Any:
+        return parse_draft(draft, load=load)
+
+    strategy = place_draft(make, ranks, placement)
+    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy._model)]
+    return [type(strategy).__name__, str(shapes)]
+
+
+def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -> None:
+    _, draft = checkpoints(tmp_path, TOY, 0)
+    odd = build_llama(LlamaConfig.model_validate({**TOY.model_dump(), "vocab_size": 47}))
+    save_model(odd, tmp_path / "odd", torch.float32)
+    assert pool.run(2, place, draft, "replicated") == ["SingleDraft", "[48]"]
+    assert pool.run(2, place, draft, "sharded") == ["SingleDraft", "[24]"]
+    assert pool.run(2, place, draft, "first") == ["FirstDraft", "[]"]
+    assert pool.run(2, place, draft, "auto") in (["SingleDraft", "[24]"], ["SingleDraft", "[48]"])
+    assert pool.run(2, place, str(tmp_path / "odd"), "auto") == ["SingleDraft", "[47]"]
+    assert pool.run(2, place, "none", "first") == ["NoneType", "[]"]
+    for work, said in (
+        (("skip(skip=[0])", "first"), "layers of the target"),
+        (("ngram", "there"), "'there' is unknown"),
+    ):
+        for success, error in pool.outcomes(2, place, *work):
+            assert not success and said in error[1]
+
+
+# Agreement
+
+
+def differ(ranks: Ranks, tokens: list[list[int]]) -> None:
+    mine_T = torch.tensor(tokens[ranks.rank])
+    ranks.check(mine_T, torch.arange(len(mine_T)))
+
+
+@pytest.mark.parametrize("tokens", [[[1, 2], [1, 2], [2, 1], [1, 2]], [[1], [1], [1, 2], [1]]])
+def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]]) -> None:
+    for success, error in pool.outcomes(4, differ, tokens):
+        assert not success and error[0] == "RankError" and "rank 2 had other tokens than rank 0" in error[1]
+    assert pool.run(2, differ, tokens) is None
+
+
+def meddle(ranks: Ranks, target: str) -> None:
+    """The second rank is told something else."""
+    llm = fly.LLM(target, ranks=ranks, cache_tokens=256)
+    llm.generate([[1, 2, 3 + (ranks.rank == 1)]], SamplingParams(temperature=0, max_tokens=4))
+
+
+def test_a_model_notices_that_its_ranks_diverge(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    for success, error in pool.outcomes(2, meddle, target):
+        assert not success and "rank 1 had other tokens" in error[1]
+
+
+def work_together(ranks: Ranks, failing: list[int]) -> str:
+    def work() -> str:
+        if ranks.rank in failing:
+            raise KeyError("mine")
+        return "done"
+
+    return ranks.together(work, "the work")
+
+
+def test_what_some_ranks_cannot_do_none_does(pool: Pool) -> None:
+    assert pool.run(4, work_together, []) == "done"
+    for success, error in pool.outcomes(4, work_together, [1, 2]):
+        assert not success and error[0] == "RankError" and "rank 1: KeyError: 'mine'; rank 2:" in error[1]
+    for success, error in pool.outcomes(4, work_together, [0, 1, 2, 3]):
+        assert not success and error[0] == "KeyError"
+
+
+def take_requests(ranks: Ranks, target: str) -> list[Any]:
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    seen: list[Any] = []
+
+    def handle(message: Any) -> Any:
+        seen.append(message)
+        return told(llm.generate([message], SamplingParams(temperature=1.0, max_tokens=5)))
+
+    if not ranks.leads:
+        follow(ranks, handle)
+        with pytest.raises(ValueError, match="cannot lead"):
+            lead(ranks, handle)
+        return seen
+    leader = lead(ranks, handle)
+    answers = [leader([1, 2, 3])]
+    with pytest.raises(ValueError, match="outside the vocabulary"):  # the request's fault, not the group's
+        leader([1, 999])
+    answers.append(leader([4]))
+    leader.close()
+    assert all(len(tokens) == 5 for ((tokens, _, _),) in answers)
+    return seen
+
+
+def test_the_first_rank_takes_requests_and_all_serve_them(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    assert pool.run(4, take_requests, target) == [[1, 2, 3], [1, 999], [4]]
+
+
+# Broken checkpoints
+
+
+def load_own(ranks: Ranks, paths: list[str]) -> None:
+    load(paths[ranks.rank], ranks=ranks)
+
+
+def test_a_corrupt_shard_is_an_error_everywhere_before_anything_runs(pool: Pool, tmp_path: Path) -> None:
+    target, other = checkpoints(tmp_path, TOY, 0)
+    weights = Path(other) / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    for success, error in pool.outcomes(4, load_own, [target, target, other, target]):  # as on another node's disk
+        assert not success and error[0] == "RankError"
+        assert "rank 2: CheckpointError" in error[1] and "not a readable safetensors file" in error[1]
+    for success, error in pool.outcomes(2, load_own, [other, other]):
+        assert not success and error[0] == "CheckpointError"
+    config = Path(other) / "config.json"
+    save_model(build_llama(TOY), other, torch.float32)
+    config.write_text(config.read_text().replace("10000.0", "20000.0"))
+    for success, error in pool.outcomes(2, load_own, [target, other]):
+        assert not success and "another config.json" in error[1]
+    for success, error in pool.outcomes(4, load_own, [str(tmp_path / "odd")] * 4):
+        assert not success and "no such checkpoint directory" in error[1]
+
+
+# Faults
+
+
+def live(rank: int, size: int, port: int, log: str, what: str) -> None:
+    """A rank of a group that computes, or waits for requests, until something happens to it."""
+    torch.set_num_threads(1)
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in environment.items()})
+    with launch(patience=1.5, hang=1.5) as ranks:
+        print(f"rank {rank} lives", flush=True)
+        if what == "waits" and rank:
+            follow(ranks, print)
+        elif what == "waits":
+            time.sleep(60)
+        for step in range(10**9 if what != "ends" else 50):
+            ranks.sum_(torch.ones(8))
+            if step == 20 and rank == 1 and what == "fails":
+                raise MemoryError("no memory for this")
+            if step == 20 and rank == 1 and what == "hangs":
+                time.sleep(60)
+            if step == 20 and what == "errs":
+                raise ValueError("the same everywhere")
+
+
+def run_group(size: int, tmp_path: Path, what: str, harm: int | None = None) -> tuple[list[int | None], str, float]:
+    """Start a group, do ``harm`` (a signal) to its last rank; exit codes, all that was said, and how long it took."""
+    log, port = tmp_path / "log", free_port()
+    log.touch()
+    processes = [FORK.Process(target=live, args=(rank, size, port, str(log), what)) for rank in range(size)]
+    for process in processes:
+        process.start()
+    deadline = time.monotonic() + 60
+    while log.read_text().count("lives") < size and time.monotonic() < deadline:
+        time.sleep(0.01)
+    start = time.monotonic()
+    if harm is not None:
+        time.sleep(0.1)
+        start = time.monotonic()
+        os.kill(processes[-1].pid or 0, harm)
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join()
+    return [process.exitcode for process in processes], log.read_text(), time.monotonic() - start
+
+
+FAULTS = [
+    (2, "computes", signal.SIGKILL, r"rank 1 .* ended without a word"),
+    (4, "computes", signal.SIGKILL, r"rank 3 .* ended without a word"),
+    (2, "waits", signal.SIGKILL, r"rank 1 .* ended without a word"),
+    (2, "computes", signal.SIGSTOP, r"rank 1 .* no sign of life for 1.5 s"),
+    (4, "computes", signal.SIGSTOP, r"rank 3 .* no sign of life for 1.5 s"),
+    (4, "fails", None, r"rank 1 .* failed: MemoryError: no memory for this"),
+    (2, "hangs", None, r"rank 1 .* hangs: for 1.5 s it has not come to collective 22"),
+]
+
+
+@pytest.mark.parametrize(("size", "what", "harm", "said"), FAULTS)
+def test_one_lost_rank_ends_all_with_one_message(
+    tmp_path: Path, size: int, what: str, harm: int | None, said: str
+) -> None:
+    codes, text, _ = run_group(size, tmp_path, what, harm)
+    assert all(codes), (codes, text)
+    messages = [line for line in text.splitlines() if line.startswith("fly: ")]
+    assert len(messages) == 1 and re.search(said + rf".*; all {size} ranks end", messages[0]), text
+
+
+def test_ranks_that_end_together_end_in_peace(tmp_path: Path) -> None:
+    codes, text, _ = run_group(4, tmp_path, "ends")
+    assert codes == [0] * 4 and "fly: " not in text, text
+    codes, text, _ = run_group(2, tmp_path, "errs")
+    assert codes == [1, 1] and "fly: " not in text and text.count("ValueError: the same everywhere") == 2, text
+
+
+# As a user starts it
+
+SCRIPT = """
+import os, signal, sys, torch
+torch.set_num_threads(1)
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    from fly.parallel import launch
+    with launch() as ranks:
+        if ranks.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            ranks.sum_(torch.ones(1))
+from fly.cli import app
+app(sys.argv[1:])
+"""
+
+
+def test_torchrun_starts_again_what_was_killed(tmp_path: Path) -> None:
+    """The command on two ranks, which prints once what it prints on one, after a first try that was killed."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    question = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
+    arguments = ["generate", "--dtype", "float32", "--draft", "ngram+fly-draft"]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    root = str(Path(__file__).parent.parent)
+    done = subprocess.run(
+        [*torchrun, "--max-restarts", "1", str(tmp_path / "script.py"), *arguments],
+        input=question,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": root, "OMP_NUM_THREADS": "1"},
+    )
+    llm = fly.LLM("fly-target", "ngram+fly-draft", dtype="float32")
+    expected = llm.generate([llm.chat_prompt(question)], policy=parse_policy("fly"), k=15)[0].text
+    assert done.returncode == 0 and done.stdout.strip() == expected.strip(), done.stderr
+    assert len(re.findall("^fly: rank 1 .* ended without a word", done.stderr, flags=re.MULTILINE)) == 1, done.stderr
+
+
+# The plan past one machine
+
+
+def test_costs_behave_as_they_must() -> None:
+    """Laws of the model of costs, whatever the figures are."""
+    target, draft = MODELS["llama-3.1-70b"], MODELS["llama-3.1-8b"]
+    setting = Setting(target, draft, 15, 12.0)
+    few, many = (forecast(setting, Machines(DEVICES["h100"], n)) for n in (4, 8))
+    assert many.memory["sharded"] < few.memory["sharded"] < few.memory["replicated"]
+    assert many.step < few.step < few.verify < few.round()
+    assert few.draft["replicated"] == many.draft["replicated"] > many.draft["sharded"]
+    split = forecast(setting, Machines(DEVICES["h100"], 8, per_node=4))
+    assert split.step > many.step  # the network is slower than what is inside a node
+    longer = forecast(replace(setting, context=100_000), Machines(DEVICES["h100"], 8))
+    assert longer.step > many.step and longer.memory["sharded"] > many.memory["sharded"]
+    assert forecast(replace(setting, tau=6.0), Machines(DEVICES["h100"], 8)).gain() == pytest.approx(many.gain() / 2)
+    assert not forecast(setting, Machines(DEVICES["h100"], 1)).fits and many.fits
+    assert Link(1e-6, 1e9).all_reduce(1e9, 2) == pytest.approx(1 + 1e-6) and Link(1.0, 1.0).all_reduce(9, 1) == 0
+
+
+@settings(max_examples=15)
+@given(divisible_configs())
+def test_a_step_reads_what_the_plan_divides(config: LlamaConfig) -> None:
+    """The matrices a step is said to read are those of the model."""
+    with torch.device("meta"):
+        parameters = dict(Llama(config).named_parameters())
+    matrices = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and "embed" not in name)
+    matrices += parameters["embed_tokens.weight"].numel() * config.tie_word_embeddings
+    assert weights(config) == matrices
+
+
+def test_bench_plan_on_the_command_line() -> None:
+    def plan(*arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["bench", "plan", *arguments], env={"COLUMNS": "200"})
+
+    shown = plan()
+    assert shown.exit_code == 0 and "2.81×" in shown.output and "5.07×" in shown.output, shown.output
+    assert shown.output.count("sharded") == 2 and "does not fit" not in shown.output
+    shown = plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "1")
+    assert shown.output.count("does not fit") == 2
+    assert "--tau is needed" in plan("--target", "llama-3.1-70b").output
+    assert "choices: ['a100'" in plan("--device", "abacus").output
+    assert "does not divide by 7 ranks" in plan("--target", "llama-3.1-70b", "--tau", "12", "--ranks", "7").output
+
+
+@pytest.mark.parametrize(
+    "path", sorted((Path(__file__).parent.parent / "configs").glob("*.yaml")), ids=lambda p: p.stem
+)
+def test_the_configurations_are_read(path: Path) -> None:
+    assert Config.read(path).k >= 15

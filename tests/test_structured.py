@@ -1,0 +1,585 @@
+"""Structured output: whatever drafts and whatever excuses, the output has its form."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from collections import Counter
+from collections.abc import Sequence as Rows
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from tokenizers import Tokenizer as RawTokenizer
+from tokenizers import decoders, models, pre_tokenizers
+from typer.testing import CliRunner
+
+from fly import LLM, SamplingParams, cli
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
+from fly.drafts.base import pad_trees
+from fly.models.loading import save_model
+from fly.models.tokenizer import Tokenizer
+from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
+from fly.sampling import Law, constrain
+from fly.structured import Grammars, Matcher
+from fly.types import Draft, Sequence, StructuredOutput, Target
+from tests.toys import random_llama
+
+PADDING = 3  # rows of the toy models' vocabularies that no token has
+
+
+def save_tokenizer(directory: Path, pieces: list[str]) -> int:
+    """A tokenizer whose text tokens are ``pieces``, then ``<end>`` and ``<turn>``. Returns the number of its tokens."""
+    spelled = {piece: number for number, piece in enumerate(pieces)}
+    raw = RawTokenizer(models.BPE(spelled, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    raw.add_special_tokens(["<end>", "<turn>"])
+    directory.mkdir(parents=True, exist_ok=True)
+    raw.save(str(directory / "tokenizer.json"))
+    return len(pieces) + 2
+
+
+LETTERS = ["a", "b", "ab", "ba", "aa", "bab"]
+END, TURN = len(LETTERS), len(LETTERS) + 1
+WIDTH = len(LETTERS) + 2 + PADDING
+
+
+@pytest.fixture(scope="module")
+def letters(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    """A tokenizer that knows nothing but a and b."""
+    directory = tmp_path_factory.mktemp("letters")
+    save_tokenizer(directory, LETTERS)
+    return Tokenizer(directory)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """A target and a draft that spell any text, with random weights."""
+    directory = tmp_path_factory.mktemp("bytes")
+    pieces = [*sorted(pre_tokenizers.ByteLevel.alphabet()), '":', '"}', "},", "ab", "tru", "10", "Ġ{", '",', "Ġ["]
+    found = []
+    for seed, name in enumerate(("target", "draft")):
+        size = save_tokenizer(directory / name, pieces)
+        model = random_llama(seed, size + PADDING, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=300)
+        save_model(model, directory / name, dtype=torch.float32, eos_token_id=size - 2)
+        found.append(directory / name)
+    return found
+
+
+class WildDraft(DraftStrategy):
+    """Trees of any tokens, which know of no form."""
+
+    spare = 12
+
+    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        trees = []
+        for row, most in zip(rows, max_len):
+            rng = random.Random(len(row.tokens))
+            tokens = [rng.choice([rng.randrange(266), rng.randrange(32, 127)]) for _ in range(2 * most)]
+            trees.append((tokens, [node // 2 - 1 for node in range(2 * most)]))  # two follow each
+        return pad_trees(trees)
+
+
+@pytest.fixture(scope="module")
+def llms(checkpoints: list[Path]) -> dict[str, LLM]:
+    """The same target, drafted for in every way."""
+    target, draft = checkpoints
+
+    def small() -> SingleDraft:
+        return SingleDraft(draft, dtype="float32")
+
+    strategies: dict[str, DraftStrategy] = {
+        "model": small(),
+        "ngram": NGramDraft(),
+        "cascade": CascadeDraft([NGramDraft(), small()]),
+        "tree": TreeDraft(draft, nodes=10, depth=4, dtype="float32"),
+        "wild": WildDraft(),
+        "itself": SingleDraft(target, dtype="float32"),  # of which nearly all is accepted
+    }
+    return {name: LLM(target, strategy, dtype="float32", k=6) for name, strategy in strategies.items()}
+
+
+# --- requests --------------------------------------------------------------------------------------------
+
+
+def test_a_form_is_given_in_exactly_one_way() -> None:
+    schema = {"type": "object", "properties": {"b": {}, "a": {}}}
+    spec = SamplingParams(structured={"json_schema": schema}).structured  # type: ignore[arg-type]
+    assert spec is not None and spec.kind == "json_schema"
+    assert list(json.loads(str(spec.json_schema))["properties"]) == ["b", "a"]  # in the schema's order
+    assert spec == StructuredOutput(json_schema=json.dumps(schema)) and hash(spec)
+    assert StructuredOutput(regex="").kind == "regex"
+    for wrong, reason in (
+        ({}, "exactly one"),
+        ({"regex": "a", "json_object": True}, "exactly one .*json_object"),
+        ({"regexp": "a"}, "regexp"),
+        ({"json_schema": "{"}, "no JSON"),
+        ({"json_schema": "[1]"}, "a schema is an object"),
+        ({"json_schema": {"a": object()}}, "no JSON"),
+    ):
+        with pytest.raises(ValidationError, match=reason):
+            SamplingParams(structured=wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("spec", "reason"),
+    [
+        ({"regex": "a(b"}, "structured regex 'a.b' cannot be used.*unclosed group"),
+        ({"regex": "a(?=b)"}, "look-around"),
+        ({"regex": r"[^\s\S]"}, "cannot be used"),
+        ({"json_schema": {"type": "strang"}}, "json_schema.*strang"),
+        ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+        ({"json_schema": {"type": "object", "properties": {"a": False}, "required": ["a"]}}, "[Uu]nsatisfiable"),
+        ({"grammar": "start: nowhere"}, "structured grammar.*nowhere"),
+    ],
+)
+def test_a_form_that_cannot_be_had_is_refused_before_anything_runs(
+    llms: dict[str, LLM], spec: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        llms["ngram"].generate(["x"], SamplingParams(structured=spec))  # type: ignore[arg-type]
+
+
+def test_a_form_needs_a_tokenizer_and_an_end(letters: Tokenizer) -> None:
+    params = SamplingParams(structured={"regex": "a"}, max_tokens=3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs a tokenizer"):
+        LLM(random_llama(0)).generate([[1]], params)
+    with pytest.raises(ValueError, match="names none"):
+        Grammars(letters, WIDTH, ()).matcher(params)
+    with pytest.raises(ValueError, match="no text of this vocabulary"):
+        Grammars(letters, WIDTH, [END]).matcher(SamplingParams(structured={"regex": "c"}))  # type: ignore[arg-type]
+    own = Grammars(letters, WIDTH, ()).matcher(params.model_copy(update={"stop_token_ids": (TURN,)}))
+    logits = torch.zeros(3, WIDTH)
+    own.constrain(logits, [], [0, END], [-1, 0])
+    assert (logits == 0).nonzero().tolist() == [[0, 0], [1, TURN], *([2, v] for v in range(WIDTH))]
+
+
+def test_each_form_is_compiled_once(letters: Tokenizer) -> None:
+    grammars = Grammars(letters, WIDTH, [END])
+    specs = [{"regex": "a+"}, {"regex": "a+", "json_object": False}, {"regex": "b+"}]
+    matchers = [grammars.matcher(SamplingParams(structured=spec)) for spec in specs]  # type: ignore[arg-type]
+    assert grammars._compiled.cache_info()[:2] == (1, 2)
+    assert matchers[0]._matcher is not matchers[1]._matcher
+
+
+# --- masks -----------------------------------------------------------------------------------------------
+
+
+def allowed_after(words: set[str], path: list[int], params: SamplingParams) -> set[int] | None:
+    """From the definitions: what may follow tokens, of a language that is written out; None if they lie outside."""
+    if any(token >= len(LETTERS) for token in path):
+        return None
+    text = "".join(LETTERS[token] for token in path)
+    if not any(word.startswith(text) for word in words):
+        return None
+    found = {t for t, piece in enumerate(LETTERS) if any(word.startswith(text + piece) for word in words)}
+    ends = {TURN} & set(params.stop_token_ids)
+    if text in words:
+        found |= ends if params.ignore_eos else ends | {END}
+        found |= set() if found else {END}
+    return found
+
+
+token_ids = st.one_of(st.integers(0, len(LETTERS) - 1), st.integers(0, WIDTH - 1))
+
+
+@settings(max_examples=150)
+@given(
+    words=st.sets(st.text("ab", max_size=7), min_size=1, max_size=5),
+    asks=st.lists(
+        st.tuples(
+            st.lists(token_ids, max_size=3),
+            st.lists(token_ids, max_size=6),
+            st.lists(st.integers(0, 5), min_size=6, max_size=6),
+            st.booleans(),
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+    ignore_eos=st.booleans(),
+    own_stop=st.booleans(),
+    min_tokens=st.integers(0, 3),
+    bad=st.lists(st.integers(0, len(LETTERS) - 1), max_size=2),
+    biases=st.booleans(),
+)
+def test_every_place_allows_what_the_language_does(
+    letters: Tokenizer,
+    words: set[str],
+    asks: list[tuple[list[int], list[int], list[int], bool]],
+    ignore_eos: bool,
+    own_stop: bool,
+    min_tokens: int,
+    bad: list[int],
+    biases: bool,
+) -> None:
+    """One matcher, asked about one text after another (forks, rejected drafts, trees, nonsense), allows at each place
+    just what follows from the words of the language; bans hold but where they leave nothing of that."""
+    params = SamplingParams(
+        structured={"regex": "|".join(sorted(words))},  # type: ignore[arg-type]
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        stop_token_ids=(TURN,) if own_stop else (),
+        presence_penalty=1.5 if biases else 0.0,
+        bad_words=("so",) if bad else (),
+    )
+    matcher = Grammars(letters, WIDTH, [END]).matcher(params)
+    prompt = [END, 0, TURN]
+    for text, draft, choices, chain in asks:
+        row = Sequence(
+            prompt + text,
+            len(prompt),
+            params,
+            Exact(),
+            0,
+            6,
+            frozenset([END, *params.stop_token_ids]),
+            bad=tuple((token,) for token in bad),
+            matcher=matcher,
+        )
+        parents = [node - 1 if chain else choices[node] % (node + 1) - 1 for node in range(len(draft))]
+        raw = torch.randn(1, len(draft) + 2, WIDTH)
+        got = constrain(raw, [row], [draft], None if chain else [parents])[0]
+        plain = constrain(raw, [row.fork(Exact(), 1)], [draft], None if chain else [parents])[0]
+        assert torch.equal(got, plain)  # a fork asks the same matcher
+        assert torch.equal(got[-1], raw[0, -1])  # padding
+        for place in range(len(draft) + 1):
+            path, at = [], place - 1
+            while at >= 0:
+                path.insert(0, draft[at])
+                at = parents[at]
+            allowed = allowed_after(words, text + path, params)
+            event(f"reachable: {allowed is not None}")
+            early = len(text + path) < min_tokens and row.generated < min_tokens
+            banned = set(bad) | (row.stop_ids if early else set())
+            forbidden = set((got[place] == -torch.inf).nonzero().flatten().tolist())
+            if allowed is None:  # never reached: the grammar has no say
+                assert forbidden == banned
+                continue
+            # A fresh look. Where only one character can follow, the library may ask for the usual spelling.
+            fresh = torch.zeros(1, WIDTH)
+            Grammars(letters, WIDTH, [END]).matcher(params).constrain(fresh, text + path, [], [])
+            follows, so_far = (fresh[0] == 0).nonzero().flatten().tolist(), "".join(LETTERS[t] for t in text + path)
+            firsts = {word[len(so_far) : len(so_far) + 1] for word in words if word.startswith(so_far)}
+            forced = len(firsts) == 1 and firsts != {""}
+            event(f"forced: {forced}")
+            assert follows and set(follows) <= allowed if forced else set(follows) == allowed
+            allowed = set(follows)
+            wanted = allowed - banned or allowed
+            assert forbidden == set(range(WIDTH)) - wanted
+            kept = torch.tensor(sorted(wanted))
+            lifted = not allowed - banned
+            penalty = torch.tensor([1.5 if biases and not lifted and t in text + path else 0.0 for t in sorted(wanted)])
+            assert torch.allclose(got[place, kept], raw[0, place, kept] - penalty)
+
+
+def test_rows_without_a_form_are_left_alone(letters: Tokenizer) -> None:
+    params = SamplingParams(structured={"regex": "(ab?|ab)?"})  # type: ignore[arg-type]
+    rows = [Sequence([0], 1, SamplingParams(), Exact(), 0, 2), Sequence([0], 1, params, Exact(), 0, 2)]
+    logits = torch.randn(2, 2, WIDTH)
+    assert constrain(logits, rows[:1], [[]]) is logits
+    rows[1].matcher = Grammars(letters, WIDTH, [END]).matcher(params)
+    got = constrain(logits, rows, [[0], [0]])
+    assert torch.equal(got[0], logits[0])
+    assert (got[1] > -torch.inf).nonzero().tolist() == [[0, 0], [0, 2], [0, END], [1, 1], [1, END]]
+
+
+def test_what_the_drafter_was_told_is_not_worked_out_again(letters: Tokenizer) -> None:
+    params = SamplingParams(structured={"regex": "[ab]*"})  # type: ignore[arg-type]
+    matcher, asked = Grammars(letters, WIDTH, [END]).matcher(params), 0
+
+    class Counting:
+        def __init__(self, inner: Any) -> None:
+            self.inner = inner
+
+        def __getattr__(self, name: str) -> Any:
+            nonlocal asked
+            asked += name == "compute_bitmask"
+            return getattr(self.inner, name)
+
+    matcher._matcher = Counting(matcher._matcher)  # type: ignore[assignment]
+    for length in range(5):
+        matcher.constrain(torch.zeros(1, WIDTH), [0] * length, [], [])
+    matcher.constrain(torch.zeros(6, WIDTH), [], [0, 0, 0, 0, 1], range(-1, 4))
+    assert asked == 6
+
+
+@given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.5, 1.0]), top_p=st.sampled_from([0.7, 1.0]))
+def test_exact_speculation_gives_the_law_under_the_mask(
+    letters: Tokenizer, seed: int, temperature: float, top_p: float
+) -> None:
+    """Summed over every token that may be drafted: kept mass and corrections are the target's law under the mask."""
+    params = SamplingParams(
+        structured={"regex": "(a|ba)b?"},  # type: ignore[arg-type]
+        temperature=temperature,
+        top_p=top_p,
+    )
+    row = Sequence([0], 1, params, Exact(), 0, 1, frozenset([END]))
+    row.matcher = Grammars(letters, WIDTH, [END]).matcher(params)
+    generator = torch.Generator().manual_seed(seed)
+    target_11V, draft_11V = (
+        constrain(torch.randn(1, 1, WIDTH, generator=generator) * 2, [row], [[]]) for _ in range(2)
+    )
+    law = Law.of([params])
+    wanted_V, drafted_V = law.probs(target_11V)[0, 0], law.probs(draft_11V)[0, 0]
+    # a block for every token that could be drafted
+    blocks = Target(target_11V.expand(WIDTH, 2, -1), wanted_V.expand(WIDTH, 2, -1))
+    drafts = Draft(
+        torch.arange(WIDTH).unsqueeze(1),
+        torch.ones(WIDTH, dtype=torch.int64),
+        drafted_V.expand(WIDTH, 1, -1),
+    )
+    kept_V = drafted_V * Exact().accept_probs(blocks, drafts).squeeze(1)
+    rest_V = Exact().correction(blocks, drafts, torch.zeros(WIDTH, dtype=torch.int64))[0]
+    found_V = kept_V + (1 - kept_V.sum()) * rest_V / rest_V.sum().clamp_min(1e-30)
+    assert torch.allclose(found_V, wanted_V, atol=1e-5)
+    assert set(wanted_V.nonzero().flatten().tolist()) <= {0, 1, 2, 3, 5}  # no end before the first letter
+
+
+# --- whole outputs ---------------------------------------------------------------------------------------
+
+scalars = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(
+        lambda low, more: {"type": "integer", "minimum": low, "maximum": low + more},
+        st.integers(-120, 120),
+        st.integers(0, 150),
+    ),
+    st.builds(lambda n: {"type": "string", "maxLength": n}, st.integers(0, 4)),
+    st.builds(lambda values: {"enum": values}, st.lists(st.sampled_from(["ab", "a", 1, 10, None, True]), min_size=1)),
+)
+
+
+def _nested(inner: st.SearchStrategy[dict[str, Any]]) -> st.SearchStrategy[dict[str, Any]]:
+    names = st.sampled_from(["a", "ab", "key", "é", 'q"'])
+    return st.one_of(
+        st.builds(
+            lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+            inner,
+            st.integers(0, 1),
+            st.integers(0, 1),
+        ),
+        st.builds(
+            lambda properties, drop: {
+                "type": "object",
+                "properties": properties,
+                "required": list(properties)[drop:],
+                "additionalProperties": False,
+            },
+            st.dictionaries(names, inner, max_size=2),
+            st.integers(0, 1),
+        ),
+        st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=2)),
+    )
+
+
+schemas = st.recursive(scalars, _nested, max_leaves=3)
+regexes = st.sampled_from(
+    ["a+b?", "(yes|no|ja|nein)", r"[0-9]{1,3}(\.[0-9])?", "[^a-z]{2,5}", "(ab|ba){1,9}", "é?(x|yz)*", ""]
+)
+forms = st.one_of(
+    st.builds(lambda schema: {"json_schema": schema}, schemas), st.builds(lambda regex: {"regex": regex}, regexes)
+)
+policies = st.sampled_from(
+    [
+        Exact(),
+        FLy("top3", 0.01, window=0, hold=0),
+        Exact() | EntropyGate(0.0),  # excuses whatever it can
+        LossySampling(50.0),
+    ]
+)
+ways = st.sampled_from(["model", "ngram", "cascade", "tree", "wild", "itself"])
+sampled = st.builds(
+    lambda temperature, top_p, seed, max_tokens: SamplingParams(
+        temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens
+    ),
+    st.sampled_from([0.0, 0.0, 0.7, 1.5]),
+    st.sampled_from([1.0, 0.9]),
+    st.integers(0, 1000),
+    st.sampled_from([60, 60, 9]),
+)
+
+
+def has_form(text: str, form: dict[str, Any]) -> bool:
+    if "regex" in form:
+        return re.fullmatch(form["regex"], text) is not None
+    jsonschema.validate(json.loads(text), form["json_schema"])
+    return True
+
+
+@cache
+def reference(llm: LLM, spec: StructuredOutput) -> Matcher:
+    return Grammars(llm.tokenizer, llm.engine.runner.model.config.vocab_size, llm.eos_ids).matcher(  # type: ignore[arg-type]
+        SamplingParams(structured=spec)
+    )
+
+
+@given(
+    way=ways,
+    requests=st.lists(st.tuples(st.one_of(st.none(), forms), policies, sampled), min_size=1, max_size=3),
+    ignore_eos=st.booleans(),
+)
+def test_outputs_have_their_form_whatever_drafts_and_whatever_excuses(
+    llms: dict[str, LLM],
+    way: str,
+    requests: list[tuple[dict[str, Any] | None, AcceptancePolicy, SamplingParams]],
+    ignore_eos: bool,
+) -> None:
+    """Rows of all forms, and of none, side by side; those cut by ``max_tokens`` are the beginning of such a text."""
+    llm = llms[way]
+    params = [
+        each.model_copy(update={"structured": form and StructuredOutput(**form), "ignore_eos": ignore_eos})
+        for form, _, each in requests
+    ]
+    outs = llm.generate(["{x}"] * len(requests), params, policy=[policy for _, policy, _ in requests])
+    for out, (form, _, _), each in zip(outs, requests, params):
+        if form is None:
+            continue
+        event(f"{out.finish_reason}, relaxed: {out.stats.relaxed > 0}")
+        text = out.token_ids[:-1] if out.finish_reason == "stop" else out.token_ids
+        if out.finish_reason == "stop":
+            assert out.token_ids[-1] in llm.eos_ids
+            assert has_form(out.text, form)
+        assert not llm.tokenizer.control_ids.intersection(text)  # type: ignore[union-attr]
+        assert each.structured is not None
+        for n in range(len(text)):  # a fresh look at each token
+            logits = torch.zeros(1, llm.engine.runner.model.config.vocab_size)
+            reference(llm, each.structured).constrain(logits, text[:n], [], [])
+            assert logits[0, text[n]] == 0
+
+
+@settings(max_examples=40)
+@given(way=ways, form=forms, seed=st.integers(0, 99))
+def test_at_temperature_zero_speculation_changes_nothing(
+    llms: dict[str, LLM], way: str, form: dict[str, Any], seed: int
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=40, structured=StructuredOutput(**form))
+    prompt = [[seed, 7, seed // 2, 7]]
+    plain, fast = (llms[way].generate(prompt, params, k=k, policy=Exact())[0] for k in (0, 6))
+    assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason)
+    assert [token.target_choice for token in fast.provenance] == fast.token_ids
+
+
+def test_a_model_drafts_within_the_form(llms: dict[str, LLM]) -> None:
+    """Its own draft, all of which the target keeps: the two were told the same."""
+    params = SamplingParams(temperature=0, max_tokens=40, structured={"regex": "(ab|ba|[0-9]{2}){30}"})  # type: ignore[arg-type]
+    for name in ("itself", "model"):
+        (out,) = llms[name].generate(["x"], params, policy=Exact() | EntropyGate(0.0))
+        assert out.stats.drafted and (name == "model" or out.stats.accepted == out.stats.drafted)
+        # within a fork of ten ways nothing but the forbidden is ever refused
+        assert Counter(token.why.name for token in out.provenance)["CORRECTION"] == 0
+
+
+# --- ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_whole_text_ends_even_where_ends_are_ignored_or_too_early(llms: dict[str, LLM]) -> None:
+    llm = llms["itself"]
+    form = {"regex": "[ab]{3}"}
+    for extra in ({}, {"ignore_eos": True}, {"min_tokens": 20}, {"ignore_eos": True, "min_tokens": 20}):
+        for temperature in (0.0, 1.0):
+            params = SamplingParams(temperature=temperature, structured=form, **extra)  # type: ignore[arg-type]
+            (out,) = llm.generate(["x"], params)
+            assert re.fullmatch("[ab]{3}", out.text) and out.finish_reason == "stop"
+            assert out.token_ids[-1] in llm.eos_ids
+    # where the form could go on, it does
+    for extra in ({"ignore_eos": True}, {"min_tokens": 12}):
+        params = SamplingParams(temperature=1.0, max_tokens=12, structured={"regex": "[ab]*"}, **extra)  # type: ignore[arg-type]
+        (out,) = llm.generate(["x"], params)
+        assert len(out.token_ids) == 12 and out.finish_reason == "length" and set(out.text) <= set("ab")
+
+
+def test_what_cuts_a_text_says_so(llms: dict[str, LLM]) -> None:
+    llm = llms["itself"]
+    a, x = (llm.tokenizer.token_id(text) for text in ("a", "x"))  # type: ignore[union-attr]
+    form = {"regex": "a{5}x"}
+
+    def run(**extra: Any) -> tuple[str, str]:
+        (out,) = llm.generate(["x"], SamplingParams(temperature=0, structured=form, **extra))  # type: ignore[arg-type]
+        return out.text, out.finish_reason
+
+    assert run() == ("aaaaax", "stop")
+    assert run(max_tokens=3) == ("aaa", "length")
+    assert run(max_tokens=0) == ("", "length")
+    assert run(stop="aax") == ("aaa", "stop")
+    assert run(stop_token_ids=[a]) == ("a", "stop")  # text like any other, to the grammar
+    assert run(stop_token_ids=[a], min_tokens=4) == ("a", "stop")  # which leaves nothing else to say
+    assert run(stop_token_ids=[x]) == ("aaaaax", "stop")
+    assert run(logit_bias={a: -100.0}) == ("aaaaax", "stop")
+
+
+def test_the_form_wins_over_bad_words_that_leave_nothing_else(llms: dict[str, LLM]) -> None:
+    for regex, wanted in (("(a|b)c", "bc"), ("ac", "ac")):
+        params = SamplingParams(temperature=0, structured={"regex": regex}, bad_words=("a",))  # type: ignore[arg-type]
+        assert llms["model"].generate(["x"], params)[0].text == wanted
+
+
+def test_a_vocabulary_that_lacks_what_must_follow_is_named(tmp_path: Path) -> None:
+    size = save_tokenizer(tmp_path, LETTERS) + PADDING
+    save_model(random_llama(1, size), tmp_path, dtype=torch.float32, eos_token_id=END)
+    llm = LLM(tmp_path, SingleDraft(tmp_path, dtype="float32"), dtype="float32")
+    params = SamplingParams(temperature=0, max_tokens=20, structured={"regex": "a{6}c"})  # type: ignore[arg-type]
+    for k in (0, 5):
+        with pytest.raises(ValueError, match="structured output cannot go on"):
+            llm.generate([[0, 1]], params, k=k)
+    # nothing is left behind, and a draft that runs into it does no harm to a text that can end before
+    (out,) = llm.generate([[0, 1]], params.model_copy(update={"structured": StructuredOutput(regex="a{6}b?")}))
+    assert re.fullmatch("a{6}b?", out.text)
+
+
+def test_a_matcher_goes_on_after_a_dead_end(letters: Tokenizer) -> None:
+    matcher = Grammars(letters, WIDTH, [END]).matcher(SamplingParams(structured={"regex": "aac|ab*"}))  # type: ignore[arg-type]
+    for _ in range(2):
+        logits = torch.zeros(4, WIDTH)
+        matcher.constrain(logits, [], [0, 0, 1], [-1, 0, 0])
+        found = [set((place == 0).nonzero().flatten().tolist()) for place in logits]
+        assert found[1] >= {1, END} and found[2] == {END} and found[3] == {1, END}
+        matcher.check(1)
+        with pytest.raises(ValueError, match="after 2 tokens"):
+            matcher.check(2)
+
+
+# --- the bundled models ----------------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "ages": {"type": "array", "items": {"type": "integer"}},
+    },
+    "required": ["name"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize("policy", ["exact", "fly"])
+def test_the_bundled_target_answers_under_a_schema(policy: str, tmp_path: Path) -> None:
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    for schema in (json.dumps(SCHEMA), str(tmp_path / "schema.json")):
+        arguments = ["generate", "Who are you?", "--json-schema", schema, "--policy", policy, "--json"]
+        result = CliRunner().invoke(cli.app, [*arguments, "--dtype", "float32", "--draft", "ngram+fly-draft"])
+        assert result.exit_code == 0, result.output
+        answer = json.loads(result.output)
+        assert answer["finish_reason"] == "stop" and answer["stats"]["drafted"]
+        jsonschema.validate(json.loads(answer["text"]), SCHEMA)
+
+
+def test_the_command_knows_regular_expressions_and_names_what_is_wrong() -> None:
+    def run(*arguments: str) -> Any:
+        return CliRunner().invoke(cli.app, ["generate", "Hello", "--dtype", "float32", *arguments])
+
+    assert re.fullmatch("(yes|no), [0-9]{2}", run("--regex", "(yes|no), [0-9]{2}").output.strip())
+    for arguments, reason in (
+        (("--regex", "("), "unclosed group"),
+        (("--regex", "a", "--json-schema", "{}"), "exactly one"),
+        (("--json-schema", "nowhere.json"), "nowhere.json"),
+    ):
+        result = run(*arguments)
+        assert result.exit_code == 2 and reason in result.output
