@@ -870,3 +870,7 @@ def comparison_table(results: list[Any], title: str) -> Table:
     for heading, show in rows.items():
         table.add_row(heading, *(show(result) for result in results))
     return table
+
+
+# Registers more commands of ``fly bench``; last, since they use what is above.
+from fly.bench import commands as _commands  # noqa: E402, F401

@@ -20,7 +20,7 @@ from fly.models.llama import Llama
 if TYPE_CHECKING:
     from fly.parallel.plan import Part
 
-__all__ = ["DTYPES", "load_model", "resolve_device", "resolve_dtype", "save_model"]
+__all__ = ["DTYPES", "checkpoint_tensors", "load_model", "resolve_device", "resolve_dtype", "save_model"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -200,7 +200,9 @@ def _check_tensors(directory: Path, plan: dict[str, list[Piece]], where: dict[st
             raise CheckpointError(f"{directory}: {key} has shape {list(found)}, the configuration asks {list(shape)}")
 
 
-def _hf_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
+def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a checkpoint of ``model`` by Hugging Face's names; a head shared with the embedding is among
+    them under the embedding's name."""
     parameters = dict(model.named_parameters())
     for name, pieces in layout(model.config, parameters).items():
         for piece in pieces:
@@ -211,7 +213,7 @@ def save_model(model: Llama, directory: str | Path, dtype: torch.dtype = torch.b
     """Write ``config.json`` and ``model.safetensors`` in Hugging Face's layout; ``extra`` goes into the config."""
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    tensors = {key: value.to("cpu", dtype).contiguous() for key, value in _hf_tensors(model)}
+    tensors = {key: value.to("cpu", dtype).contiguous() for key, value in checkpoint_tensors(model)}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     config = model.config.to_hf(dtype=str(dtype).removeprefix("torch."), **extra)
     (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

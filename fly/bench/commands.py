@@ -1,0 +1,507 @@
+"""``fly bench speed``, ``peers`` and ``twins``: what they ask and show; the measuring is in the modules beside."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from fly import cli
+from fly.cli import Device, DraftOption, Dtype, Kernels, Model, Policy, bench, console
+
+if TYPE_CHECKING:
+    from fly.bench.limits import Limits, Timing
+    from fly.bench.peers import Match
+    from fly.bench.speed import Forward, Rounds
+    from fly.bench.twins import Twins
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
+K = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
+Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
+SHAPE = "768x12x32000"
+
+
+@bench.command("speed")
+def bench_speed(
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Policy = "fly",
+    k: K = 15,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(help="Random models beside it, WIDTHxLAYERSxVOCABULARY; 'none' for none."),
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems that the rounds are timed on.")] = 12,
+    turns: Turns = 15,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write plots: NAME.png gives NAME-k.png, NAME-context.png, NAME-rows.png, NAME-size.png."),
+    ] = None,
+    json_: Json = None,
+) -> None:
+    """The machine's limits, and every forward and every round held against them."""
+    with cli._plain_errors():
+        from fly.bench.limits import measure_limits
+        from fly.bench.plot import check_plot
+        from fly.bench.shapes import random_model, shape_config
+        from fly.bench.speed import Forwards, draft_runners, measure_rounds, predict
+        from fly.bundled.tasks import problems as draw_problems
+        from fly.drafts import parse_draft
+        from fly.eval import Setting
+        from fly.kernels import compiled
+        from fly.llm import LLM
+        from fly.models.loading import resolve_dtype
+        from fly.policies import Exact, parse_policy
+        from fly.types import SamplingParams
+
+        check_plot(plot)
+        rule = parse_policy(policy, trusted=True)
+        shapes = [] if shape == ["none"] else shape or [SHAPE]
+        configs = {name: shape_config(name) for name in shapes}
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+        plain = LLM(model, **options)
+        fast = LLM(model, draft=parse_draft(draft, trusted=True, **options), **options)
+        levels = draft_runners(fast.draft)
+        target: Any = fast.engine.runner.model
+        with _progress("limits", 1) as advance:
+            limits = measure_limits(target.device)
+            advance()
+        console.print(limits_table(limits))
+
+        models = [(model, target)] + ([(draft, levels[0].model)] if len(levels) == 1 else [])
+        swept: list[Forward] = []
+        steps: dict[str, Forward] = {}
+        with _progress("forwards", (turns + 1) * (len(models) + len(shapes))) as advance:
+            for name in (*dict(models), *shapes):
+                made = dict(models).get(name)
+                if made is None:
+                    made = compiled(random_model(configs[name], resolve_dtype(dtype, {}), target.device), kernels)
+                sweep = _sweep(made.config.max_position_embeddings, k)
+                forwards = Forwards(name, made, 16 * 640 + made.config.max_position_embeddings)
+                found = forwards.measure(sweep, [(_CONTEXT, k)], turns, advance)
+                swept += [forward for forward in found if not forward.drafting]
+                steps[name] = next(forward for forward in found if forward.drafting)
+        for name in (*dict(models), *shapes):
+            found = [forward for forward in swept if forward.model == name]
+            console.print(forwards_table(found, limits))
+            slope = context_slope(found)
+            console.print(
+                f"[dim]context: {slope / 1e9:,.1f} GB/s of keys and values, {slope / limits.bandwidth:.0%} of the "
+                "bandwidth[/]\n",
+                highlight=False,
+            )
+
+        settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
+        if rule != Exact():
+            settings.append(Setting(cli.rule_name(rule), fast, k, rule))
+        asked = list(draw_problems(None, "heldout", 0, problems))
+        again = max(1, turns // 5)
+        with _progress("rounds", again * len(asked) * len(settings)) as advance:
+            rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), again, advance)
+        own = [f for f in swept if f.model == model and f.rows == 1 and f.context == _CONTEXT]
+        predicted = [predict(each, own, steps[draft] if len(levels) == 1 else None) for each in rounds]
+        title = f"Rounds: {model}, {draft}, k {k}, {problems} held-out problems, temperature 0, batch 1"
+        console.print(rounds_table(rounds, predicted, own, title))
+        console.print(
+            "[dim]ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
+            "operations over that · v: over the forward of one token · c: a drafted token\n"
+            "over the same · rest: share of a round that is neither target nor draft ·\n"
+            "formula: τ / (K·c + v(K)) / t(1), of forwards timed alone · tokens/s: best/median[/]",
+            highlight=False,
+        )
+        if plot is not None:
+            _plot(plot, swept, limits, k)
+        if json_ is not None:
+            record = {
+                "limits": limits.as_json(),
+                "kernels": getattr(target, "kernels", "torch"),
+                "forwards": [forward.as_json(limits) for forward in [*swept, *steps.values()]],
+                "rounds": [_rounds_as_json(each, speed) for each, speed in zip(rounds, predicted)],
+            }
+            json_.write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+
+_CONTEXT = 256  # stored tokens behind which draft lengths and rows are compared
+
+
+def _sweep(positions: int, k: int) -> list[tuple[int, int, int]]:
+    """(rows, context, tokens) of the forwards to time: over draft length, context and rows."""
+    lengths = sorted({1, 2, 4, 8, 16, 32, k + 1})
+    contexts = [context for context in (64, 512, 896, 2048, 3968) if context < positions]
+    sweep = [(1, _CONTEXT, tokens) for tokens in lengths if _CONTEXT + tokens <= positions]
+    sweep += [(1, context, 1) for context in contexts]
+    sweep += [(rows, _CONTEXT, tokens) for rows in (4, 16) for tokens in (1, k + 1)]
+    return sweep
+
+
+@contextmanager
+def _progress(what: str, total: int) -> Iterator[Any]:
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task(what, total=total)
+        yield lambda *_: progress.advance(task)
+
+
+def _table(title: str, *headings: str) -> Table:
+    """A table whose first column is text and the others numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    for number, heading in enumerate(headings):
+        table.add_column(heading, justify="right" if number else "left", no_wrap=True)
+    return table
+
+
+def _best_median(rate: Timing) -> str:
+    """Of a rate: the best, which was disturbed least, and the median."""
+    return f"{rate.high:,.0f}/{rate.median:,.0f}"
+
+
+def limits_table(limits: Limits) -> Table:
+    """The machine's limits."""
+    table = _table(f"Limits: {limits.device}, {limits.threads} threads", "", "best", "median")
+    for name, best, median, unit in limits.rows():
+        table.add_row(name, f"{best / 1e9:,.1f} G{unit}", f"{median / 1e9:,.1f} G{unit}")
+    return table
+
+
+def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
+    """A model's forwards by rows, context and tokens, each against its limit."""
+    single = _one_token(forwards, forwards[0])
+    title = f"Forwards of {escape(single.model)}, {_dtype(single)}, {single.weights / 1e6:,.1f} MB of weights read"
+    table = _table(title, "rows", "context", "tokens", "ms", "median", "v", "tokens/s", "GB/s", "of limit")
+    for forward in forwards:
+        seconds = forward.timing.low
+        table.add_row(
+            str(forward.rows),
+            f"{forward.context:,}",
+            str(forward.tokens),
+            f"{seconds * 1e3:,.3f}",
+            f"{forward.timing.median * 1e3:,.3f}",
+            f"{seconds / single.timing.low:.2f}",
+            f"{forward.rows * forward.tokens / seconds:,.0f}",
+            f"{forward.bytes / seconds / 1e9:,.1f}",
+            f"{forward.of_limit(limits):.0%}",
+        )
+    return table
+
+
+def context_slope(forwards: Sequence[Forward]) -> float:
+    """Bytes of stored keys and values read a second: the slope of least squares of time over context, inverted."""
+    points = [(f.context_bytes, f.timing.low) for f in forwards if f.rows == f.tokens == 1]
+    slope, _ = statistics.linear_regression(*zip(*points))
+    return 1 / slope
+
+
+def _dtype(forward: Forward) -> str:
+    return str(forward.dtype).removeprefix("torch.")
+
+
+def _one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
+    """The forward of one token of one row that ``forward`` is a multiple of."""
+    return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, _CONTEXT, 1))
+
+
+def rounds_table(
+    rounds: Sequence[Rounds], predicted: Sequence[float | None], forwards: Sequence[Forward], title: str
+) -> Table:
+    """Where a round's time goes, and whether the formula foretells it; the first is autoregressive."""
+    table = _table(
+        title, "decoding", "τ", "ms", "target", "draft", "rest", "v", "c", "predicted", "tokens/s", "over AR"
+    )
+    single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
+    plain = rounds[0].tokens_per_second().high
+    for each, speed in zip(rounds, predicted):
+        target, draft, rest = each.each()
+        whole = target + draft + rest
+        rate = each.tokens_per_second()
+        table.add_row(
+            "AR" if each is rounds[0] else escape(each.setting.name),
+            f"{each.stats.tau:.2f}",
+            f"{whole * 1e3:,.2f}",
+            *(f"{part / whole:.0%}" for part in (target, draft, rest)),
+            f"{target / single:.2f}",
+            f"{draft / each.drafted / single:.3f}" if draft else "–",
+            "–" if speed is None else f"{speed:,.0f}",
+            _best_median(rate),
+            f"{rate.high / plain:.2f}×",
+        )
+    return table
+
+
+def _rounds_as_json(rounds: Rounds, predicted: float | None) -> dict[str, Any]:
+    target, draft, rest = rounds.each()
+    return {
+        "decoding": rounds.setting.name,
+        "policy": str(rounds.setting.policy),
+        "k": rounds.setting.k,
+        "tau": rounds.stats.tau,
+        "drafted": rounds.drafted,
+        "seconds": {"target": target, "draft": draft, "rest": rest},
+        "tokens_per_second": rounds.tokens_per_second().as_json(),
+        "predicted": predicted,
+    }
+
+
+def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> None:
+    """One file a sweep: draft length, context, rows, and the size of models."""
+    from fly.bench.plot import save_lines
+
+    names = list(dict.fromkeys(forward.model for forward in forwards))
+
+    def lines(pick: Any, point: Any) -> dict[str, list[tuple[float, float]]]:
+        return {name: sorted({point(f) for f in forwards if f.model == name and pick(f)}) for name in names}
+
+    def save(suffix: str, title: str, x: str, y: str, drawn: dict[str, list[tuple[float, float]]]) -> None:
+        save_lines(path.with_name(f"{path.stem}-{suffix}{path.suffix}"), title, x, y, drawn, log_x=True)
+
+    save(
+        "k",
+        f"Cost of verification, one row behind {_CONTEXT} tokens",
+        "tokens of the forward, K + 1",
+        "v, over one token",
+        lines(
+            lambda f: f.rows == 1 and f.context == _CONTEXT,
+            lambda f: (f.tokens, f.timing.low / _one_token(forwards, f).timing.low),
+        ),
+    )
+    save(
+        "context",
+        "Cost of context, one token of one row",
+        "tokens stored",
+        "ms",
+        lines(lambda f: f.rows == f.tokens == 1, lambda f: (f.context, f.timing.low * 1e3)),
+    )
+    save(
+        "rows",
+        f"Throughput by rows, a token each behind {_CONTEXT}",
+        "rows",
+        "tokens/s",
+        lines(lambda f: f.tokens == 1 and f.context == _CONTEXT, lambda f: (f.rows, f.rows / f.timing.low)),
+    )
+    sizes = {
+        f"{tokens} tokens": sorted(
+            (f.bytes / 1e6, f.of_limit(limits))
+            for f in forwards
+            if f.rows == 1 and f.context == _CONTEXT and f.tokens == tokens
+        )
+        for tokens in sorted({1, k + 1})
+    }
+    save("size", "Share of the machine's limit, by model size", "MB read", "limit over time taken", sizes)
+
+
+@bench.command("peers")
+def bench_peers(
+    model: Model = "fly-target",
+    draft: Annotated[str, typer.Option(help="Draft checkpoint for all who take one.")] = "fly-draft",
+    policy: Policy = "fly",
+    k: K = 15,
+    shape: Annotated[
+        str | None,
+        typer.Option(help="A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only."),
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
+    tokens: Annotated[int, typer.Option(min=2, help="Most tokens a problem.")] = 400,
+    turns: Turns = 3,
+    dtype: Dtype = "auto",
+    kernels: Kernels = "auto",
+    json_: Json = None,
+) -> None:
+    """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side."""
+    with cli._plain_errors(), TemporaryDirectory() as temporary:
+        import random
+
+        from fly.bench.limits import measure_limits
+        from fly.bench.peers import fly_contender, load_peers, measure_matches
+        from fly.bench.shapes import forward_bytes, random_model, shape_config
+        from fly.bundled import resolve_checkpoint
+        from fly.bundled.tasks import check_many
+        from fly.bundled.tasks import problems as draw_problems
+        from fly.eval import Setting
+        from fly.llm import LLM
+        from fly.models import LlamaConfig, save_model
+        from fly.models.loading import resolve_device, resolve_dtype
+        from fly.policies import Exact, parse_policy
+
+        rule = parse_policy(policy, trusted=True)
+        cpu = resolve_device("cpu")
+        asked = list(draw_problems(None, "heldout", 0, problems))
+        if shape is not None:
+            config = shape_config(shape)
+            number = resolve_dtype("bfloat16" if dtype == "auto" else dtype, {})
+            source, helper = Path(temporary) / "model", None
+            save_model(random_model(config, number), source, number)
+            rng = random.Random(0)
+            prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in asked]
+        else:
+            source, helper = resolve_checkpoint(model), resolve_checkpoint(draft)
+            config, raw = LlamaConfig.read(source)
+            number = resolve_dtype(dtype, raw)
+        options: dict[str, Any] = {"dtype": number, "device": "cpu", "kernels": kernels}
+        plain = LLM(source, **options)
+        settings = [Setting("autoregressive", plain, 0)]
+        if helper is not None:
+            fast, lookup = LLM(source, str(helper), **options), LLM(source, "ngram", **options)
+            levels = LLM(source, f"ngram+{helper}", **options)
+            settings += [Setting("exact", fast, k, Exact()), Setting("exact, n-gram", lookup, k, Exact())]
+            if rule != Exact():
+                name = cli.rule_name(rule)
+                settings += [Setting(name, fast, k, rule), Setting(f"{name}, multi-level", levels, k, rule)]
+            prompts = [plain.chat_prompt(problem.prompt) for problem in asked]
+        contenders = [fly_contender(setting, shape is not None) for setting in settings]
+        others, skipped = load_peers(source, helper, k, number, Path(temporary), shape is not None)
+        contenders += others
+        limits = measure_limits(cpu)
+        with _progress("peers", turns * len(prompts) * len(contenders)) as advance:
+            matches = measure_matches(contenders, prompts, tokens, turns, advance)
+        right: list[list[bool]] = []
+        if shape is None and plain.tokenizer is not None:
+            for match in matches:
+                texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
+                right.append(check_many(list(zip(asked, texts))))
+        limit = limits.seconds(forward_bytes(config, number, 1, 128), 0, number)
+        title = f"{shape or f'{model}, {draft}, k {k}'}, {str(number).removeprefix('torch.')}, {limits.threads} threads"
+        console.print(peers_table(matches, right, f"{title}, {len(prompts)} prompts, temperature 0, batch 1"))
+        console.print(
+            f"[dim]tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
+            "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
+            "speculation · fastest: fly's fastest decoding of all over this · same: outputs\n"
+            "like fly's autoregressive ones · agree: tokens before the first that differs ·\n"
+            f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s[/]",
+            highlight=False,
+        )
+        for reason in skipped:
+            console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
+        if json_ is not None:
+            record = {"limits": limits.as_json(), "skipped": skipped, "title": title}
+            rows = [_match_as_json(match, matches[0], right[n] if right else []) for n, match in enumerate(matches)]
+            json_.write_text(json.dumps({**record, "contenders": rows}, indent=2), encoding="utf-8")
+
+
+def peers_table(matches: Sequence[Match], right: Sequence[Sequence[bool]], title: str) -> Table:
+    """Everybody's speed, what they answer, and fly's speed over each peer's of the same kind."""
+    table = _table(title, "library", "decoding", "tokens/s", "alike", "fastest", "same", "agree", "right")
+    table.columns[1].justify = "left"
+    own = [match for match in matches if match.contender.library == "fly"]
+    for number, match in enumerate(matches):
+        contender, rate = match.contender, match.tokens_per_second()
+        same, share = match.agreement(matches[0])
+        alike = [m for m in own if m.contender.speculative == contender.speculative and not m.contender.lossy]
+        rivals = [] if contender.library == "fly" else [alike, own]
+        fastest = [max((rival.tokens_per_second().high for rival in each), default=None) for each in rivals]
+        ratios = ["–" if speed is None else f"{speed / rate.high:.2f}×" for speed in fastest] or ["", ""]
+        first = number == 0 or matches[number - 1].contender.library != contender.library
+        last = number + 1 == len(matches) or matches[number + 1].contender.library != contender.library
+        table.add_row(
+            contender.library if first else "",
+            escape(contender.name),
+            _best_median(rate),
+            *ratios,
+            f"{same}/{len(match.outputs)}",
+            f"{share:.0%}",
+            f"{sum(right[number])}/{len(right[number])}" if right else "–",
+            end_section=last,
+        )
+    return table
+
+
+def _match_as_json(match: Match, reference: Match, right: Sequence[bool]) -> dict[str, Any]:
+    same, share = match.agreement(reference)
+    return {
+        "library": match.contender.library,
+        "decoding": match.contender.name,
+        "speculative": match.contender.speculative,
+        "tokens_per_second": match.tokens_per_second().as_json(),
+        "prompts": len(match.outputs),
+        "same_outputs": same,
+        "agreement": share,
+        "right": sum(right) if right else None,
+    }
+
+
+@bench.command("twins")
+def bench_twins(
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(help="Whose cost ratio: 70b:8b, 405b:8b (both if none is given), or a number such as 0.05."),
+    ] = None,
+    model: Model = "fly-target",
+    draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
+    policy: Policy = "fly",
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Draft lengths to measure; those published for the pair if none is given."),
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="Both are made this many times as wide; 4 is exact.")] = 4,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    json_: Json = None,
+) -> None:
+    """What a pair gains at the cost ratio of a large pair, measured on twins: its functions at a multiple of the cost.
+
+    Acceptance and answers are those of the small pair; only the time is a larger pair's.
+    """
+    with cli._plain_errors():
+        from fly.bench.twins import PAIRS, measure_twins, parse_pair
+        from fly.policies import parse_policy
+
+        rule = parse_policy(policy, trusted=True)
+        records = []
+        for name in pair or list(PAIRS):
+            cost, published = parse_pair(name)
+            lengths = k or [published]
+            with (
+                TemporaryDirectory() as temporary,
+                _progress("twins", 3 * problems * len(lengths) + problems) as advance,
+            ):
+                twins = measure_twins(
+                    model, draft, cost, lengths, rule, problems, Path(temporary), width, dtype, device, kernels, advance
+                )
+            console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))
+            records.append({"pair": name, "cost": cost, **twins.as_json()})
+        console.print(
+            "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
+            "larger one · formula: τ / (K·c + v(K)), of forwards timed alone · over exact:\n"
+            "over the fastest exact speculation · recovery: accuracy over autoregressive's[/]",
+            highlight=False,
+        )
+        if json_ is not None:
+            json_.write_text(json.dumps(records, indent=2), encoding="utf-8")
+
+
+def twins_table(twins: Twins, title: str) -> Table:
+    """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
+    lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
+    table = _table(
+        f"{title}\n{twins.describe()}\n{lengths}",
+        *("decoding (twin)", "K", "τ", "tokens/s", "over AR", "formula", "over exact", "right", "recovery"),
+    )
+    plain, fastest = twins.results[0], max(r.tokens_per_second for r in twins.results if twins.exact(r))
+    for result in twins.results:
+        k, alone = result.setting.k, result is plain
+        predicted = twins.predicted(result)
+        table.add_row(
+            "AR" if alone else escape(result.setting.name),
+            "–" if alone else str(k),
+            f"{result.stats.tau:.2f}",
+            f"{result.tokens_per_second:,.1f}",
+            f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
+            "–" if predicted is None else f"{predicted:.2f}×",
+            "–" if alone else f"{result.tokens_per_second / fastest:.2f}×",
+            f"{sum(result.right)}/{len(result.right)}",
+            f"{result.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
+        )
+    return table

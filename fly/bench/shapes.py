@@ -1,0 +1,75 @@
+"""Models of given shapes with random weights, and what one forward of a model has to read and to compute."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from fly.cache import PagedKVCache
+from fly.models import Llama, LlamaConfig
+
+__all__ = ["forward_bytes", "forward_operations", "random_model", "shape_config"]
+
+
+def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
+    """The Llama of ``WIDTHxLAYERSxVOCABULARY``, as 768x12x32000 (110M parameters): heads of 64, each with its own
+    keys and values, a feed-forward width of 8/3 (rounded up to a multiple of 64), embeddings shared with the head.
+
+    Raises ``ValueError`` for a text that is no such shape.
+    """
+    if not (match := re.fullmatch(r"(\d+)x(\d+)x(\d+)", shape)):
+        raise ValueError(f"shape {shape!r} must be WIDTHxLAYERSxVOCABULARY, as 768x12x32000")
+    width, layers, vocabulary = map(int, match.groups())
+    if not width or width % 64:
+        raise ValueError(f"shape {shape!r}: the width must be a multiple of 64")
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=-(-width * 8 // 3 // 64) * 64,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 64,
+        head_dim=64,
+        max_position_embeddings=positions,
+        tie_word_embeddings=True,
+    )
+
+
+def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
+    """A model with weights of deviation 0.02, norms of one."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model.to(dtype).to_empty(device=device)
+    if config.tie_word_embeddings:  # to_empty gave the two names separate storage
+        model.lm_head.weight = model.embed_tokens.weight
+    generator = torch.Generator(device).manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.fill_(1.0)
+            else:
+                parameter.normal_(0.0, 0.02, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def _matrix_parameters(config: LlamaConfig) -> int:
+    """Weights that every token is multiplied with: the layers' matrices and the head, not the embedding's table."""
+    head, width = config.head_dim, config.hidden_size
+    attention = 2 * width * head * (config.num_attention_heads + config.num_key_value_heads)
+    return config.num_hidden_layers * (attention + 3 * width * config.intermediate_size) + width * config.vocab_size
+
+
+def forward_bytes(config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0) -> int:
+    """Bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once, and of
+    each row the keys and values of the ``context`` tokens before. Norms and what is written are left out."""
+    stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
+    return _matrix_parameters(config) * dtype.itemsize + stored
+
+
+def forward_operations(config: LlamaConfig, rows: int = 1, context: int = 0, tokens: int = 1) -> int:
+    """Floating-point operations of the same forward: two a weight and token, four a token, head width and token that
+    it attends to (itself and those before)."""
+    seen = tokens * context + tokens * (tokens + 1) // 2
+    attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
+    return rows * (2 * _matrix_parameters(config) * tokens + attention)

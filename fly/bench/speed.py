@@ -1,0 +1,358 @@
+"""How fast forwards and rounds are, held against what the machine can do.
+
+A forward is timed alone, over draft length, context, rows and model; a round where it happens, with a clock around
+every call of a model, so that what is left is the round's own overhead. Knows nothing of peers.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fly.bench.limits import Limits, Timing, synchronize, take_turns
+from fly.bench.shapes import forward_bytes, forward_operations
+from fly.bundled.tasks import Problem
+from fly.cache import PagedKVCache
+from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
+from fly.engine import Model, Runner
+from fly.eval import Setting
+from fly.models import LlamaConfig
+from fly.models.llama import KV
+from fly.types import SamplingParams, Stats
+
+__all__ = [
+    "Clock",
+    "Forward",
+    "Forwards",
+    "Rounds",
+    "Wanted",
+    "draft_runners",
+    "measure_forwards",
+    "measure_rounds",
+    "predict",
+]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A forward of ``tokens`` new tokens in each of ``rows`` rows, behind ``context`` stored ones. Where ``drafting``,
+    the step by step decoding of one row instead, ``tokens`` of them."""
+
+    model: str
+    config: LlamaConfig
+    dtype: torch.dtype
+    rows: int
+    context: int
+    tokens: int
+    timing: Timing
+    drafting: bool = False
+
+    @property
+    def weights(self) -> int:
+        """Bytes of weights that one forward has to read."""
+        return forward_bytes(self.config, self.dtype)
+
+    @property
+    def context_bytes(self) -> int:
+        """Bytes of stored keys and values that one forward has to read."""
+        return forward_bytes(self.config, self.dtype, self.rows, self.context) - self.weights
+
+    @property
+    def bytes(self) -> int:
+        """Bytes it has to read."""
+        if self.drafting:
+            return sum(forward_bytes(self.config, self.dtype, 1, self.context + n) for n in range(self.tokens))
+        return forward_bytes(self.config, self.dtype, self.rows, self.context)
+
+    @property
+    def operations(self) -> int:
+        if self.drafting:
+            return sum(forward_operations(self.config, 1, self.context + n) for n in range(self.tokens))
+        return forward_operations(self.config, self.rows, self.context, self.tokens)
+
+    def of_limit(self, limits: Limits) -> float:
+        """The least time the machine needs for it, over the best it took: 1 is the roofline."""
+        return limits.seconds(self.bytes, self.operations, self.dtype) / self.timing.low
+
+    def as_json(self, limits: Limits) -> dict[str, object]:
+        return {
+            "model": self.model,
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "rows": self.rows,
+            "context": self.context,
+            "tokens": self.tokens,
+            "drafting": self.drafting,
+            "seconds": self.timing.as_json(),
+            "bytes": self.bytes,
+            "operations": self.operations,
+            "of_limit": self.of_limit(limits),
+        }
+
+
+class Forwards:
+    """Times a model's forwards over a cache of random keys and values, which take as long as true ones.
+
+    Args:
+        name: of the model, for whoever reads the figures.
+        model: a loaded model, compiled or not.
+        tokens: most tokens in its cache, over all rows.
+    """
+
+    def __init__(self, name: str, model: Model, tokens: int, block_size: int = 16) -> None:
+        self.name, self.model = name, model
+        self.dtype: torch.dtype = getattr(model, "dtype", torch.float32)
+        self.cache = PagedKVCache.for_model(model, tokens, block_size)
+        for stored in (self.cache.keys, self.cache.values):
+            stored.normal_()
+
+    def measure(
+        self,
+        shapes: Sequence[tuple[int, int, int]],
+        drafts: Sequence[tuple[int, int]] = (),
+        repeats: int = 15,
+        advance: Callable[[], None] = lambda: None,
+    ) -> list[Forward]:
+        """A forward of every ``(rows, context, tokens)``, and step by step greedy decoding of every ``(context,
+        tokens)``, all in turns. Rows of a forward must fit the model's context and the cache (``ValueError``)."""
+        for rows, context, tokens in [*shapes, *((1, *draft) for draft in drafts)]:
+            if context + tokens > self.model.config.max_position_embeddings:
+                raise ValueError(
+                    f"{context} and {tokens} tokens exceed {self.name}'s context of "
+                    f"{self.model.config.max_position_embeddings}"
+                )
+            if rows * self.cache.allocator.blocks_for(context + tokens) > self.cache.allocator.num_blocks:
+                raise ValueError(f"{rows} rows of {context} and {tokens} tokens do not fit a cache of this size")
+        runs = [Wanted(self, *shape) for shape in shapes] + [Wanted(self, 1, *draft, drafting=True) for draft in drafts]
+        return measure_forwards(runs, repeats, advance)
+
+    def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
+        """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
+        one. Logits are part of it."""
+        greedy: Callable[..., Any] | None = getattr(self.model, "greedy", None)
+        if drafting and greedy is not None:
+            batch = self._batch(1, context, 1, tokens)
+            return self._timed(partial(greedy, *batch, [tokens], [()]), 1)
+        if drafting:
+            return sum(self.seconds(1, context + n, 1) for n in range(tokens))
+        batch = self._batch(rows, context, tokens, tokens)
+        return self._timed(lambda: self.model.logits(self.model(*batch)), rows)
+
+    def _batch(self, rows: int, context: int, tokens: int, room: int) -> tuple[Tensor, Tensor, KV]:
+        ids = list(range(rows))
+        for row in ids:
+            self.cache.resize(row, context + room)
+        device = self.model.device
+        tokens_T = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), device=device)
+        positions_T = torch.arange(context, context + tokens, device=device).repeat(rows)
+        return tokens_T, positions_T, self.cache.batch(ids, [context] * rows, [tokens] * rows, None)
+
+    def _timed(self, run: Callable[[], object], rows: int) -> float:
+        synchronize(self.model.device)
+        start = time.perf_counter()
+        run()
+        synchronize(self.model.device)
+        seconds = time.perf_counter() - start
+        for row in range(rows):
+            self.cache.allocator.release(row)
+        return seconds
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """A forward to be timed, as in ``Forward``."""
+
+    forwards: Forwards
+    rows: int
+    context: int
+    tokens: int
+    drafting: bool = False
+
+
+@torch.inference_mode()
+def measure_forwards(
+    wanted: Sequence[Wanted], repeats: int = 15, advance: Callable[[], None] = lambda: None
+) -> list[Forward]:
+    """Time forwards, also of several models, in turns."""
+    each = [(one.rows, one.context, one.tokens, one.drafting) for one in wanted]
+    runs = [lambda one=one, shape=shape: one.forwards.seconds(*shape) for one, shape in zip(wanted, each)]
+    timings = take_turns(runs, repeats, wanted[0].forwards.model.device, advance)
+    return [
+        Forward(one.forwards.name, one.forwards.model.config, one.forwards.dtype, *shape[:3], timing, shape[3])
+        for one, shape, timing in zip(wanted, each, timings)
+    ]
+
+
+class Clock:
+    """A model that notes how long its calls take, and is otherwise as it was."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.seconds, self.calls = 0.0, 0
+
+    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``greedy``
+        value = getattr(self._model, name)
+        return self._clocked(value) if name == "greedy" else value
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        self.calls += 1
+        return self._clocked(self._model)(*arguments, **options)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        result: Tensor = self._clocked(self._model.logits)(hidden_TC)
+        return result
+
+    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                synchronize(self._model.device)
+                self.seconds += time.perf_counter() - start
+
+        return clocked
+
+
+def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
+    """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
+    if isinstance(strategy, CascadeDraft):
+        return draft_runners(strategy.top)
+    if isinstance(strategy, SingleDraft):
+        return [strategy.runner, *draft_runners(strategy.draft)]
+    return []
+
+
+@contextmanager
+def _clocked(runner: Runner) -> Iterator[Clock]:
+    """While this lasts, a clock around the runner's model."""
+    model = runner.model
+    runner.model = clock = Clock(model)
+    try:
+        yield clock
+    finally:
+        runner.model = model
+
+
+@dataclass
+class Rounds:
+    """What the rounds of a setting took, prompts aside. ``target`` and ``draft`` are the seconds in their models,
+    ``seconds`` those of all the rounds, one for each time that all problems were decoded."""
+
+    setting: Setting
+    stats: Stats = field(default_factory=Stats)
+    seconds: list[float] = field(default_factory=list)
+    target: list[float] = field(default_factory=list)
+    draft: list[float] = field(default_factory=list)
+
+    @property
+    def best(self) -> int:
+        """The time round that was disturbed least."""
+        return min(range(len(self.seconds)), key=lambda turn: self.seconds[turn])
+
+    @property
+    def _rounds(self) -> float:
+        return self.stats.rounds / len(self.seconds)
+
+    def each(self) -> tuple[float, float, float]:
+        """Seconds a round: in the target, in draft models, and the rest; in the turn that was disturbed least."""
+        target, draft = self.target[self.best] / self._rounds, self.draft[self.best] / self._rounds
+        return target, draft, self.seconds[self.best] / self._rounds - target - draft
+
+    @property
+    def overhead(self) -> float:
+        """Share of a round that is neither draft nor target."""
+        return self.each()[2] / sum(self.each())
+
+    @property
+    def drafted(self) -> float:
+        """Mean tokens drafted a round."""
+        return self.stats.drafted / self.stats.rounds
+
+    def tokens_per_second(self) -> Timing:
+        emitted = self.stats.emitted / len(self.seconds)
+        return Timing(tuple(emitted / seconds for seconds in self.seconds))
+
+
+def measure_rounds(
+    settings: Sequence[Setting],
+    problems: Sequence[Problem],
+    params: SamplingParams,
+    turns: int = 3,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Rounds]:
+    """Decode every problem with every setting, one request at a time, ``turns`` times over, with clocks around the
+    models. Settings take turns, after a warm-up. ``advance`` is called after every completion."""
+    for setting in settings:
+        _decode(Rounds(setting), list(problems[:1]), params, lambda: None)
+    measured = [Rounds(setting) for setting in settings]
+    for _ in range(turns):
+        for rounds in measured:
+            _decode(rounds, list(problems), params, advance)
+    return measured
+
+
+def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
+    llm, setting = rounds.setting.llm, rounds.setting
+    seconds = target_seconds = draft_seconds = 0.0
+    with ExitStack() as stack:
+        target = stack.enter_context(_clocked(llm.engine.runner))
+        drafts = [stack.enter_context(_clocked(runner)) for runner in draft_runners(llm.draft)]
+        for problem in problems:
+            (request,) = llm.requests([llm.chat_prompt(problem.prompt)], params, setting.policy, setting.k)
+            llm.submit(request)
+            try:
+                while not request.row.generated:  # the prompt
+                    llm.step()
+                for clock in (target, *drafts):
+                    clock.seconds = 0.0
+                start = time.perf_counter()
+                while not request.row.finish_reason:
+                    llm.step()
+                seconds += time.perf_counter() - start
+            finally:
+                llm.close(request)
+            if request.row.error is not None:
+                raise request.row.error
+            target_seconds += target.seconds
+            draft_seconds += sum(clock.seconds for clock in drafts)
+            rounds.stats += request.row.stats
+            advance()
+    rounds.seconds.append(seconds)
+    rounds.target.append(target_seconds)
+    rounds.draft.append(draft_seconds)
+
+
+def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:
+    """Tokens a second if a round took what its forwards take alone: E[emitted] / (K·t_draft + t(K+1)), which is
+    S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v for 1) times the target's
+    1 / t(1). ``forwards`` are the target's for several K, at one context, from which t(K+1) is read between; ``draft``
+    is its draft's. None where drafting has no fixed cost a token: with several levels, or without a model.
+    """
+    levels = draft_runners(rounds.setting.llm.draft)
+    if rounds.setting.k and (draft is None or len(levels) != 1 or not _alone(rounds.setting.llm.draft)):
+        return None
+    points = sorted((forward.tokens, forward.timing.low) for forward in forwards)
+    seconds = _between(points, rounds.drafted + 1)
+    if draft is not None and rounds.setting.k:
+        seconds += rounds.drafted * draft.timing.low / draft.tokens
+    return rounds.stats.tau / seconds
+
+
+def _alone(strategy: DraftStrategy | None) -> bool:
+    return isinstance(strategy, SingleDraft) and strategy.draft is None
+
+
+def _between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return low + (high - low) * (x - left) / (right - left)
+    raise ValueError(f"{x} is outside {points[0][0]} to {points[-1][0]}")

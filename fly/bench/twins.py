@@ -1,0 +1,259 @@
+"""Cost twins: a checkpoint that computes the same function at a multiple of the cost.
+
+What a pair of small models accepts can then be measured at the cost ratio of a large pair. Every figure of a twin is
+to be called so: its texts and acceptance are the small model's own, its time is not. Knows nothing of decoding.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fly.bench.speed import Forward, Forwards, Wanted, draft_runners, measure_forwards
+from fly.bundled import resolve_checkpoint
+from fly.bundled.tasks import problems as draw_problems
+from fly.eval import Result, Setting, compare
+from fly.kernels import compiled
+from fly.llm import LLM
+from fly.models import Llama, LlamaConfig, load_model, save_model
+from fly.policies import AcceptancePolicy, Exact
+from fly.types import SamplingParams
+
+__all__ = ["PAIRS", "Twins", "measure_twins", "parse_pair", "save_twin", "twin"]
+
+PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
+"""Cost of a drafted token over a target's, taken as the ratio of parameters, and the draft length published for the
+pair (arXiv 2511.22972, section 4)."""
+
+_CONTEXT = 128  # stored tokens behind which forwards are timed
+
+
+def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
+    """``model``'s function, ``width`` times as wide and with ``layers`` layers.
+
+    Wider: hidden and feed-forward width, heads and key/value heads all times ``width``, the new ones zero: the cost of
+    a layer grows with its square. RMSNorm divides by the mean square over all channels, which is ``width`` times
+    smaller then, so its weights are divided by the square root of ``width``, and epsilon by ``width``.
+    Deeper: layers behind the last whose output matrices are zero, so that each adds nothing.
+
+    What is left is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm weights
+    are rounded once more in the model's dtype.
+
+    Raises ``ValueError`` for a width below one, or fewer layers than the model has.
+    """
+    config = model.config
+    layers = config.num_hidden_layers if layers is None else layers
+    if width < 1:
+        raise ValueError(f"width {width} must be at least 1")
+    if layers < config.num_hidden_layers:
+        raise ValueError(f"layers {layers} are fewer than the model's {config.num_hidden_layers}")
+    wide = LlamaConfig(
+        **{
+            **config.model_dump(),
+            "hidden_size": config.hidden_size * width,
+            "intermediate_size": config.intermediate_size * width,
+            "num_attention_heads": config.num_attention_heads * width,
+            "num_key_value_heads": config.num_key_value_heads * width,
+            "num_hidden_layers": layers,
+            "rms_norm_eps": config.rms_norm_eps / width,
+        }
+    )
+    with torch.device("meta"):
+        made = Llama(wide)
+    made.to(model.dtype).to_empty(device=model.device)
+    if config.tie_word_embeddings:  # to_empty gave the two names separate storage
+        made.lm_head.weight = made.embed_tokens.weight
+    source = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            own, added = _source(name, config)
+            if added and any(part in name for part in (".o_proj.", ".down_proj.")):
+                parameter.zero_()
+                continue
+            fused = _fused(own, config)
+            start = at = 0
+            parameter.zero_()
+            for rows in fused or [source[own].shape[0]]:
+                piece = source[own][start : start + rows]
+                part = parameter[at : at + rows]
+                (part[:, : piece.shape[1]] if piece.dim() == 2 else part).copy_(piece)
+                start, at = start + rows, at + rows * width
+            if name.endswith("norm.weight"):
+                parameter[: config.hidden_size].copy_(source[own].double() / width**0.5)
+    return made.eval().requires_grad_(False)
+
+
+def _source(name: str, config: LlamaConfig) -> tuple[str, bool]:
+    """The parameter of the original that ``name`` is made from, and whether its layer was added. Added layers have the
+    weights of the original's in turn, to be numbers like any others."""
+    if not name.startswith("layers."):
+        return name, False
+    _, number, rest = name.split(".", 2)
+    return f"layers.{int(number) % config.num_hidden_layers}.{rest}", int(number) >= config.num_hidden_layers
+
+
+def _fused(name: str, config: LlamaConfig) -> list[int] | None:
+    """Rows of the matrices that ``name`` holds one above another, of which each is padded by itself."""
+    if ".qkv_proj." in name:
+        heads = (config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads)
+        return [count * config.head_dim for count in heads]
+    return [config.intermediate_size] * 2 if ".gate_up_proj." in name else None
+
+
+def save_twin(model: Llama, source: Path, directory: Path) -> None:
+    """Write a twin of the checkpoint in ``source`` to ``directory``, with the tokenizer and the ends of ``source``."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"):
+        if (source / name).exists():
+            shutil.copy(source / name, directory / name)
+    save_model(model, directory, model.dtype)
+
+
+def parse_pair(text: str) -> tuple[float, int]:
+    """Cost ratio and draft length of a pair's name, or of a number. Raises ``ValueError`` naming the choices."""
+    if text in PAIRS:
+        return PAIRS[text]
+    try:
+        cost = float(text)
+    except ValueError:
+        cost = 0.0
+    if not 0 < cost <= 1:
+        raise ValueError(f"pair {text!r} is neither a cost ratio in (0, 1] nor one of {[*PAIRS]}")
+    return cost, 15
+
+
+@dataclass(frozen=True)
+class Twins:
+    """What a pair of twins did: ``results`` of autoregressive decoding, then of every policy at every draft length;
+    and their forwards timed alone: ``target`` by tokens, ``draft`` by tokens decoded step by step."""
+
+    results: list[Result]
+    target: dict[int, Forward]
+    draft: dict[int, Forward]
+
+    def cost(self, k: int) -> float:
+        """c = t_draft / t_target(1), measured."""
+        return self.draft[k].timing.low / k / self.target[1].timing.low
+
+    def verification(self, k: int) -> float:
+        """v(K) = t_target(K+1) / t_target(1), measured."""
+        return self.target[k + 1].timing.low / self.target[1].timing.low
+
+    def exact(self, result: Result) -> bool:
+        """Whether it is exact speculation with the draft twin alone."""
+        return result.setting.k > 0 and result.setting.policy == Exact()
+
+    def predicted(self, result: Result) -> float | None:
+        """S = E[emitted] / (K·c + v(K)); None for several levels, whose drafts have no fixed cost a token."""
+        k = result.setting.k
+        if not k or result.setting.name.endswith(_LEVELS):
+            return None
+        return result.stats.tau / (k * self.cost(k) + self.verification(k))
+
+    def describe(self) -> str:
+        """The twins' sizes, and how long their tokens take."""
+        target, draft = self.target[1], next(iter(self.draft.values()))
+        sizes = [
+            f"{f.config.num_hidden_layers} layers of {f.config.hidden_size}, {f.weights / 1e6:,.0f} MB"
+            for f in (target, draft)
+        ]
+        return f"target {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token; draft {sizes[1]}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "twins": self.describe(),
+            "problems": len(self.results[0].right),
+            "lengths": {k: {"c": self.cost(k), "v": self.verification(k)} for k in self.draft},
+            "results": [
+                {
+                    "decoding": result.setting.name,
+                    "policy": str(result.setting.policy),
+                    "k": result.setting.k,
+                    "tau": result.stats.tau,
+                    "tokens_per_second": result.tokens_per_second,
+                    "accuracy": result.accuracy,
+                    "predicted": self.predicted(result),
+                }
+                for result in self.results
+            ],
+        }
+
+
+_LEVELS = ", multi-level"
+
+
+def measure_twins(
+    model: str,
+    draft: str,
+    cost: float,
+    lengths: Sequence[int],
+    policy: AcceptancePolicy,
+    problems: int,
+    directory: Path,
+    width: int = 4,
+    dtype: str = "auto",
+    device: str = "auto",
+    kernels: str = "auto",
+    advance: Callable[[str], None] = lambda name: None,
+) -> Twins:
+    """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
+
+    Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
+    that ratio. Autoregressive decoding, exact speculation, ``policy``, and ``policy`` on a draft that prompt lookup
+    drafts for, take turns problem by problem, greedily, at every draft length. ``advance(name)`` is called after every
+    completion; ``directory`` takes the twins' weights.
+    """
+    sources = [resolve_checkpoint(name) for name in (model, draft)]
+    originals = [load_model(source, dtype, device) for source in sources]
+    depths = _depths(originals, width, cost, kernels)
+    paths = []
+    for name, source, original, layers in zip(("target", "draft"), sources, originals, depths):
+        save_twin(twin(original, width, layers), source, path := directory / name)
+        paths.append(str(path))
+    del originals
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": 1024}
+    plain, single = LLM(paths[0], **options), LLM(paths[0], paths[1], **options)
+    levels = LLM(paths[0], f"ngram+{paths[1]}", **options)
+    named = str(policy).split("(")[0]
+    settings = [Setting("autoregressive", plain, 0)]
+    for k in lengths:
+        settings += [Setting("exact", single, k, Exact()), Setting(named, single, k, policy)]
+        settings.append(Setting(named + _LEVELS, levels, k, policy))
+    target = Forwards("target", plain.engine.runner.model, 1024)
+    drafting = Forwards("draft", draft_runners(single.draft)[0].model, 1024)
+    tokens = sorted({1, *(k + 1 for k in lengths)})
+    wanted = [Wanted(target, 1, _CONTEXT, count) for count in tokens]
+    wanted += [Wanted(drafting, 1, _CONTEXT, k, drafting=True) for k in lengths]
+    forwards = measure_forwards(wanted)
+    asked = list(draw_problems(None, "heldout", 0, problems))
+    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)
+    timed = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
+    return Twins(results, *timed)
+
+
+def _depths(originals: Sequence[Llama], width: int, cost: float, kernels: str) -> list[int]:
+    """Layers of target and draft twin, for which a drafted token takes ``cost`` of a target's forward of one."""
+    wanted = [
+        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), _CONTEXT + 16), 1, _CONTEXT, 8, True)
+        for original in originals
+        for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
+    ]
+    seconds = [step.timing.low / step.tokens for step in measure_forwards(wanted)]
+    lines = []
+    for original, shallow, deep in zip(originals, seconds[::2], seconds[1::2]):
+        least = original.config.num_hidden_layers
+        lines.append((least, shallow, max(deep - shallow, shallow * 1e-3) / (2 * least)))
+
+    def layers_for(line: tuple[int, float, float], seconds: float) -> int:
+        least, shallow, each = line
+        return max(least, least + round((seconds - shallow) / each))
+
+    target, draft = lines
+    if draft[1] / target[1] > cost:
+        return [layers_for(target, draft[1] / cost), draft[0]]
+    return [target[0], layers_for(draft, target[1] * cost)]

@@ -1,0 +1,370 @@
+"""The bench's arithmetic, its clocks, and peers that say what we say. No figure is judged here."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from typer.testing import CliRunner
+
+from fly import LLM, SamplingParams, cli
+from fly.bench import limits as limits_module
+from fly.bench.commands import context_slope
+from fly.bench.limits import Limits, Timing, take_turns
+from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, write_gguf
+from fly.bench.shapes import forward_bytes, forward_operations, random_model, shape_config
+from fly.bench.speed import Clock, Forward, Forwards, Rounds, draft_runners, measure_rounds, predict
+from fly.bench.twins import PAIRS, parse_pair
+from fly.bundled import resolve_checkpoint
+from fly.bundled.tasks import problems
+from fly.drafts import NGramDraft
+from fly.eval import Setting, compare
+from fly.models import LlamaConfig, load_model, save_model
+from fly.policies import Exact, FLy
+from fly.types import Stats
+from tests.toys import build_llama, dense_logits, llama_configs, random_llama
+
+CPU = torch.device("cpu")
+GREEDY = SamplingParams(temperature=0.0, max_tokens=24)
+
+
+def limits(bandwidth: float = 100.0, rate: float = 10.0) -> Limits:
+    dtypes = (torch.bfloat16, torch.float32)
+    return Limits("cpu", 1, {1000: 4 * bandwidth, 10**12: bandwidth}, dict.fromkeys(dtypes, rate), {})
+
+
+def forward(seconds: float, tokens: int = 1, context: int = 0, drafting: bool = False) -> Forward:
+    config = random_llama().config
+    return Forward("toy", config, torch.float32, 1, context, tokens, Timing((seconds, 9 * seconds)), drafting)
+
+
+def strategy_of(name: str) -> LLM:
+    return LLM("fly-target", name, k=5, dtype="float32", kernels="torch")
+
+
+@given(config=llama_configs(), rows=st.integers(1, 3), context=st.integers(0, 9))
+def test_bytes_of_a_forward_are_those_of_the_matrices_and_the_cache(
+    config: LlamaConfig, rows: int, context: int
+) -> None:
+    model = build_llama(config)
+    read = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "embed_tokens" not in name)
+    if config.tie_word_embeddings:
+        read += model.embed_tokens.weight.numel()
+    stored = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * rows
+    assert forward_bytes(config, torch.float32, rows, context) == 4 * (read + stored)
+    assert forward_bytes(config, torch.bfloat16, rows, context) == 2 * (read + stored)
+
+
+@given(config=llama_configs(), rows=st.integers(1, 3), context=st.integers(0, 9), tokens=st.integers(1, 5))
+def test_operations_of_a_forward(config: LlamaConfig, rows: int, context: int, tokens: int) -> None:
+    weights = forward_bytes(config, torch.float32) // 4
+    heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    naive = 0
+    for _ in range(rows):
+        for token in range(tokens):
+            naive += 2 * weights + 4 * heads * (context + token + 1)
+    assert forward_operations(config, rows, context, tokens) == naive
+
+
+def test_a_shape_is_read_and_made() -> None:
+    config = shape_config("768x12x32000")
+    assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (768, 12, 32_000)
+    assert 105e6 < forward_bytes(config, torch.bfloat16) / 2 < 115e6
+    model = random_model(shape_config("64x1x50"), torch.float32)
+    assert dense_logits(model, [1, 2, 3]).isfinite().all()
+    for wrong in ("768x12", "60x2x100", "0x2x100", "768x12x32000x1"):
+        with pytest.raises(ValueError, match="shape"):
+            shape_config(wrong)
+
+
+def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
+    machine = limits(bandwidth=100.0, rate=10.0)
+    assert machine.seconds(5000, 1, torch.float32) == 50.0  # from memory
+    assert machine.seconds(800, 1, torch.float32) == 2.0  # from the cache, four times as fast
+    assert machine.seconds(800, 100, torch.float32) == 10.0
+    assert machine.bandwidth == 100.0
+
+
+def test_runs_take_turns_after_a_warm_up() -> None:
+    calls: list[str] = []
+
+    def first() -> float:
+        calls.append("a")
+        return 7.0
+
+    def second() -> None:
+        calls.append("b")
+
+    a, b = take_turns([first, second], 3, CPU)
+    assert calls == ["a", "b"] * 4
+    assert a.times == (7.0, 7.0, 7.0)
+    assert len(b.times) == 3 and 0 <= b.low <= b.median <= b.high < 7.0
+
+
+def test_forwards_give_back_all_pages_and_refuse_what_does_not_fit() -> None:
+    forwards = Forwards("toy", random_llama(max_positions=64), tokens=96)
+    found = forwards.measure([(1, 8, 1), (2, 8, 4)], [(8, 3)], repeats=2)
+    assert [(f.rows, f.context, f.tokens, f.drafting) for f in found] == [
+        (1, 8, 1, False),
+        (2, 8, 4, False),
+        (1, 8, 3, True),
+    ]
+    assert all(f.timing.low > 0 and len(f.timing.times) == 2 for f in found)
+    assert forwards.cache.allocator.num_free == forwards.cache.allocator.num_blocks
+    with pytest.raises(ValueError, match="exceed toy's context of 64"):
+        forwards.measure([(1, 60, 5)])
+    with pytest.raises(ValueError, match="do not fit a cache"):
+        forwards.measure([(8, 40, 1)])
+
+
+def test_step_by_step_decoding_reads_the_weights_every_time() -> None:
+    alone, steps = forward(1.0, context=5), forward(1.0, tokens=4, context=5, drafting=True)
+    each = [Forward("toy", alone.config, torch.float32, 1, 5 + n, 1, alone.timing) for n in range(4)]
+    assert steps.bytes == sum(f.bytes for f in each)
+    assert steps.operations == sum(f.operations for f in each)
+
+
+def test_the_slope_over_context_is_a_bandwidth() -> None:
+    found = []
+    for context in (10, 50, 400):
+        made = forward(1.0, context=context)
+        found.append(forward(0.25 + made.context_bytes / 1e6, context=context))
+    assert context_slope(found) == pytest.approx(1e6)
+
+
+def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
+    model = random_llama()
+    clock = Clock(model)
+    hidden = torch.randn(2, model.config.hidden_size)
+    assert torch.equal(clock.logits(hidden), model.logits(hidden))
+    assert clock.seconds > 0
+    assert clock.config is model.config
+    assert not hasattr(clock, "greedy")
+
+    class Drafting:
+        device = CPU
+
+        def greedy(self, most: int) -> list[int]:
+            return [3] * most
+
+    drafting = Clock(Drafting())
+    assert drafting.greedy(2) == [3, 3] and drafting.seconds > 0
+
+
+def test_the_models_of_a_draft() -> None:
+    assert [len(draft_runners(strategy_of(name).draft)) for name in ("ngram", "fly-draft", "ngram+fly-draft")] == [
+        0,
+        1,
+        1,
+    ]
+    assert len(draft_runners(strategy_of("ngram+fly-tiny+fly-draft").draft)) == 2
+    assert draft_runners(None) == []
+
+
+def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None:
+    asked = list(problems(None, "heldout", 0, 1))
+    llm = strategy_of("fly-draft")
+    settings = [Setting("autoregressive", llm, 0), Setting("fly", llm, 5, FLy())]
+    models = llm.engine.runner.model, draft_runners(llm.draft)[0].model
+    measured = measure_rounds(settings, asked, GREEDY, turns=2)
+    assert (llm.engine.runner.model, draft_runners(llm.draft)[0].model) == models
+    for rounds, result in zip(measured, compare(settings, asked, GREEDY)):
+        assert len(rounds.seconds) == len(rounds.target) == len(rounds.draft) == 2
+        assert rounds.stats.rounds == 2 * result.stats.rounds
+        assert rounds.stats.tau == result.stats.tau
+        target, draft, rest = rounds.each()
+        assert target > 0 and rest > 0
+        assert (draft > 0) == (rounds.setting.k > 0)
+        whole = rounds.seconds[rounds.best] * 2 / rounds.stats.rounds
+        assert target + draft + rest == pytest.approx(whole)
+        assert 0 < rounds.overhead < 1
+        assert rounds.tokens_per_second().high == pytest.approx(rounds.stats.tau / whole)
+
+
+def test_a_failing_step_leaves_the_model_as_it_was() -> None:
+    llm = LLM(random_llama(), NGramDraft(), k=3)
+    model = llm.engine.runner.model
+    with pytest.raises(ValueError, match="no tokenizer"):
+        measure_rounds([Setting("ngram", llm, 3)], list(problems(None, "heldout", 0, 1)), GREEDY)
+    assert llm.engine.runner.model is model
+
+
+def test_the_prediction_is_the_formula() -> None:
+    llm = strategy_of("fly-draft")
+    stats = Stats(generated=61, rounds=10, emitted=60, drafted=70)
+    rounds = Rounds(Setting("exact", llm, 7), stats, [1.0], [0.5], [0.2])
+    forwards = [forward(2.0), forward(3.0, tokens=6), forward(5.0, tokens=10)]
+    draft = forward(0.8, tokens=8, drafting=True)
+    c, v = 0.1 / 2.0, 4.0 / 2.0  # t(8) is half way between
+    assert predict(rounds, forwards, draft) == pytest.approx(6.0 / (7 * c + v) / 2.0)
+    plain = Rounds(Setting("autoregressive", llm, 0), Stats(rounds=10, emitted=10), [1.0], [0.5], [0.0])
+    assert predict(plain, forwards, draft) == pytest.approx(1 / 2.0)
+    for name in ("ngram+fly-draft", "ngram"):
+        assert predict(Rounds(Setting(name, strategy_of(name), 7), stats, [1.0]), forwards, draft) is None
+    with pytest.raises(ValueError, match="outside 1 to 6"):
+        predict(rounds, forwards[:2], draft)
+
+
+def test_agreement_counts_tokens_before_the_first_that_differs() -> None:
+    someone = Contender("x", "y", False, lambda ids, most: [])
+    truth, other = Match(someone, [[1, 2, 3], [4, 5]], [1.0, 2.0]), Match(someone, [[1, 9, 3], [4, 5]], [1.0])
+    assert other.agreement(truth) == (1, 3 / 5)
+    assert truth.agreement(truth) == (2, 1.0)
+    assert truth.tokens_per_second().times == (5.0, 2.5)
+
+
+def test_contenders_take_turns_and_give_their_first_outputs() -> None:
+    calls: list[tuple[str, int]] = []
+
+    def contender(name: str) -> Contender:
+        def decode(prompt: list[int], most: int) -> list[int]:
+            calls.append((name, prompt[0]))
+            return [len(calls)] * most
+
+        return Contender(name, "toy", False, decode)
+
+    matches = measure_matches([contender("a"), contender("b")], [[1], [2]], 2, turns=2)
+    assert calls == [("a", 1), ("b", 1)] + [("a", 1), ("b", 1), ("a", 2), ("b", 2)] * 2
+    assert [match.outputs for match in matches] == [[[3, 3], [5, 5]], [[4, 4], [6, 6]]]
+    assert all(len(match.seconds) == 2 for match in matches)
+    with pytest.raises(ValueError, match="need contenders"):
+        measure_matches([contender("a")], [], 2)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    llm = LLM("fly-target", dtype="float32", kernels="torch")
+    return [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 3, 2)]
+
+
+def same_as_ours(
+    monkeypatch: pytest.MonkeyPatch, directory: Path, prompts: list[list[int]], without: str
+) -> tuple[list[Contender], list[str]]:
+    """Peers, each of which says what we say, in float32."""
+    monkeypatch.setitem(sys.modules, without, None)
+    paths = resolve_checkpoint("fly-target"), resolve_checkpoint("fly-draft")
+    peers, skipped = load_peers(*paths, 4, torch.float32, directory, False)
+    ours = fly_contender(Setting("autoregressive", LLM("fly-target", dtype="float32", kernels="torch"), 0), False)
+    for prompt in prompts:
+        wanted = ours.decode(prompt, 20)
+        for peer in peers:
+            assert peer.decode(list(prompt), 20) == wanted, peer.name
+    return peers, skipped
+
+
+def test_transformers_says_what_we_say_and_a_missing_peer_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: list[list[int]]
+) -> None:
+    pytest.importorskip("transformers")
+    peers, skipped = same_as_ours(monkeypatch, tmp_path, prompts, without="llama_cpp")
+    assert [(peer.name, peer.speculative) for peer in peers] == [
+        ("generate", False),
+        ("prompt lookup", True),
+        ("assisted", True),
+        ("assisted (own K)", True),
+    ]
+    assert len(skipped) == 1 and "llama.cpp is skipped" in skipped[0] and "flyspec[peers]" in skipped[0]
+
+
+def test_llama_cpp_says_what_we_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: list[list[int]]) -> None:
+    pytest.importorskip("llama_cpp")
+    pytest.importorskip("gguf")
+    peers, skipped = same_as_ours(monkeypatch, tmp_path, prompts, without="transformers")
+    assert [(peer.name, peer.speculative) for peer in peers] == [("decode", False), ("speculative", True)]
+    assert len(skipped) == 1 and "transformers is skipped" in skipped[0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gguf_holds_every_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
+    gguf = pytest.importorskip("gguf")
+    model = random_llama(kv_heads=2, tied=True).to(dtype)
+    write_gguf(model, tmp_path / "model.gguf")
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert "output.weight" not in tensors  # shared with the embedding
+    assert sum(int(tensor.n_elements) for tensor in tensors.values()) == sum(p.numel() for p in model.parameters())
+    assert tensors["blk.1.ffn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
+    stored = torch.from_numpy(tensors["blk.0.attn_q.weight"].data.copy())
+    rows = stored.view(torch.bfloat16) if dtype == torch.bfloat16 else stored
+    head = model.config.head_dim
+    own = model.layers[0].self_attn.qkv_proj.weight[:head]  # type: ignore[union-attr]
+    assert torch.equal(rows[:head], own[[n // 2 + n % 2 * head // 2 for n in range(head)]])
+
+
+def test_pairs() -> None:
+    assert parse_pair("70b:8b") == PAIRS["70b:8b"]
+    assert parse_pair("0.05") == (0.05, 15)
+    for wrong in ("8b", "0", "1.5"):
+        with pytest.raises(ValueError, match="neither a cost ratio"):
+            parse_pair(wrong)
+
+
+@pytest.fixture
+def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits_module, "_SIZES", (2**20, 2**24))
+    monkeypatch.setattr(limits_module, "_SIDES", {"cpu": 64})
+
+
+def run(*arguments: Any) -> str:
+    result = CliRunner().invoke(cli.app, [str(argument) for argument in arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    record = tmp_path / "speed.json"
+    options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", tmp_path / "speed.png")
+    text = run("bench", "speed", "--model", "fly-draft", "--draft", "fly-tiny", "--shape", "64x1x100", *options)
+    for heading in ("Limits", "Forwards of fly-draft", "Forwards of fly-tiny", "Forwards of 64x1x100", "Rounds"):
+        assert heading in text
+    assert max(map(len, text.splitlines())) <= 80
+    figures = json.loads(record.read_text())
+    assert figures["limits"]["read 16 MB"]["best"] > 0
+    assert [rounds["decoding"] for rounds in figures["rounds"]] == ["autoregressive", "exact", "fly"]
+    assert all(rounds["predicted"] > 0 for rounds in figures["rounds"])
+    drawn = {path.name for path in tmp_path.glob("*.png")}
+    assert drawn == {f"speed-{sweep}.png" for sweep in ("k", "context", "rows", "size")}
+
+
+def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
+    record = tmp_path / "twins.json"
+    options = ("--pair", "0.3", "--k", 3, "--width", 2, "--problems", 1, "--json", record)
+    text = run("bench", "twins", "--model", "fly-draft", "--draft", "fly-tiny", *options)
+    assert "decoding (twin)" in text and "every figure is a twin's" in " ".join(text.split())
+    (figures,) = json.loads(record.read_text())
+    names = [result["decoding"] for result in figures["results"]]
+    assert names == ["autoregressive", "exact", "fly", "fly, multi-level"]
+    assert figures["lengths"]["3"]["c"] > 0 and figures["problems"] == 1
+
+
+def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    record = tmp_path / "peers.json"
+    options = ("--problems", 1, "--tokens", 8, "--turns", 1, "--json", record)
+    text = run("bench", "peers", "--model", "fly-draft", "--draft", "fly-tiny", *options)
+    assert "transformers is skipped" in " ".join(text.split())
+    figures = json.loads(record.read_text())
+    assert len(figures["skipped"]) == 2
+    first = figures["contenders"][0]
+    assert (first["library"], first["same_outputs"], first["agreement"]) == ("fly", 1, 1.0)
+    run("bench", "peers", "--shape", "64x1x100", "--problems", 1, "--tokens", 4, "--turns", 1, "--json", record)
+    (only,) = json.loads(record.read_text())["contenders"]
+    assert only["right"] is None
+
+
+def test_exact_is_lossless_and_fly_is_not() -> None:
+    llm = strategy_of("ngram")
+    assert not fly_contender(Setting("exact", llm, 3, Exact()), False).lossy
+    assert fly_contender(Setting("fly", llm, 3, FLy()), False).lossy
+
+
+def test_a_saved_random_model_loads(tmp_path: Path) -> None:
+    save_model(random_model(shape_config("64x1x100"), torch.bfloat16), tmp_path, torch.bfloat16)
+    assert load_model(tmp_path).config == shape_config("64x1x100")
