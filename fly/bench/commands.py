@@ -39,7 +39,7 @@ def bench_speed(
     k: K = 15,
     shape: Annotated[
         list[str] | None,
-        typer.Option(help="Random models beside it, WIDTHxLAYERSxVOCABULARY; 'none' for none."),
+        typer.Option(help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY ({SHAPE}); 'none' for none."),
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems that the rounds are timed on.")] = 12,
     turns: Turns = 15,
@@ -63,7 +63,6 @@ def bench_speed(
         from fly.eval import Setting
         from fly.kernels import compiled
         from fly.llm import LLM
-        from fly.models.loading import resolve_dtype
         from fly.policies import Exact, parse_policy
         from fly.types import SamplingParams
 
@@ -88,7 +87,7 @@ def bench_speed(
             for name in (*dict(models), *shapes):
                 made = dict(models).get(name)
                 if made is None:
-                    made = compiled(random_model(configs[name], resolve_dtype(dtype, {}), target.device), kernels)
+                    made = compiled(random_model(configs[name], target.dtype, target.device), kernels)
                 sweep = _sweep(made.config.max_position_embeddings, k)
                 forwards = Forwards(name, made, 16 * 640 + made.config.max_position_embeddings)
                 found = forwards.measure(sweep, [(_CONTEXT, k)], turns, advance)
@@ -119,7 +118,8 @@ def bench_speed(
             "[dim]ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
             "operations over that · v: over the forward of one token · c: a drafted token\n"
             "over the same · rest: share of a round that is neither target nor draft ·\n"
-            "formula: τ / (K·c + v(K)) / t(1), of forwards timed alone · tokens/s: best/median[/]",
+            "formula: τ / (K·c + v(K)) / t(1), of forwards timed alone · tokens/s: best and\n"
+            "median[/]",
             highlight=False,
         )
         if plot is not None:
@@ -217,9 +217,7 @@ def rounds_table(
     rounds: Sequence[Rounds], predicted: Sequence[float | None], forwards: Sequence[Forward], title: str
 ) -> Table:
     """Where a round's time goes, and whether the formula foretells it; the first is autoregressive."""
-    table = _table(
-        title, "decoding", "τ", "ms", "target", "draft", "rest", "v", "c", "predicted", "tokens/s", "over AR"
-    )
+    table = _table(title, "decoding", "τ", "ms", "target", "draft", "rest", "v", "c", "formula", "tokens/s", "over AR")
     single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
     plain = rounds[0].tokens_per_second().high
     for each, speed in zip(rounds, predicted):
