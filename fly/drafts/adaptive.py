@@ -349,8 +349,9 @@ class AdaptiveDraft(Wrapper):
         self._book(elapsed, total / count * base - elapsed, base)
 
     def _book(self, elapsed: float, gained: float, base: float) -> None:
-        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later."""
-        self._balance = min(self._balance + self.loss * elapsed + gained, _CREDIT * base)
+        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later. Nor is more
+        of a loss held against it than what may be lost, which it takes a change of costs to exceed."""
+        self._balance = max(min(self._balance + self.loss * elapsed + gained, _CREDIT * base), -_ONCE * base)
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _ONCE * base)
 
     def _lengths(self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
