@@ -61,13 +61,14 @@ class _Line:
 
     Where only one size was measured that says nothing of the slope. Either it is all slope (``through_zero``, as of a
     model that drafts token by token) or none (as of a forward that reads all weights whatever it is for): by a
-    measurement of 0 seconds at size 0, or a penalty on the slope, that count for one measurement.
+    few measurements of 0 seconds at size 0, or a penalty on the slope.
     """
 
     def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
         self.count = 0
-        self._zero, self._flat = float(through_zero), float(not through_zero)
+        self._surprised = False
+        self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def __call__(self, size: float) -> float:
@@ -82,7 +83,10 @@ class _Line:
             self._y *= max(seconds, 0.0) / expected
             self._xy *= max(seconds, 0.0) / expected
         self.count += 1
-        keep = 1 - 1 / _COSTS
+        # What does not fit twice in a row is a change, before which little counts any more.
+        surprise = seconds + base > 1.5 * (expected + base) or expected + base > 1.5 * (seconds + base)
+        keep = 0.5 if surprise and self._surprised else 1 - 1 / _COSTS
+        self._surprised = surprise
         self._weight = keep * self._weight + 1
         self._x = keep * self._x + size
         self._y = keep * self._y + seconds
