@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from fly.drafts.base import DraftStrategy, Wrapper
 from fly.types import Draft, Sequence, Target
@@ -137,9 +137,9 @@ class _Rates:
         self.overall = (sum_stood + prior * _HOPE) / (sum_tried + prior)
 
     def reach(self, chance: float, rate: float, most: int) -> list[float]:
-        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens do
-        at ``rate`` and else none does: each in the proportion in which its position stands to the others in all rows.
-        """
+        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens
+        do at ``rate`` and else none does: each in the proportion in which its position stands to the others in all
+        rows."""
         found = []
         common, prior = self.overall, _PRIOR * self._weight
         known = len(self.tried)
@@ -277,7 +277,7 @@ class AdaptiveDraft(Wrapper):
         if asked := sum(lengths):
             self._silent = False
             draft = self.strategy.propose(rows, lengths)
-            verified = sum(draft.lengths_B.tolist())
+            verified = sum(map(len, draft.chains))
             if verified:
                 costs.longest = max(costs.longest, *lengths)
             costs.share += (verified / asked - costs.share) / _COSTS

@@ -22,7 +22,7 @@ from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.sampling import Law, Stream, constrain, constrains, derive, draw, uniforms
-from fly.types import Draft, Guarantee, Sequence, Target
+from fly.types import Draft, Guarantee, Sequence
 from fly.vocabulary import argmax
 
 __all__ = ["CascadeDraft", "SingleDraft"]
@@ -230,7 +230,7 @@ class SingleDraft(DraftStrategy):
         below = draft.propose(rows, [n - 1 for n in left])
         target, _ = self.runner.score(rows, below)
         draft.observe(rows, below, target)
-        proposed, device = below.tokens_BK.tolist(), target.logits_BKV.device
+        proposed, device = below.chains, target.logits_BKV.device
         laws: list[list[Tensor]] = [[] for _ in rows]
         surely = [True] * len(rows)
         for numbers, verdict in judge(rows, target, below):
