@@ -1,19 +1,24 @@
-"""Every draft strategy on every kind of task, and on text that nobody can predict."""
+"""Every draft strategy on every kind of task, and what drafting costs where nothing can be predicted."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
 
 from fly.bundled.tasks import KINDS, problems
-from fly.drafts import parse_draft
-from fly.eval import Result, Setting, compare, decode
+from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.adaptive import AdaptiveDraft
+from fly.drafts.base import Wrapper
+from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
-from fly.types import SamplingParams
+from fly.types import Draft, SamplingParams
+from fly.types import Sequence as Row
 
-__all__ = ["STRATEGIES", "Drafted", "measure_drafts"]
+__all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio", "measure_drafts", "measure_promise"]
 
 STRATEGIES = (
     "fly-draft",
@@ -28,22 +33,28 @@ STRATEGIES = (
     "suffix+fly-draft",
     "ngram+fly-tiny+fly-draft",
     "relay((fly-draft, 10), (ngram, 5))",
-    "union(suffix, ngram+fly-draft)",
+    "union(suffix, fly-draft)",
     "adaptive(ngram)",
     "adaptive(fly-draft)",
     "adaptive(ngram+fly-draft)",
+    "adaptive(union(suffix, fly-draft))",
 )
 """What ``fly bench drafts`` measures unless told otherwise; the first is the single draft that others are held to."""
+
+PROMISE = 0.98
+"""Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a strategy did: on each kind of task, and after prompts of random tokens at temperature 1.5, where little
-    can be predicted."""
+    """What a strategy did on each kind of task."""
 
     name: str
     kinds: dict[str, Result]
-    random: Result
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(r.stats.generated for r in self.kinds.values()) / sum(r.seconds for r in self.kinds.values())
 
 
 def measure_drafts(
@@ -59,36 +70,159 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt
-    by prompt. ``advance`` is called after every completion: ``(len(KINDS) + 1) * count`` times for each strategy, and
-    as often for none.
+    ``count`` held-out problems a kind, greedy, batch 1. All take turns prompt by prompt. ``advance`` is called after
+    every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
     """
-    settings = [
-        Setting(
-            name,
-            LLM(
-                model,
-                draft=parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels),
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-            ),
-            k,
-            policy,
-        )
-        for name in ("none", *names)
-    ]
+    llms = _llms(
+        {name: _parse(name, dtype, device, kernels) for name in ("none", *names)}, model, dtype, device, kernels
+    )
+    settings = [Setting(name, llm, k, policy) for name, llm in llms.items()]
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
         kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())
         for kind in KINDS
     }
-    vocabulary = settings[0].llm.engine.runner.model.config.vocab_size
-    rng = Random(0)
-    prompts: list[str | list[int]] = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
-    wild = SamplingParams(temperature=1.5, max_tokens=256, seed=0, ignore_eos=True)
-    random = decode(settings, prompts, wild, lambda name: advance())
     return [
-        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()}, random[number])
+        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()})
         for number, setting in enumerate(settings)
     ]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed over that of autoregressive decoding, from many pairs of runs next to one another: the median, and the
+    order statistics between which the median of all such pairs lies with 95 % confidence."""
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    @staticmethod
+    def of(ratios: Sequence[float]) -> Ratio:
+        """Raises ``ValueError`` if there are none."""
+        if not ratios:
+            raise ValueError("no pair of runs to take a median of")
+        ordered, n = sorted(ratios), len(ratios)
+        aside = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+        middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+        return Ratio(middle, ordered[aside], ordered[n - 1 - aside], n)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a strategy does to the speed on a text that it cannot predict, as it is and adaptive.
+
+    ``again`` is autoregressive decoding over itself: what such a measurement is worth on this machine.
+    """
+
+    name: str
+    text: str
+    again: Ratio
+    fixed: Ratio
+    adaptive: Ratio
+    tau: float  # of the strategy as it is
+
+    @property
+    def kept(self) -> bool:
+        """Whether the interval reaches what was promised. (A noisy run gives a wide one: look at it.)"""
+        return self.adaptive.high >= PROMISE
+
+
+class Misleading(Wrapper):
+    """A strategy of chains that is always wrong and costs what another does: what that one proposes, by other tokens.
+
+    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to whoever judges them, and the
+    strategy below goes on from its own.
+    """
+
+    def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:
+        super().__init__([strategy])
+        self._strategy, self._size, self._shift = strategy, vocab_size, shift
+
+    def propose(self, rows: Sequence[Row], max_len: Sequence[int]) -> Draft:
+        draft = self._strategy.propose(rows, max_len)
+        return Draft((draft.tokens_BK + self._shift) % self._size, draft.lengths_B)
+
+
+def measure_promise(
+    names: Sequence[str],
+    policy: AcceptancePolicy,
+    count: int = 8,
+    repeats: int = 3,
+    k: int = 15,
+    model: str = "fly-target",
+    dtype: str = "auto",
+    device: str = "auto",
+    kernels: str = "auto",
+    advance: Callable[[], None] = lambda: None,
+) -> list[Promise]:
+    """Hold strategies, as they are and adaptive, against autoregressive decoding where nothing is to be predicted.
+
+    Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5, where the strategy may still be
+    right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is always wrong.
+    Settings take turns, and the order of turns goes round, so that nothing favours one of them. Strategies start
+    knowing nothing. ``advance`` is called after every one of ``2 * len(names) * count * repeats`` rounds of turns.
+    """
+    found = []
+    for name in names:
+        for text in ("random prompts, temperature 1.5", "always wrong, greedy"):
+            wrong = text.startswith("always")
+
+            def strategy(adaptive: bool, name: str = name, wrong: bool = wrong) -> DraftStrategy:
+                made = _parse(name, dtype, device, kernels)
+                assert made is not None
+                if wrong:
+                    made = Misleading(made, vocabulary)
+                return AdaptiveDraft(made) if adaptive else made
+
+            plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
+            vocabulary = plain.engine.runner.model.config.vocab_size
+            drafts = {"fixed": strategy(False), "adaptive": strategy(True)}
+            llms = {"plain": plain, "again": plain, **_llms(drafts, model, dtype, device, kernels)}
+            if wrong:
+                asked = [list(problems(kind, "heldout", 0, count)) for kind in KINDS]
+                prompts = [
+                    plain.chat_prompt(one.prompt) for number in range(count) for one in [asked[number % 3][number]]
+                ]
+            else:
+                rng = Random(0)
+                prompts = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
+            params = SamplingParams(temperature=0.0 if wrong else 1.5, max_tokens=256, seed=0, ignore_eos=True)
+            ratios: dict[str, list[float]] = {"again": [], "fixed": [], "adaptive": []}
+            emitted = rounds = 0
+            order = list(llms)
+            for llm in llms.values():  # whatever happens at a first call only
+                llm.generate([prompts[0][:4]], params.model_copy(update={"max_tokens": 4}), k=0)
+            for _ in range(repeats):
+                for prompt in prompts:
+                    order.append(order.pop(0))
+                    speeds = {}
+                    for which in order:
+                        start = time.perf_counter()
+                        (out,) = llms[which].generate([prompt], params, policy=policy, k=k)
+                        speeds[which] = len(out.token_ids) / (time.perf_counter() - start)
+                        if which == "fixed":
+                            emitted, rounds = emitted + out.stats.emitted, rounds + out.stats.rounds
+                    for which, measured in ratios.items():
+                        measured.append(speeds[which] / speeds["plain"])
+                    advance()
+            over = {which: Ratio.of(measured) for which, measured in ratios.items()}
+            found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], emitted / max(rounds, 1)))
+    return found
+
+
+def _parse(name: str, dtype: str, device: str, kernels: str) -> DraftStrategy | None:
+    return parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels)
+
+
+def _llms(
+    drafts: dict[str, DraftStrategy | None] | dict[str, DraftStrategy],
+    model: str,
+    dtype: str,
+    device: str,
+    kernels: str,
+) -> dict[str, LLM]:
+    return {
+        name: LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels) for name, draft in drafts.items()
+    }

@@ -59,9 +59,9 @@ class TreeDraft(SingleDraft):
     def __init__(
         self,
         model: Model | str | Path,
-        nodes: int = 24,
-        depth: int = 8,
-        width: int = 3,
+        nodes: int = 16,
+        depth: int = 12,
+        width: int = 2,
         branching: Rows[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
