@@ -537,25 +537,24 @@ def _show_promise(
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("draft", overflow="fold")
-    table.add_column("text")
+    table.add_column("text", no_wrap=True)
     for heading in ("τ", "as it is", "adaptive", "AR again"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in found:
         ratios = (f"{r.median:.3f} ({r.low:.3f}–{r.high:.3f})" for r in (row.adaptive, row.again))
         table.add_row(escape(row.name), row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
     console.print(table)
-    broken = [f"adaptive({row.name}), {row.text}" for row in found if not row.kept]
-    worst = min(found, key=lambda row: row.adaptive.median)
+    said = {True: "kept by", False: "broken by", None: "not decided (too few or too uneven runs) for"}
+    verdicts = [
+        f"{said[kept]} {', '.join(which)}"
+        for kept in (False, None, True)
+        if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
+    ]
+    promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
+    console.print(promise, markup=False, highlight=False)
     console.print(
-        f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: "
-        + (f"broken by {'; '.join(broken)}" if broken else "kept")
-        + f"; worst median {worst.adaptive.median:.3f}, adaptive({worst.name}), {worst.text}",
-        markup=False,
-        highlight=False,
-    )
-    console.print(
-        "[dim]medians of pairs of runs, with 95 % intervals · τ: of the draft as it is · always wrong: a drafter at the "
-        "same cost · AR again: what such a ratio is worth here[/]",
+        "[dim]medians over pairs of runs, with 95 % intervals · τ: of the draft as it is · always wrong: a drafter "
+        "that costs as much · AR again: what such a ratio is worth here[/]",
         highlight=False,
     )
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 from random import Random
 
 from fly.bundled.tasks import KINDS, problems
@@ -15,7 +17,7 @@ from fly.drafts.base import Wrapper
 from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
-from fly.types import Draft, SamplingParams
+from fly.types import Draft, SamplingParams, Stats
 from fly.types import Sequence as Row
 
 __all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio", "measure_drafts", "measure_promise"]
@@ -40,6 +42,9 @@ STRATEGIES = (
     "adaptive(union(suffix, fly-draft))",
 )
 """What ``fly bench drafts`` measures unless told otherwise; the first is the single draft that others are held to."""
+
+RANDOM, WRONG = "random, T 1.5", "always wrong"
+"""The texts that nobody can predict, and the drafter that never does."""
 
 PROMISE = 0.98
 """Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
@@ -73,10 +78,10 @@ def measure_drafts(
     ``count`` held-out problems a kind, greedy, batch 1. All take turns prompt by prompt. ``advance`` is called after
     every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
     """
-    llms = _llms(
-        {name: _parse(name, dtype, device, kernels) for name in ("none", *names)}, model, dtype, device, kernels
-    )
-    settings = [Setting(name, llm, k, policy) for name, llm in llms.items()]
+    settings = []
+    for name in ("none", *names):
+        draft = _parse(name, dtype, device, kernels)
+        settings.append(Setting(name, LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels), k, policy))
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
         kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())
@@ -91,7 +96,8 @@ def measure_drafts(
 @dataclass(frozen=True)
 class Ratio:
     """A speed over that of autoregressive decoding, from many pairs of runs next to one another: the median, and the
-    order statistics between which the median of all such pairs lies with 95 % confidence."""
+    order statistics between which the median of all such pairs lies with 95 % confidence (with fewer than 6 pairs, the
+    extremes, which give less)."""
 
     median: float
     low: float
@@ -104,7 +110,9 @@ class Ratio:
         if not ratios:
             raise ValueError("no pair of runs to take a median of")
         ordered, n = sorted(ratios), len(ratios)
-        aside = max(0, math.floor(n / 2 - 0.98 * math.sqrt(n)))
+        # The median lies outside where fewer than so many of n throws of a coin fall on one side.
+        outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
+        aside = max(0, bisect_right(outside, 0.05) - 1)
         middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
         return Ratio(middle, ordered[aside], ordered[n - 1 - aside], n)
 
@@ -124,9 +132,13 @@ class Promise:
     tau: float  # of the strategy as it is
 
     @property
-    def kept(self) -> bool:
-        """Whether the interval reaches what was promised. (A noisy run gives a wide one: look at it.)"""
-        return self.adaptive.high >= PROMISE
+    def kept(self) -> bool | None:
+        """Whether the promise is; None where the interval is too wide to say, or the pairs too few for one."""
+        if self.adaptive.pairs < 6:
+            return None
+        if self.adaptive.low >= PROMISE:
+            return True
+        return False if self.adaptive.high < PROMISE else None
 
 
 class Misleading(Wrapper):
@@ -159,70 +171,51 @@ def measure_promise(
 ) -> list[Promise]:
     """Hold strategies, as they are and adaptive, against autoregressive decoding where nothing is to be predicted.
 
-    Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5, where the strategy may still be
-    right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is always wrong.
-    Settings take turns, and the order of turns goes round, so that nothing favours one of them. Strategies start
-    knowing nothing. ``advance`` is called after every one of ``2 * len(names) * count * repeats`` rounds of turns.
+    Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
+    still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is
+    always wrong (``WRONG``). Settings take turns, and the order of turns goes round, so that nothing favours one of
+    them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times.
     """
+    plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
+    vocabulary, rng = plain.engine.runner.model.config.vocab_size, Random(0)
+    prompts = {
+        RANDOM: [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)],
+        WRONG: [plain.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, count)],
+    }
+
+    def with_draft(name: str, text: str, adaptive: bool) -> LLM:
+        draft = _parse(name, dtype, device, kernels)
+        if draft is None:
+            raise ValueError(f"draft {name!r} drafts nothing: there is nothing to measure")
+        if text == WRONG:
+            draft = Misleading(draft, vocabulary)
+        draft = AdaptiveDraft(draft) if adaptive else draft
+        return LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels)
+
     found = []
-    for name in names:
-        for text in ("random prompts, temperature 1.5", "always wrong, greedy"):
-            wrong = text.startswith("always")
-
-            def strategy(adaptive: bool, name: str = name, wrong: bool = wrong) -> DraftStrategy:
-                made = _parse(name, dtype, device, kernels)
-                assert made is not None
-                if wrong:
-                    made = Misleading(made, vocabulary)
-                return AdaptiveDraft(made) if adaptive else made
-
-            plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
-            vocabulary = plain.engine.runner.model.config.vocab_size
-            drafts = {"fixed": strategy(False), "adaptive": strategy(True)}
-            llms = {"plain": plain, "again": plain, **_llms(drafts, model, dtype, device, kernels)}
-            if wrong:
-                asked = [list(problems(kind, "heldout", 0, count)) for kind in KINDS]
-                prompts = [
-                    plain.chat_prompt(one.prompt) for number in range(count) for one in [asked[number % 3][number]]
-                ]
-            else:
-                rng = Random(0)
-                prompts = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
-            params = SamplingParams(temperature=0.0 if wrong else 1.5, max_tokens=256, seed=0, ignore_eos=True)
-            ratios: dict[str, list[float]] = {"again": [], "fixed": [], "adaptive": []}
-            emitted = rounds = 0
-            order = list(llms)
-            for llm in llms.values():  # whatever happens at a first call only
-                llm.generate([prompts[0][:4]], params.model_copy(update={"max_tokens": 4}), k=0)
-            for _ in range(repeats):
-                for prompt in prompts:
-                    order.append(order.pop(0))
-                    speeds = {}
-                    for which in order:
-                        start = time.perf_counter()
-                        (out,) = llms[which].generate([prompt], params, policy=policy, k=k)
-                        speeds[which] = len(out.token_ids) / (time.perf_counter() - start)
-                        if which == "fixed":
-                            emitted, rounds = emitted + out.stats.emitted, rounds + out.stats.rounds
-                    for which, measured in ratios.items():
-                        measured.append(speeds[which] / speeds["plain"])
-                    advance()
-            over = {which: Ratio.of(measured) for which, measured in ratios.items()}
-            found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], emitted / max(rounds, 1)))
+    for name, text in product(names, prompts):
+        llms = {"plain": plain, "again": plain}
+        llms |= {"fixed": with_draft(name, text, False), "adaptive": with_draft(name, text, True)}
+        params = SamplingParams(temperature=0.0 if text == WRONG else 1.5, max_tokens=256, seed=0, ignore_eos=True)
+        for llm in llms.values():  # what happens at a first call only
+            llm.generate([[0, 1, 2, 3]], params.model_copy(update={"max_tokens": 8}), policy=policy, k=0)
+        ratios: dict[str, list[float]] = {"again": [], "fixed": [], "adaptive": []}
+        order, stats = list(llms), Stats()
+        for prompt in prompts[text] * repeats:
+            order.append(order.pop(0))
+            seconds = {}
+            for which in order:
+                start = time.perf_counter()
+                (out,) = llms[which].generate([prompt], params, policy=policy, k=k)
+                seconds[which] = time.perf_counter() - start
+                stats += out.stats if which == "fixed" else Stats()
+            for which, measured in ratios.items():
+                measured.append(seconds["plain"] / seconds[which])
+            advance()
+        over = {which: Ratio.of(measured) for which, measured in ratios.items()}
+        found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], stats.tau))
     return found
 
 
 def _parse(name: str, dtype: str, device: str, kernels: str) -> DraftStrategy | None:
     return parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels)
-
-
-def _llms(
-    drafts: dict[str, DraftStrategy | None] | dict[str, DraftStrategy],
-    model: str,
-    dtype: str,
-    device: str,
-    kernels: str,
-) -> dict[str, LLM]:
-    return {
-        name: LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels) for name, draft in drafts.items()
-    }

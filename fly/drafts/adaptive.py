@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
+from functools import cache
 
 from fly.drafts.base import DraftStrategy, Wrapper
 from fly.types import Draft, Sequence, Target
@@ -213,6 +214,12 @@ class _Round:
     listening: float = 0.0  # seconds
 
 
+@cache
+def _nothing(rows: int) -> Draft:
+    """The empty draft, kept: to make one takes longer than to decide on it."""
+    return Draft.empty(rows)
+
+
 class AdaptiveDraft(Wrapper):
     """Goodput (TurboSpec, arXiv 2406.14066): of each draft propose as many tokens as maximise the expected number of
     emitted tokens per second, none included.
@@ -269,7 +276,7 @@ class AdaptiveDraft(Wrapper):
                 row.rest -= 1
             base = costs.plain[count].seconds
             self._book(base, 0.0, base)
-            return Draft.empty(count)
+            return _nothing(count)
         begin = self._clock()
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         lengths = self._lengths(costs, known, behind, max_len)
@@ -285,7 +292,7 @@ class AdaptiveDraft(Wrapper):
                 if n:
                     row.seen, late = len(own.tokens), late + missed
         else:
-            draft = Draft.empty(count)
+            draft = _nothing(count)
         if all(own.generated for own in rows):  # the time that a prompt takes teaches nothing
             before = [(own.id, len(own.tokens), n) for own, n in zip(rows, lengths)]
             self._round = _Round(costs, before, late, verified, begin, self._clock())
@@ -310,6 +317,8 @@ class AdaptiveDraft(Wrapper):
     def release(self, row: Sequence) -> None:
         if (known := self._rows.pop(row.id, None)) is not None and known.tried:
             self._astray += ((known.trust < 0.5) - self._astray) / 4
+        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round.rows):
+            self._round = None
         super().release(row)
 
     def _new(self, row: Sequence) -> _Row:
