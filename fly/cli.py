@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import statistics
 import sys
 from collections.abc import Iterator
@@ -472,18 +473,23 @@ def bench_policy(
 def bench_drafts(
     draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
     policy: Policy = "exact",
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and random texts.")] = 8,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and unpredictable texts.")] = 8,
+    repeats: Annotated[int, typer.Option(min=0, help="Times an unpredictable text is decoded; 0 leaves it out.")] = 3,
     k: K = 15,
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
 ) -> None:
-    """Every draft strategy on every kind of task, and on text that nobody can predict."""
+    """Every draft strategy on every kind of task; and adaptive ones where nothing can be predicted."""
     with _plain_errors():
         from fly.bench.drafts import STRATEGIES
 
-        _show_drafts(tuple(draft or STRATEGIES), policy, problems, k, model, dtype, device, kernels)
+        names = tuple(draft or STRATEGIES)
+        _show_drafts(names, policy, problems, k, model, dtype, device, kernels)
+        inner = [name[len("adaptive(") : -1] for name in names if re.fullmatch(r"adaptive\(.*\)", name)]
+        if inner and repeats:
+            _show_promise(inner, policy, problems, repeats, k, model, dtype, device, kernels)
 
 
 @bench.command("plan")
@@ -612,15 +618,15 @@ def _show_drafts(
 
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     rule = parse_policy(policy, trusted=True)
-    total = (len(names) + 1) * (len(KINDS) + 1) * problems
+    total = (len(names) + 1) * len(KINDS) * problems
     columns = (TextColumn("drafting"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         rows = measure_drafts(names, rule, problems, k, model, dtype, device, kernels, lambda: progress.advance(task))
     console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
     console.print(
-        "[dim]τ: tokens a target forward emits · ×: speed over autoregressive on the same prompts · random: after "
-        "prompts of random tokens, temperature 1.5, where little can be predicted[/]",
+        f"[dim]τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
+        f"decoding and over {names[0]} · right: answers[/]",
         highlight=False,
     )
 
@@ -739,33 +745,72 @@ def _load_as_json(load: Any) -> dict[str, Any]:
 
 
 def drafts_table(rows: list[Any], title: str) -> Table:
-    """τ and speed-up by kind; the first row is autoregressive, the second what the others are held to."""
+    """τ and speed by kind; the first row is autoregressive, the second what the others are held to."""
     plain, single = rows[0], rows[1]
-
-    def speed(row: Any) -> float:
-        results = row.kinds.values()
-        return sum(r.stats.generated for r in results) / sum(r.seconds for r in results)
-
-    table = Table(title=title, title_justify="left")
-    table.add_column("draft")
-    for heading in (*plain.kinds, "tokens/s", "over AR", f"over {single.name}", "right", "random"):
-        table.add_column(heading, justify="right")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("draft", overflow="fold")
+    for kind in plain.kinds:
+        table.add_column(f"{kind}\nτ   tok/s", justify="right", no_wrap=True)
+    for heading in ("all\ntok/s", "×\nAR", "×\nsingle", "\nright"):
+        table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
-        cells = [
-            f"τ {r.stats.tau:.2f}\n{r.tokens_per_second / plain.kinds[kind].tokens_per_second:.2f}×"
-            for kind, r in row.kinds.items()
-        ]
         right = [answer for r in row.kinds.values() for answer in r.right]
         table.add_row(
             escape(row.name),
-            *cells,
-            f"{speed(row):,.0f}",
-            f"{speed(row) / speed(plain):.2f}×",
-            f"{speed(row) / speed(single):.2f}×",
+            *(f"{r.stats.tau:5.2f} {r.tokens_per_second:5.0f}" for r in row.kinds.values()),
+            f"{row.tokens_per_second:.0f}",
+            f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
+            f"{row.tokens_per_second / single.tokens_per_second:.2f}",
             f"{sum(right)}/{len(right)}",
-            f"τ {row.random.stats.tau:.2f}\n{row.random.tokens_per_second / plain.random.tokens_per_second:.3f}×",
         )
     return table
+
+
+def _show_promise(
+    names: list[str],
+    policy: str,
+    problems: int,
+    repeats: int,
+    k: int,
+    model: str,
+    dtype: str,
+    device: str,
+    kernels: str,
+) -> None:
+    """Measure strategies and their adaptive twins where nothing can be predicted, and say whether the promise holds."""
+    from fly.bench.drafts import PROMISE, measure_promise
+    from fly.policies import parse_policy
+
+    columns = (TextColumn("where nothing can be predicted"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=2 * len(names) * problems * repeats)
+        rule = parse_policy(policy, trusted=True)
+        found = measure_promise(
+            names, rule, problems, repeats, k, model, dtype, device, kernels, lambda: progress.advance(task)
+        )
+    title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("draft", overflow="fold")
+    table.add_column("text", no_wrap=True)
+    for heading in ("τ", "as it is", "adaptive", "AR again"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found:
+        ratios = (f"{r.median:.3f} ({r.low:.3f}–{r.high:.3f})" for r in (row.adaptive, row.again))
+        table.add_row(escape(row.name), row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
+    console.print(table)
+    said = {True: "kept by", False: "broken by", None: "not decided (too few or too uneven runs) for"}
+    verdicts = [
+        f"{said[kept]} {', '.join(which)}"
+        for kept in (False, None, True)
+        if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
+    ]
+    promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
+    console.print(promise, markup=False, highlight=False)
+    console.print(
+        "[dim]medians over pairs of runs, with 95 % intervals · τ: of the draft as it is · always wrong: a drafter "
+        "that costs as much · AR again: what such a ratio is worth here[/]",
+        highlight=False,
+    )
 
 
 @app.command()

@@ -202,10 +202,7 @@ class Runner:
         self, rows: Rows[Sequence], draft: Draft, prefill: Rows[tuple[Sequence, int]] = ()
     ) -> tuple[Target, Tensor]:
         """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
-        drafts = [tokens[:n] for tokens, n in zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist())]
-        trees = None
-        if draft.parents_BK is not None:
-            trees = [tree[: len(tokens)] for tree, tokens in zip(draft.parents_BK.tolist(), drafts)]
+        drafts, trees = draft.chains, draft.trees
         raw_BJV = self.feed(rows, drafts, trees, prefill)
         missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
@@ -266,13 +263,16 @@ def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int
 def _tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
     """[N, S] bool: what each new token sees, for a row of ``root`` tokens (``start`` of them stored before), with a
     tree behind: causally all before it in the row, and its ancestors in the tree."""
-    total = root + len(parents)
-    mask_SS = torch.ones(total, total, dtype=torch.bool).tril_()
-    mask_SS[root:, root:] = torch.eye(len(parents), dtype=torch.bool)
-    for node, parent in enumerate(parents):
-        if parent >= 0:
-            mask_SS[root + node] |= mask_SS[root + parent]
-    return mask_SS[start:]
+    count, total = len(parents), root + len(parents)
+    # itself and its parent; then, doubled in length again and again, the whole way to the root
+    within_NN = torch.eye(count)
+    within_NN[[node for node, parent in enumerate(parents) if parent >= 0], [p for p in parents if p >= 0]] = 1
+    hops, longest = 1, max(depths(parents), default=0)
+    while hops < longest:
+        within_NN, hops = (within_NN @ within_NN).clamp_max_(1), 2 * hops
+    mask_NS = torch.ones(total - start, total, dtype=torch.bool).tril_(start)
+    mask_NS[root - start :, root:] = within_NN > 0
+    return mask_NS
 
 
 def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
@@ -393,13 +393,15 @@ class Engine:
         if draft.tokens_BK.shape[0] != len(max_len) or draft.lengths_B.shape != (len(max_len),):
             shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
             raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
-        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
-        for b, (tokens, n, most) in enumerate(zip(draft.tokens_BK.tolist(), draft.lengths_B.tolist(), max_len)):
-            if not 0 <= n <= len(tokens):
-                raise ValueError(f"{name} proposed {len(tokens)} tokens and said that {n} count")
-            if bad := [token for token in tokens[:n] if not 0 <= token < vocabulary]:
+        padded = draft.tokens_BK.shape[1]
+        for n in draft.lengths_B.tolist():
+            if not 0 <= n <= padded:
+                raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
+        for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):
+            n = len(tokens)
+            if bad := [token for token in tokens if not 0 <= token < vocabulary]:
                 raise ValueError(f"{name} proposed the ids {bad[:5]}, outside the vocabulary of {vocabulary}")
-            tree = None if parents is None else parents[b][:n]
+            tree = None if draft.trees is None else draft.trees[b]
             if tree is not None and not all(-1 <= parent < node for node, parent in enumerate(tree)):
                 raise ValueError(f"{name} proposed a tree of parents {tree}, where each must come before its token")
             longest = n if tree is None else max((depth + 1 for depth in depths(tree)), default=0)
@@ -421,8 +423,7 @@ class Engine:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
         whys, choices = verdict.why_BK.tolist(), target.argmax_BK.tolist()
-        tokens, lengths = draft.tokens_BK.tolist(), draft.lengths_B.tolist()
-        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
+        tokens, trees = draft.chains, draft.trees
         names = list(verdict.clauses)
         held_CBK = torch.stack([verdict.clauses[name] for name in names]).tolist() if names else []
         asked = verdict.asked_BK.tolist()
@@ -430,8 +431,8 @@ class Engine:
         relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
             row, path = rows[b], accepted[i]
-            drafted = range(lengths[b])
-            tree = [node - 1 for node in drafted] if parents is None else parents[b][: lengths[b]]
+            drafted = range(len(tokens[b]))
+            tree = [node - 1 for node in drafted] if trees is None else trees[b]
             end = path[-1] if path else -1
             # Position 0 follows the row's last token, position j + 1 the drafted token j.
             positions = [0 if tree[node] < 0 else tree[node] + 1 for node in path] + [end + 1]
@@ -466,7 +467,7 @@ class Engine:
             if not prompts[b]:
                 stats.rounds += 1
                 stats.emitted += count
-            stats.drafted += lengths[b]
+            stats.drafted += len(tokens[b])
             stats.accepted += min(count, len(path))
             excused = [
                 (b, position, token.id) for position, token in zip(positions, emitted[b]) if token.why == Why.RELAXED

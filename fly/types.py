@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, Annotated, Protocol
 
 import torch
@@ -219,6 +220,18 @@ class Draft:
             torch.zeros(rows, 0, dtype=torch.int64, device=device),
             torch.zeros(rows, dtype=torch.int64, device=device),
         )
+
+    @cached_property
+    def chains(self) -> list[list[int]]:
+        """The tokens of each row, without padding. Asks the host, once."""
+        return [tokens[:n] for tokens, n in zip(self.tokens_BK.tolist(), self.lengths_B.tolist())]
+
+    @cached_property
+    def trees(self) -> list[list[int]] | None:
+        """The parents of each row's tokens; None of chains. Asks the host, once."""
+        if self.parents_BK is None:
+            return None
+        return [tree[: len(tokens)] for tree, tokens in zip(self.parents_BK.tolist(), self.chains)]
 
     def rows(self, index_B: Tensor) -> Draft:
         """The proposal of some rows only, ``index_B`` int64."""

@@ -181,7 +181,7 @@ def test_bench_policy_prints_a_row_for_each_shape() -> None:
 
 def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     listed = run("drafts").output
-    assert all(name in listed for name in ("ngram(", "suffix(", "union(", "adaptive(strategy, loss=0.01)"))
+    assert all(name in listed for name in ("ngram(", "suffix(", "union(", "adaptive(strategy, loss=0.005)"))
     (tmp_path / "my_drafts_cli.py").write_text(
         "from fly.drafts import NGramDraft, pad\n"
         "class Mine(NGramDraft): pass\n"
@@ -196,8 +196,10 @@ def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pyt
     refused = run("generate", "hi", "--draft", "my_drafts_cli:TooLong")
     assert refused.exit_code == 2 and "TooLong proposed" in words(refused.stderr)
     assert run("check").exit_code == 2
-    table = run("bench", "drafts", "--draft", "ngram", "--problems", "1")
-    assert table.exit_code == 0 and "ngram" in table.output, table.output
+    options = ("--problems", "1", "--repeats", "1", "--model", "fly-tiny")
+    table = run("bench", "drafts", "--draft", "ngram", "--draft", "adaptive(ngram)", *options)
+    assert table.exit_code == 0, table.output
+    assert all(text in words(table.output) for text in ("3/3", "always wrong", "Promise, at most 2% slower"))
 
 
 def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

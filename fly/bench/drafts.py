@@ -1,19 +1,26 @@
-"""Every draft strategy on every kind of task, and on text that nobody can predict."""
+"""Every draft strategy on every kind of task, and what drafting costs where nothing can be predicted."""
 
 from __future__ import annotations
 
+import math
+import time
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, product
 from random import Random
 
 from fly.bundled.tasks import KINDS, problems
-from fly.drafts import parse_draft
-from fly.eval import Result, Setting, compare, decode
+from fly.drafts import DraftStrategy, parse_draft
+from fly.drafts.adaptive import AdaptiveDraft
+from fly.drafts.base import Wrapper
+from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
-from fly.types import SamplingParams
+from fly.types import Draft, SamplingParams, Stats
+from fly.types import Sequence as Row
 
-__all__ = ["STRATEGIES", "Drafted", "measure_drafts"]
+__all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio", "measure_drafts", "measure_promise"]
 
 STRATEGIES = (
     "fly-draft",
@@ -28,22 +35,31 @@ STRATEGIES = (
     "suffix+fly-draft",
     "ngram+fly-tiny+fly-draft",
     "relay((fly-draft, 10), (ngram, 5))",
-    "union(suffix, ngram+fly-draft)",
+    "union(suffix, fly-draft)",
     "adaptive(ngram)",
     "adaptive(fly-draft)",
     "adaptive(ngram+fly-draft)",
+    "adaptive(union(suffix, fly-draft))",
 )
 """What ``fly bench drafts`` measures unless told otherwise; the first is the single draft that others are held to."""
+
+RANDOM, WRONG = "random, T 1.5", "always wrong"
+"""The texts that nobody can predict, and the drafter that never does."""
+
+PROMISE = 0.98
+"""Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """What a strategy did: on each kind of task, and after prompts of random tokens at temperature 1.5, where little
-    can be predicted."""
+    """What a strategy did on each kind of task."""
 
     name: str
     kinds: dict[str, Result]
-    random: Result
+
+    @property
+    def tokens_per_second(self) -> float:
+        return sum(r.stats.generated for r in self.kinds.values()) / sum(r.seconds for r in self.kinds.values())
 
 
 def measure_drafts(
@@ -59,36 +75,147 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1; and as many random texts of 256 tokens. All take turns prompt
-    by prompt. ``advance`` is called after every completion: ``(len(KINDS) + 1) * count`` times for each strategy, and
-    as often for none.
+    ``count`` held-out problems a kind, greedy, batch 1. All take turns prompt by prompt. ``advance`` is called after
+    every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
     """
-    settings = [
-        Setting(
-            name,
-            LLM(
-                model,
-                draft=parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels),
-                dtype=dtype,
-                device=device,
-                kernels=kernels,
-            ),
-            k,
-            policy,
-        )
-        for name in ("none", *names)
-    ]
+    settings = []
+    for name in ("none", *names):
+        draft = _parse(name, dtype, device, kernels)
+        settings.append(Setting(name, LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels), k, policy))
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
         kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())
         for kind in KINDS
     }
-    vocabulary = settings[0].llm.engine.runner.model.config.vocab_size
-    rng = Random(0)
-    prompts: list[str | list[int]] = [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)]
-    wild = SamplingParams(temperature=1.5, max_tokens=256, seed=0, ignore_eos=True)
-    random = decode(settings, prompts, wild, lambda name: advance())
     return [
-        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()}, random[number])
+        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()})
         for number, setting in enumerate(settings)
     ]
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A speed over that of autoregressive decoding, from many pairs of runs next to one another: the median, and the
+    order statistics between which the median of all such pairs lies with 95 % confidence (with fewer than 6 pairs, the
+    extremes, which give less)."""
+
+    median: float
+    low: float
+    high: float
+    pairs: int
+
+    @staticmethod
+    def of(ratios: Sequence[float]) -> Ratio:
+        """Raises ``ValueError`` if there are none."""
+        if not ratios:
+            raise ValueError("no pair of runs to take a median of")
+        ordered, n = sorted(ratios), len(ratios)
+        # The median lies outside where fewer than so many of n throws of a coin fall on one side.
+        outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
+        aside = max(0, bisect_right(outside, 0.05) - 1)
+        middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
+        return Ratio(middle, ordered[aside], ordered[n - 1 - aside], n)
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a strategy does to the speed on a text that it cannot predict, as it is and adaptive.
+
+    ``again`` is autoregressive decoding over itself: what such a measurement is worth on this machine.
+    """
+
+    name: str
+    text: str
+    again: Ratio
+    fixed: Ratio
+    adaptive: Ratio
+    tau: float  # of the strategy as it is
+
+    @property
+    def kept(self) -> bool | None:
+        """Whether the promise is; None where the interval is too wide to say, or the pairs too few for one."""
+        if self.adaptive.pairs < 6:
+            return None
+        if self.adaptive.low >= PROMISE:
+            return True
+        return False if self.adaptive.high < PROMISE else None
+
+
+class Misleading(Wrapper):
+    """A strategy of chains that is always wrong and costs what another does: what that one proposes, by other tokens.
+
+    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to whoever judges them, and the
+    strategy below goes on from its own.
+    """
+
+    def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:
+        super().__init__([strategy])
+        self._strategy, self._size, self._shift = strategy, vocab_size, shift
+
+    def propose(self, rows: Sequence[Row], max_len: Sequence[int]) -> Draft:
+        draft = self._strategy.propose(rows, max_len)
+        return Draft((draft.tokens_BK + self._shift) % self._size, draft.lengths_B)
+
+
+def measure_promise(
+    names: Sequence[str],
+    policy: AcceptancePolicy,
+    count: int = 8,
+    repeats: int = 3,
+    k: int = 15,
+    model: str = "fly-target",
+    dtype: str = "auto",
+    device: str = "auto",
+    kernels: str = "auto",
+    advance: Callable[[], None] = lambda: None,
+) -> list[Promise]:
+    """Hold strategies, as they are and adaptive, against autoregressive decoding where nothing is to be predicted.
+
+    Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
+    still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is
+    always wrong (``WRONG``). Settings take turns, and the order of turns goes round, so that nothing favours one of
+    them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times.
+    """
+    plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
+    vocabulary, rng = plain.engine.runner.model.config.vocab_size, Random(0)
+    prompts = {
+        RANDOM: [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)],
+        WRONG: [plain.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, count)],
+    }
+
+    def with_draft(name: str, text: str, adaptive: bool) -> LLM:
+        draft = _parse(name, dtype, device, kernels)
+        if draft is None:
+            raise ValueError(f"draft {name!r} drafts nothing: there is nothing to measure")
+        if text == WRONG:
+            draft = Misleading(draft, vocabulary)
+        draft = AdaptiveDraft(draft) if adaptive else draft
+        return LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels)
+
+    found = []
+    for name, text in product(names, prompts):
+        llms = {"plain": plain, "again": plain}
+        llms |= {"fixed": with_draft(name, text, False), "adaptive": with_draft(name, text, True)}
+        params = SamplingParams(temperature=0.0 if text == WRONG else 1.5, max_tokens=256, seed=0, ignore_eos=True)
+        for llm in llms.values():  # what happens at a first call only
+            llm.generate([[0, 1, 2, 3]], params.model_copy(update={"max_tokens": 8}), policy=policy, k=0)
+        ratios: dict[str, list[float]] = {"again": [], "fixed": [], "adaptive": []}
+        order, stats = list(llms), Stats()
+        for prompt in prompts[text] * repeats:
+            order.append(order.pop(0))
+            seconds = {}
+            for which in order:
+                start = time.perf_counter()
+                (out,) = llms[which].generate([prompt], params, policy=policy, k=k)
+                seconds[which] = time.perf_counter() - start
+                stats += out.stats if which == "fixed" else Stats()
+            for which, measured in ratios.items():
+                measured.append(seconds["plain"] / seconds[which])
+            advance()
+        over = {which: Ratio.of(measured) for which, measured in ratios.items()}
+        found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], stats.tau))
+    return found
+
+
+def _parse(name: str, dtype: str, device: str, kernels: str) -> DraftStrategy | None:
+    return parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels)

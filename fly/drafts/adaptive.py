@@ -7,7 +7,8 @@ import math
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cache
 
 from fly.drafts.base import DraftStrategy, Wrapper
 from fly.types import Draft, Sequence, Target
@@ -21,7 +22,7 @@ _COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on,
 _OWN = 100.0  # the same for a row's own
 _HOPE = 0.9  # chance that a drafted token stands, while nothing is known
 _PRIOR = 4.0  # drafted tokens for which that counts
-_OTHERS = 20.0  # drafted tokens for which all rows count beside a row's own
+_OTHERS = 20.0  # drafted tokens for which all rows count beside a row's own, at most
 _ASTRAY = 0.05  # chance that a token stands where the strategy has lost the thread
 _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
@@ -61,13 +62,14 @@ class _Line:
 
     Where only one size was measured that says nothing of the slope. Either it is all slope (``through_zero``, as of a
     model that drafts token by token) or none (as of a forward that reads all weights whatever it is for): by a
-    measurement of 0 seconds at size 0, or a penalty on the slope, that count for one measurement.
+    few measurements of 0 seconds at size 0, or a penalty on the slope.
     """
 
     def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
         self.count = 0
-        self._zero, self._flat = float(through_zero), float(not through_zero)
+        self._surprised = False
+        self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
     def __call__(self, size: float) -> float:
@@ -82,7 +84,10 @@ class _Line:
             self._y *= max(seconds, 0.0) / expected
             self._xy *= max(seconds, 0.0) / expected
         self.count += 1
-        keep = 1 - 1 / _COSTS
+        # What does not fit twice in a row is a change, before which little counts any more.
+        surprise = seconds + base > 1.5 * (expected + base) or expected + base > 1.5 * (seconds + base)
+        keep = 0.5 if surprise and self._surprised else 1 - 1 / _COSTS
+        self._surprised = surprise
         self._weight = keep * self._weight + 1
         self._x = keep * self._x + size
         self._y = keep * self._y + seconds
@@ -104,6 +109,7 @@ class _Rates:
         self.tried: list[float] = []
         self.stood: list[float] = []
         self.overall = _HOPE
+        self.seen = 0.0  # tokens
         self._sums = 0.0, 0.0
         self._weight = 1.0  # of the newest: growing instead of letting all others shrink
 
@@ -127,14 +133,14 @@ class _Rates:
             tried[accepted] += weight
         sum_tried, sum_stood = self._sums
         self._sums = sum_tried, sum_stood = sum_tried + reached * weight, sum_stood + accepted * weight
-        sum_tried, sum_stood = self._sums
         prior = _PRIOR * self._weight
+        self.seen = sum_tried / self._weight
         self.overall = (sum_stood + prior * _HOPE) / (sum_tried + prior)
 
     def reach(self, chance: float, rate: float, most: int) -> list[float]:
-        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens do
-        at ``rate`` and else none does: each in the proportion in which its position stands to the others in all rows.
-        """
+        """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens
+        do at ``rate`` and else none does: each in the proportion in which its position stands to the others in all
+        rows."""
         found = []
         common, prior = self.overall, _PRIOR * self._weight
         known = len(self.tried)
@@ -150,7 +156,7 @@ class _Rates:
 
 @dataclass
 class _Row:
-    """What is known of a row."""
+    """What is known of a row beside what is known of all."""
 
     doubt: float  # ln of the odds that the strategy is astray there
     tried: float = 0.0  # drafted tokens, those long past for little
@@ -169,9 +175,10 @@ class _Row:
         if accepted < asked:
             self.doubt = min(self.doubt + math.log((1 - _ASTRAY) / (1 - common)), _SURE)
 
-    def rate(self, common: float) -> float:
+    def rate(self, others: _Rates) -> float:
         """Chance that a drafted token stands if the strategy is not astray."""
-        return (self.stood + _OTHERS * common) / (self.tried + _OTHERS)
+        weight = min(_OTHERS, others.seen / 8 + 2)
+        return (self.stood + weight * others.overall) / (self.tried + weight)
 
     @property
     def trust(self) -> float:
@@ -179,14 +186,38 @@ class _Row:
         return 1 / (1 + math.exp(self.doubt))
 
 
+class _Costs:
+    """What the machine takes, for rows at temperature 0 or for others."""
+
+    def __init__(self) -> None:
+        self.plain: dict[int, _Plain] = {}  # by the number of rows
+        self.drafting, self.catching_up = _Line(), _Line()
+        self.verifying = _Line(through_zero=False)
+        self.share = 1.0  # tokens proposed for each that was asked for
+        self.longest = 1  # draft that was asked for and verified
+
+    def late(self, tokens: int) -> float:
+        """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
+        return self.catching_up(tokens) if tokens and self.catching_up.count >= 3 else 0.0
+
+
 @dataclass
 class _Round:
     """A round that is not over yet."""
 
-    rows: list[tuple[int, int, int]] = field(default_factory=list)  # id, tokens before, how many were asked for
-    drafting: float = 0.0  # seconds
-    end: float = 0.0  # when drafting was over
-    verified: int = 0  # drafted tokens
+    costs: _Costs
+    rows: list[tuple[int, int, int]]  # id, tokens before, how many were asked for
+    late: int  # tokens that the strategy had to catch up with
+    verified: int  # drafted tokens
+    begin: float
+    end: float  # when drafting was over
+    listening: float = 0.0  # seconds
+
+
+@cache
+def _nothing(rows: int) -> Draft:
+    """The empty draft, kept: to make one takes longer than to decide on it."""
+    return Draft.empty(rows)
 
 
 class AdaptiveDraft(Wrapper):
@@ -208,8 +239,8 @@ class AdaptiveDraft(Wrapper):
 
     The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
     draft, and once four rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
-    of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. In a round in which no
-    row is due for one, the strategy does not hear of anything, since even listening takes time.
+    of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
+    which nothing is asked of the strategy it does not hear of: even listening takes time.
 
     Args:
         strategy: who proposes.
@@ -226,79 +257,71 @@ class AdaptiveDraft(Wrapper):
         if not 0 <= loss < 1:
             raise ValueError(f"loss {loss} must be in [0, 1)")
         self.strategy, self.loss, self.clock = strategy, loss, clock
-        self._plain: dict[int, _Plain] = {}  # by the number of rows
-        self._drafting, self._verifying, self._catching_up = _Line(), _Line(through_zero=False), _Line()
-        self._longest = 1  # draft that was asked for and verified
-        self._share = 1.0  # tokens proposed for each that was asked for
+        self._costs = {True: _Costs(), False: _Costs()}  # by whether all rows are at temperature 0
         self._rates = _Rates()
         self._balance = 0.0  # seconds gained by drafting, and allowed to be lost
         self._pot = 0.0  # seconds that may be spent on probes
         self._rows: dict[int, _Row] = {}
         self._astray = _FEAR  # share of the latest rows in which the strategy was at the end
         self._round: _Round | None = None
-        self._resting = False
+        self._silent = False  # whether nothing is asked of the strategy in this round
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
         count = len(known)
-        self._resting = all(row.rest for row in known)
-        if self._resting:
+        costs = self._costs[all(row.greedy for row in rows)]
+        self._silent = True
+        if all(row.rest for row in known) and count in costs.plain:
             for row in known:
                 row.rest -= 1
-            if count in self._plain:
-                base = self._plain[count].seconds
-                self._book(base, 0.0, base)
-            return Draft.empty(count)
+            base = costs.plain[count].seconds
+            self._book(base, 0.0, base)
+            return _nothing(count)
         begin = self.clock()
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
-        lengths = self._lengths(known, behind, max_len)
-        this = self._round = _Round()
-        if longest := max(lengths):
+        lengths = self._lengths(costs, known, behind, max_len)
+        late = verified = 0
+        if asked := sum(lengths):
+            self._silent = False
             draft = self.strategy.propose(rows, lengths)
-            this.verified = sum(draft.lengths_B.tolist())
-            if this.verified:
-                self._longest = max(self._longest, longest)
-            self._share += (this.verified / sum(lengths) - self._share) / _COSTS
+            verified = sum(map(len, draft.chains))
+            if verified:
+                costs.longest = max(costs.longest, *lengths)
+            costs.share += (verified / asked - costs.share) / _COSTS
+            for row, own, n, missed in zip(known, rows, lengths, behind):
+                if n:
+                    row.seen, late = len(own.tokens), late + missed
         else:
-            draft = Draft.empty(count)
-        for row, own, n in zip(known, rows, lengths):
-            if n:
-                row.seen = len(own.tokens)
-            this.rows.append((own.id, len(own.tokens), n))
-        this.end = self.clock()
-        this.drafting = this.end - begin
-        if not all(own.generated for own in rows):  # the time that a prompt takes teaches nothing
-            self._round = None
-            return draft
-        if longest:
-            base = self._plain[count].seconds
-            missed = sum(late for late, n in zip(behind, lengths) if n)
-            if not missed:
-                this.drafting = self._drafting.add(longest, this.drafting, base)
-            elif self._drafting.count:
-                usual = self._drafting(longest)
-                this.drafting = usual + self._catching_up.add(missed, this.drafting - usual, base)
+            draft = _nothing(count)
+        if all(own.generated for own in rows):  # the time that a prompt takes teaches nothing
+            before = [(own.id, len(own.tokens), n) for own, n in zip(rows, lengths)]
+            self._round = _Round(costs, before, late, verified, begin, self.clock())
         return draft
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
-        if not self._resting:
+        if not self._silent:
+            begin = self.clock()
             super().observe(rows, draft, target)
+            if self._round is not None:
+                self._round.listening += self.clock() - begin
 
     def commit(self, rows: Rows[Sequence]) -> None:
-        if self._resting:
-            self._resting = False
-            return
-        if self._round is not None:
-            self._settle(rows, self._round)
-            self._round = None
-        super().commit(rows)
+        this, self._round, now = self._round, None, self.clock()
+        if self._silent:
+            self._silent = False
+        else:
+            super().commit(rows)
+        if this is not None:
+            self._settle(rows, this, now)
 
     def release(self, row: Sequence) -> None:
         if (known := self._rows.pop(row.id, None)) is not None and known.tried:
             self._astray += ((known.trust < 0.5) - self._astray) / 4
+        if self._round is not None and any(id_ == row.id for id_, _, _ in self._round.rows):
+            self._round = None
         super().release(row)
 
     def _new(self, row: Sequence) -> _Row:
@@ -306,21 +329,29 @@ class AdaptiveDraft(Wrapper):
         known = self._rows[row.id] = _Row(math.log(astray / (1 - astray)))
         return known
 
-    def _settle(self, rows: Rows[Sequence], this: _Round) -> None:
-        """Learn from a round that is over."""
-        seconds = self.clock() - this.end
+    def _settle(self, rows: Rows[Sequence], this: _Round, now: float) -> None:
+        """Learn from a round that was over at ``now``, but for the strategy's own commit."""
         after = {row.id: row for row in rows}
         if any(id_ not in after or len(after[id_].tokens) <= before for id_, before, _ in this.rows):
             return  # it was given up
-        count = len(this.rows)
-        plain = self._plain.setdefault(count, _Plain())
-        if not this.verified:
+        count, costs = len(this.rows), this.costs
+        plain = costs.plain.setdefault(count, _Plain())
+        seconds = now - this.end - this.listening
+        longest = max(asked for _, _, asked in this.rows)
+        if not longest or not this.verified:
             plain.add(seconds)
             seconds = plain.seconds
         else:
             plain.since += 1
-            extra = self._verifying.add(this.verified, seconds - plain.seconds, plain.seconds)
-            seconds = plain.seconds + extra
+        base = elapsed = plain.seconds
+        if longest:
+            elapsed += costs.verifying.add(this.verified, seconds - base, base)
+            drafting = this.end - this.begin + this.listening + self.clock() - now
+            if not this.late:
+                elapsed += costs.drafting.add(longest, drafting, base)
+            elif costs.drafting.count:
+                usual = costs.drafting(longest)
+                elapsed += usual + costs.catching_up.add(this.late, drafting - usual, base)
         total = 0
         for id_, before, asked in this.rows:
             own = after[id_]
@@ -331,25 +362,25 @@ class AdaptiveDraft(Wrapper):
                 known = self._rows[id_]
                 self._rates.add(asked, accepted, known.trust)  # what is astray says nothing of the others
                 known.add(asked, accepted, self._rates.overall)
-        elapsed = this.drafting + seconds
-        self._book(elapsed, total / count * plain.seconds - elapsed, plain.seconds)
+        self._book(elapsed, total / count * base - elapsed, base)
 
     def _book(self, elapsed: float, gained: float, base: float) -> None:
-        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later."""
-        self._balance = min(self._balance + self.loss * elapsed + gained, _CREDIT * base)
+        """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later. Nor is more
+        of a loss held against it than what may be lost, which it takes a change of costs to exceed."""
+        self._balance = max(min(self._balance + self.loss * elapsed + gained, _CREDIT * base), -_ONCE * base)
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _ONCE * base)
 
-    def _lengths(self, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
+    def _lengths(self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
         count = len(known)
-        plain = self._plain.get(count)
+        plain = costs.plain.get(count)
         if plain is None or plain.due:  # what everything is held against
             return [0] * count
-        if not self._drafting.count:  # until there is a draft without catching up in it
+        if not costs.drafting.count:  # until there is a draft without catching up in it
             return [min(1, most) for most in max_len]
         base, rates = plain.seconds, self._rates
-        start = self._drafting.start + self._verifying.start
-        each, verify = self._drafting.slope, self._verifying.slope * self._share
+        start = costs.drafting.start + costs.verifying.start
+        each, verify = costs.drafting.slope, costs.verifying.slope * costs.share
         every = each + verify * count  # what one more token in every row takes
         spare = self._balance + _ONCE * base - start
         places = []  # minus the chance that a token and all before it stand, its position, its row
@@ -357,11 +388,11 @@ class AdaptiveDraft(Wrapper):
             if row.rest:
                 row.rest -= 1
                 continue
-            most = min(most, 4 * self._longest)  # how costs go on beyond what was measured nobody knows
-            budget = spare - self._late(late)
+            most = min(most, 4 * costs.longest)  # how costs go on beyond what was measured nobody knows
+            budget = spare - costs.late(late)
             if budget < every * most:
                 most = max(0, int(budget / every))
-            for position, chance in enumerate(rates.reach(row.trust, row.rate(rates.overall), most)):
+            for position, chance in enumerate(rates.reach(row.trust, row.rate(rates), most)):
                 places.append((-chance, position, b))
         if count > 1:
             places.sort()
@@ -375,22 +406,25 @@ class AdaptiveDraft(Wrapper):
         lengths = [0] * count
         for _, position, b in places[:best]:
             lengths[b] = position + 1
-        if not best and self._drafting.count < 3:  # perhaps the machine paused when it was measured
+        if not best and costs.drafting.count < 3:  # perhaps the machine paused when it was measured
             return [min(1, most) for most in max_len]
         if not best:
-            self._probe(known, behind, max_len, lengths, start + 2 * every, base)
+            self._probe(costs, known, behind, max_len, lengths, start + 2 * every, base)
         return lengths
 
-    def _late(self, tokens: int) -> float:
-        """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
-        return self._catching_up(tokens) if tokens and self._catching_up.count >= 3 else 0.0
-
     def _probe(
-        self, known: list[_Row], behind: list[int], max_len: Rows[int], lengths: list[int], price: float, base: float
+        self,
+        costs: _Costs,
+        known: list[_Row],
+        behind: list[int],
+        max_len: Rows[int],
+        lengths: list[int],
+        price: float,
+        base: float,
     ) -> None:
         """Where nothing pays: two tokens in a row that the pot can pay for, or a rest until it can."""
         for b, (row, late) in enumerate(zip(known, behind)):
-            cost = price + self._late(late)
+            cost = price + costs.late(late)
             pot = min(self._pot, self._balance + _ONCE * base)
             if cost <= pot and max_len[b]:
                 lengths[b] = min(2, max_len[b])

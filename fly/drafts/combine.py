@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,9 +15,6 @@ from fly.drafts.base import DraftStrategy, Wrapper, pad
 from fly.engine import common_prefix
 from fly.sampling import derive
 from fly.types import Draft, Sequence
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["RelayDraft", "UnionDraft"]
 
@@ -63,10 +59,10 @@ class _Combined(Wrapper):
             raise ValueError(f"{type(member).__name__} proposed a tree; {type(self).__name__} combines chains only")
         probs_BKV = draft.probs_BKV
         pieces = []
-        for b, (row, tokens, n) in enumerate(zip(rows, draft.tokens_BK.tolist(), draft.lengths_B.tolist())):
+        for b, (row, tokens) in enumerate(zip(rows, draft.chains)):
             # Nothing is drawn for a row at temperature 0, whatever its law says beside those of other rows.
-            law_NV = None if probs_BKV is None or row.greedy else probs_BKV[b, :n]
-            pieces.append(_Piece(tokens[:n], law_NV))
+            law_NV = None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)]
+            pieces.append(_Piece(tokens, law_NV))
         return pieces
 
 

@@ -245,7 +245,7 @@ class SingleDraft(DraftStrategy):
         below = draft.propose(rows, [n - 1 for n in left])
         target, _ = self.runner.score(rows, below)
         draft.observe(rows, below, target)
-        proposed, device = below.tokens_BK.tolist(), target.logits_BKV.device
+        proposed, device = below.chains, target.logits_BKV.device
         laws: list[list[Tensor]] = [[] for _ in rows]
         surely = [True] * len(rows)
         for numbers, verdict in judge(rows, target, below):

@@ -18,15 +18,15 @@ import torch
 from tokenizers import decoders, models
 from torch import Tensor
 
-from fly.cache import BlockAllocator, OutOfBlocks
+from fly.cache import OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import DraftStrategy, pad, until_end
+from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.engine import Model, Runner, common_prefix
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.sampling import derive
-from fly.types import Draft, SamplingParams, Sequence, first_branch
+from fly.types import Draft, SamplingParams, Sequence, Target, first_branch
 
 __all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
 
@@ -293,7 +293,7 @@ class _Restricted:
         return self._model.logits(hidden_TC).masked_fill(self._banned_V, -torch.inf)
 
 
-class TranslatedDraft(DraftStrategy):
+class TranslatedDraft(Wrapper):
     """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
 
     In the modes ``padded`` and ``tokens`` (see ``Vocabularies``) each drafted token is one of the target's. The model's
@@ -335,12 +335,13 @@ class TranslatedDraft(DraftStrategy):
                 f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
             )
         self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, top.vocab_size, mode)
-        self.vocab_size: int = vocab_size
-        self.tokenizer, self.context = tokenizer, top.context
         to_target = self.vocabularies.to_target
         if self.mode != "text" and len(to_target) < top.vocab_size:
             top = _restricted(top, list(to_target))
-        self.draft, self.spare = top, top.spare
+        super().__init__([top])
+        self.draft = top
+        self.vocab_size: int = vocab_size
+        self.tokenizer = tokenizer
         device = top._model.device
         self._own_N = torch.tensor(list(to_target), dtype=torch.int64, device=device)  # the shared tokens,
         self._target_N = torch.tensor(list(to_target.values()), dtype=torch.int64, device=device)  # on either side
@@ -374,21 +375,15 @@ class TranslatedDraft(DraftStrategy):
         probs_BKV[..., self._target_N] = own_BKV[..., self._own_N]
         return Draft(tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
+    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+        """What the target says is said in its own vocabulary."""
+
     def commit(self, rows: Rows[Sequence]) -> None:
         self._commit([self._own(row) for row in rows if row.id in self._contexts])
 
     def release(self, row: Sequence) -> None:
         self._contexts.pop(row.id, None)
         self.draft.release(row)
-
-    def allocators(self) -> list[BlockAllocator]:
-        return self.draft.allocators()
-
-    def bytes_per_token(self) -> int:
-        return self.draft.bytes_per_token()
-
-    def reserve(self, tokens: int) -> None:
-        self.draft.reserve(tokens)
 
     def _commit(self, own: Rows[Sequence]) -> None:
         self.draft.commit([mine for mine in own if mine.tokens])
@@ -424,12 +419,10 @@ class TranslatedDraft(DraftStrategy):
     def _retokenised(self, rows: Rows[Sequence], own: Rows[Sequence], draft: Draft, max_len: Rows[int]) -> Draft:
         """What was drafted, spelled by the target: text up to the first special token, and that one if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
-        parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
-        lengths, drafts = draft.lengths_B.tolist(), []
-        for b, (row, tokens) in enumerate(zip(rows, draft.tokens_BK.tolist())):
-            ids = tokens[: lengths[b]]
-            if parents is not None:
-                ids = [ids[node] for node in first_branch(parents[b][: lengths[b]])]
+        drafts = []
+        for b, (row, ids) in enumerate(zip(rows, draft.chains)):
+            if draft.trees is not None:
+                ids = [ids[node] for node in first_branch(draft.trees[b])]
             at = next((j for j, i in enumerate(ids) if i not in vocabularies.draft.plain), len(ids))
             text = vocabularies.draft.text_after(own[b].tokens, ids[:at])
             window = vocabularies.window(self._contexts[row.id].last())

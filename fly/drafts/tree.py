@@ -62,9 +62,9 @@ class TreeDraft(SingleDraft):
     def __init__(
         self,
         model: Model | str | Path,
-        nodes: int = 24,
-        depth: int = 8,
-        width: int = 3,
+        nodes: int = 16,
+        depth: int = 12,
+        width: int = 2,
         branching: Rows[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
@@ -91,8 +91,7 @@ class TreeDraft(SingleDraft):
 
     @property
     def spare(self) -> int:  # type: ignore[override]  # a row's longest path may be a single token
-        # the levels feed up to width² tokens, and more than are proposed in the end
-        return max(self.nodes, self.depth * self.width**2) if self.branching is None else self.nodes
+        return max(self.nodes, self.depth * self.width) if self.branching is None else self.nodes
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         device = self.runner.model.device
@@ -102,35 +101,38 @@ class TreeDraft(SingleDraft):
         ]
         trees = [_Tree() for _ in rows]
         frontier: list[list[int]] = [[-1] for _ in rows]
+        followed: list[list[int]] = [[] for _ in rows]  # the tokens that others may follow
+        place: list[dict[int, int]] = [{-1: 0} for _ in rows]  # of each of them and of the row itself, in the forward
         for level in range(max(most, default=0)):
             active = [b for b, n in enumerate(most) if n > level and frontier[b]]
             if not active:
                 break
-            group, tokens, parents = (
-                [rows[b] for b in active],
-                [trees[b].tokens for b in active],
-                [trees[b].parents for b in active],
-            )
+            group = [rows[b] for b in active]
+            tokens = [[trees[b].tokens[node] for node in followed[b]] for b in active]
+            parents = [[place[b][trees[b].parents[node]] - 1 for node in followed[b]] for b in active]
             logits_BJV = constrain(self.runner.feed(group, tokens, parents), group, tokens, parents)
             self.runner.commit(group)
             width = self.width if self.branching is None else self.branching[level]
-            places = [(i, node + 1) for i, b in enumerate(active) for node in frontier[b]]
-            at_N = torch.tensor(places, device=device).unbind(1)
+            places = [(i, node) for i, b in enumerate(active) for node in frontier[b]]
+            at_N = torch.tensor([(i, place[active[i]][node]) for i, node in places], device=device).unbind(1)
             log_NV = logits_BJV[at_N].log_softmax(-1)
             best_NW = top(log_NV, width)
             found = zip(places, best_NW.indices.tolist(), best_NW.values.tolist())
             grown: dict[int, list[int]] = {b: [] for b in active}
-            for (i, place), ids, log_probs in found:
+            for (i, node), ids, log_probs in found:
                 b = active[i]
                 for token, log_prob in zip(ids, log_probs):
                     if log_prob > -torch.inf:  # a banned token can never stand
-                        grown[b].append(trees[b].add(token, place - 1, log_prob))
+                        grown[b].append(trees[b].add(token, node, log_prob))
             for b, nodes in grown.items():
                 # nothing follows a token that ends the row
                 open_nodes = [node for node in nodes if trees[b].tokens[node] not in rows[b].stop_ids]
                 if self.branching is None:
                     open_nodes = heapq.nlargest(self.width, open_nodes, key=trees[b].scores.__getitem__)
                 frontier[b] = open_nodes
+                for node in open_nodes:
+                    followed[b].append(node)
+                    place[b][node] = len(followed[b])
         return pad_trees([tree.best(self.nodes) for tree in trees], device)
 
 
@@ -164,9 +166,8 @@ class RecyclingDraft(DraftStrategy):
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
         likeliest_BJW = top(target.logits_BKV, self.width).indices.tolist()
-        tokens, lengths = draft.tokens_BK.tolist(), draft.lengths_B.tolist()
-        for row, drafted, n, likeliest in zip(rows, tokens, lengths, likeliest_BJW):
-            for token, successors in zip([row.tokens[-1], *drafted[:n]], likeliest):
+        for row, drafted, likeliest in zip(rows, draft.chains, likeliest_BJW):
+            for token, successors in zip([row.tokens[-1], *drafted], likeliest):
                 self._after[token] = successors
 
     def _tree(self, row: Sequence, most: int) -> tuple[list[int], list[int]]:

@@ -63,19 +63,19 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     """
     rows, longest = draft.tokens_BK.shape
     device = draft.tokens_BK.device
-    assert draft.parents_BK is not None
-    trees = [tree[:n] for tree, n in zip(draft.parents_BK.tolist(), draft.lengths_B.tolist())]
+    trees = draft.trees
+    assert draft.parents_BK is not None and trees is not None
     child_RBM = _children(trees, longest).to(device)
     kept_BK, exact_BK, law_BMV = _try_siblings(policy, target, draft, noise, child_RBM)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
-    path_BD, accepted_B = _walk(child_RBM, kept_BK, excused_BK & draft.mask_BK())
+    path_BD, accepted_B = _walk(trees, kept_BK, excused_BK)
 
+    stands_BD = torch.arange(path_BD.shape[1], device=device) < accepted_B.unsqueeze(1)
     on_path_BK = torch.zeros_like(kept_BK)
-    for d in range(path_BD.shape[1]):
-        on_path_BK |= torch.arange(longest, device=device) == path_BD[:, d : d + 1]
+    on_path_BK[stands_BD.nonzero()[:, 0], path_BD[stands_BD]] = True
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
-    last_B = (path_BD + 1).amax(1) if path_BD.shape[1] else torch.zeros_like(accepted_B)
+    last_B = ((path_BD + 1) * stands_BD).amax(1) if path_BD.shape[1] else torch.zeros_like(accepted_B)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
     if law_BMV is None:
@@ -87,9 +87,8 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
 
 def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
     """The verdict of a rule that judges chains only, on the first children of each tree."""
-    assert draft.parents_BK is not None
-    trees = zip(draft.parents_BK.tolist(), draft.lengths_B.tolist())
-    chains = [first_branch(parents[:n]) for parents, n in trees]
+    assert draft.trees is not None
+    chains = [first_branch(parents) for parents in draft.trees]
     path_BD, lengths_B = _padded(chains, draft.tokens_BK.device)
     rows_B1 = torch.arange(len(chains), device=path_BD.device).unsqueeze(1)
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
@@ -214,26 +213,18 @@ def _leaf_paths(tree: list[int]) -> list[list[int]]:
     return paths
 
 
-def _walk(child_RBM: Tensor, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path [B, D], padded with -1, and its length [B]: at each place the first token to follow that is
-    kept, or else the first that is excused."""
-    widest, rows, _ = child_RBM.shape
-    device = kept_BK.device
-    at_B, going_B = (
-        torch.zeros(rows, dtype=torch.int64, device=device),
-        torch.ones(rows, dtype=torch.bool, device=device),
-    )
-    path: list[Tensor] = []
-    while widest and bool(going_B.any()):
-        children_BR = child_RBM[:, torch.arange(rows, device=device), at_B].T
-        there_BR, node_BR = children_BR >= 0, children_BR.clamp_min(0)
-        kept_BR, excused_BR = there_BR & kept_BK.gather(1, node_BR), there_BR & excused_BK.gather(1, node_BR)
-        # the largest score, and the first among equals
-        score_BR = 2 * kept_BR.long() + excused_BR.long() * ~kept_BR
-        best_B1 = score_BR.argmax(1, keepdim=True)
-        going_B = going_B & (score_BR.gather(1, best_B1).squeeze(1) > 0)
-        node_B = torch.where(going_B, node_BR.gather(1, best_B1).squeeze(1), -1)
-        path.append(node_B)
-        at_B = torch.where(going_B, node_B + 1, at_B)
-    path_BD = torch.stack(path, dim=1) if path else torch.zeros(rows, 0, dtype=torch.int64, device=device)
-    return path_BD, (path_BD >= 0).sum(1)
+def _walk(trees: list[list[int]], kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor]:
+    """The accepted path [B, D], padded with 0, and its length [B]: at each place the first token to follow that is
+    kept, or else the first that is excused. On the host, since the way is a matter of the shape."""
+    paths = []
+    for tree, kept, excused in zip(trees, kept_BK.tolist(), excused_BK.tolist()):
+        best: dict[int, int] = {}  # the token that stands behind each other, if one does
+        for stands in (excused, kept):
+            for node in range(len(tree) - 1, -1, -1):
+                if stands[node]:
+                    best[tree[node]] = node
+        path, at = [], -1
+        while (at := best.get(at, -1)) >= 0:
+            path.append(at)
+        paths.append(path)
+    return _padded(paths, kept_BK.device)
