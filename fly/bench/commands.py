@@ -107,12 +107,12 @@ def bench_speed(
         if rule != Exact():
             settings.append(Setting(cli.rule_name(rule), fast, k, rule))
         asked = list(draw_problems(None, "heldout", 0, problems))
-        again = max(1, turns // 5)
+        again = min(turns, 3)
         with _progress("rounds", again * len(asked) * len(settings)) as advance:
             rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), again, advance)
         own = [f for f in swept if f.model == model and f.rows == 1 and f.context == _CONTEXT]
         predicted = [predict(each, own, steps[draft] if len(levels) == 1 else None) for each in rounds]
-        title = f"Rounds: {model}, {draft}, k {k}, {problems} held-out problems, temperature 0, batch 1"
+        title = f"Rounds: {model}, {draft}, k {k}, {problems} problems, temperature 0, batch 1"
         console.print(rounds_table(rounds, predicted, own, title))
         console.print(
             "[dim]ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
