@@ -9,7 +9,7 @@ import statistics
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -850,26 +850,42 @@ def _compare_on_bundled(
     rule: Any, count: int, k: int, split: str, seed: int, dtype: str, multi_level: bool, kernels: str = "auto"
 ) -> None:
     """Run held-out problems through the bundled models by each setting, and print the table."""
-    from fly.bundled.tasks import problems as draw_problems
-    from fly.eval import Setting, compare
+    from fly.eval import Setting
     from fly.llm import LLM
-    from fly.policies import Exact
-    from fly.types import SamplingParams
 
     llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
-    settings = [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact())]
-    if rule != Exact():
-        settings.append(Setting(rule_name(rule), llm, k, rule))
+    settings = _settings(llm, k, [rule])
     if multi_level:
         levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype, kernels=kernels)
         settings.append(Setting(f"{rule_name(rule)}, multi-level", levels, k, rule))
-    questions = list(draw_problems(None, split, seed, count))
+    _compare(settings, None, split, seed, count)
+
+
+def _settings(llm: Any, k: int, rules: list[Any]) -> list[Any]:
+    """Autoregressive decoding, exact speculation, and each rule that is another."""
+    from fly.eval import Setting
+    from fly.policies import Exact
+
+    named = [Setting(rule_name(rule), llm, k, rule) for rule in rules if rule != Exact()]
+    names = [setting.name for setting in named]
+    named = [replace(each, name=str(each.policy)) if names.count(each.name) > 1 else each for each in named]
+    return [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact()), *named]
+
+
+def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count: int) -> list[Any]:
+    """Run the bundled problems through settings that take turns, and print the table."""
+    from fly.bundled.tasks import problems as draw_problems
+    from fly.eval import compare
+    from fly.types import SamplingParams
+
+    questions = list(draw_problems(kind, split, seed, count))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         tasks = {setting.name: progress.add_task(setting.name, total=count) for setting in settings}
         params = SamplingParams(temperature=0.0, max_tokens=400)
         results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
-    console.print(comparison_table(results, f"{count} {split} problems, temperature 0, k {k}, batch 1"))
+    what = f"{count} {split} {kind or ''} problems".replace("  ", " ")
+    console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1"))
     console.print(
         "[dim]τ: tokens a target forward emits · drafts kept: share of drafted tokens emitted · gate open: share of "
         "mismatches at which the target was undecided · recovery: accuracy over autoregressive's[/]",
@@ -881,6 +897,51 @@ def _compare_on_bundled(
             console.print(
                 f"[yellow]{escape(gate)} never held ({asked} mismatches): {result.setting.name} relaxes nothing[/]"
             )
+    return results
+
+
+@app.command("eval")
+def evaluate(
+    policy: Annotated[list[str] | None, typer.Option(help="Rules to compare; may be given several times.")] = None,
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    k: K = 15,
+    problems: Annotated[int, typer.Option(min=1, help="How many problems.")] = 48,
+    kind: Annotated[str | None, typer.Option(help="arithmetic, text or code; all in turn if not given.")] = None,
+    split: Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")] = "heldout",
+    seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+) -> None:
+    """Accuracy and speed of rules on the bundled tasks, beside autoregressive decoding and exact speculation."""
+    with _plain_errors(), _ranks() as ranks:
+        from fly.llm import LLM
+        from fly.policies import parse_policy
+
+        if draft == "none":
+            raise ValueError("rules judge what is drafted; --draft none leaves nothing to compare")
+        rules: list[Any] = [parse_policy(text, trusted=True) for text in policy or ["fly"]]
+        llm = LLM(model, draft, k=k, dtype=dtype, device=device, kernels=kernels, ranks=ranks)
+        results = _compare(_settings(llm, k, rules), kind, split, seed, problems)
+        if json_ is not None and (ranks is None or ranks.leads):
+            json_.write_text(json.dumps([_result_as_json(result) for result in results], indent=2), encoding="utf-8")
+
+
+def _result_as_json(result: Any) -> dict[str, Any]:
+    return {
+        "decoding": result.setting.name,
+        "policy": str(result.setting.policy),
+        "k": result.setting.k,
+        "problems": len(result.right),
+        "accuracy": result.accuracy,
+        "tokens_per_second": result.tokens_per_second,
+        "tau": result.stats.tau,
+        "acceptance_rate": result.stats.acceptance_rate,
+        "relaxed": result.stats.relaxed,
+        "generated": result.stats.generated,
+    }
 
 
 def rule_name(rule: Any) -> str:

@@ -216,3 +216,15 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
     ):
         result = run("generate", "hi", "--policy", rule, "--draft", "ngram", "--ignore-eos")
         assert result.exit_code == 2 and told in words(result.stderr), result.stderr
+
+
+def test_rules_are_compared_on_the_bundled_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    rules = ("--policy", "fly", "--policy", "fly(theta=0.9)", "--policy", "exact")
+    options = ("--model", "fly-tiny", "--draft", "ngram", "--problems", "2", "--kind", "text", "--json", str(path))
+    shown = run("eval", *rules, *options)
+    assert shown.exit_code == 0 and "2 heldout text problems" in words(shown.output), shown.output
+    found = json.loads(path.read_text())
+    assert [each["k"] for each in found] == [0, 15, 15, 15] and found[0]["decoding"] == "autoregressive"
+    assert len({each["decoding"] for each in found}) == 4 and all(each["problems"] == 2 for each in found)
+    assert run("eval", "--draft", "none").exit_code == 2
