@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -320,11 +321,17 @@ class Engine:
             raise
         self.runner.commit(row for row, _ in prefill)
         emitted: list[list[Token]] = [[] for _ in rows]
+        places: list[list[int]] = [[] for _ in rows]  # of the logits that each emitted token was drawn from
         for numbers, verdict in verdicts:
-            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted)
-        for row, tokens, raw_JV in zip(rows, emitted, raw_BJV):
+            self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
+        for row, tokens, at, raw_JV in zip(rows, emitted, places, raw_BJV):
+            if row.params.logprobs is None and not row.params.explain:
+                continue
+            log_JV = raw_JV[at].log_softmax(-1)
             if row.params.logprobs is not None:
-                row.logprobs += _logprobs(raw_JV[: len(tokens)], tokens, row.params.logprobs)
+                row.logprobs += _logprobs(log_JV, tokens, row.params.logprobs)
+            if row.params.explain:
+                tokens[:] = row.provenance[-len(tokens) :] = _explained(log_JV, tokens)
         self._commit(rows)
         return emitted
 
@@ -384,6 +391,7 @@ class Engine:
         prompts: list[bool],
         stopped: Callable[[Sequence, int], bool] | None,
         emitted: list[list[Token]],
+        places: list[list[int]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
@@ -428,6 +436,7 @@ class Engine:
                 if row.finish_reason:
                     break
             stats, count = row.stats, len(emitted[b])
+            places[b] = positions[:count]
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1
@@ -453,9 +462,8 @@ class Engine:
                 rows[b].stats.nats += cost
 
 
-def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
+def _logprobs(log_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
     """For each emitted token its own log-probability and those of the ``most`` likeliest, likeliest first."""
-    log_JV = raw_JV.log_softmax(-1)
     top = log_JV.topk(min(most, log_JV.shape[-1]), dim=-1)
     entries = []
     for j, token in enumerate(tokens):
@@ -463,3 +471,15 @@ def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, 
         entry.setdefault(token.id, float(log_JV[j, token.id]))
         entries.append(entry)
     return entries
+
+
+def _explained(log_JV: Tensor, tokens: list[Token]) -> list[Token]:
+    """The same tokens, with what the target thought of each."""
+    probs_JV = log_JV.exp()
+    entropy_J = -(probs_JV * log_JV.clamp_min(torch.finfo(log_JV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
+    ids = [[token.id, token.id if token.target_choice is None else token.target_choice] for token in tokens]
+    own_J2 = probs_JV.gather(1, torch.tensor(ids, device=log_JV.device))
+    return [
+        replace(token, prob=own, choice_prob=choice, entropy=entropy)
+        for token, (own, choice), entropy in zip(tokens, own_J2.tolist(), entropy_J.tolist())
+    ]
