@@ -512,7 +512,7 @@ def _add_errors(app: FastAPI) -> None:
         else:
             message = problem["msg"].removeprefix("Value error, ")
             if problem["type"] == "value_error" and not where:
-                where = [message.partition(":")[0]] if ":" in message else []
+                where = [name] if (name := message.partition(":")[0]).isidentifier() else []
             else:
                 message = f"{'.'.join(where)}: {message}" if where else message
         code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"

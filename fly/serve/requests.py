@@ -142,7 +142,7 @@ class Generation(_Body):
     @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Generation:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options are for stream: true")
+            raise ValueError("stream_options: only with stream: true")
         return self
 
     @property

@@ -6,12 +6,13 @@ imports code.
 
 from __future__ import annotations
 
+import ast
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass
 from typing import Any
 
-from fly.policies import AcceptancePolicy, Condition, Exact, condition_types, load_policy, parse_policy, policy_types
+from fly.policies import AcceptancePolicy, Exact, condition_types, load_policy, parse_policy, policy_types
 from fly.policies.base import Relaxed
 from fly.policies.conditions import All, AnyOf, Not
 from fly.policies.registry import PRESETS
@@ -19,6 +20,7 @@ from fly.types import Guarantee
 
 __all__ = ["Rules", "Speculation"]
 
+_COMPOSITES = {rule.name for rule in (Relaxed, All, AnyOf, Not)}
 _LONGEST = 2000  # characters of a policy from a request: a hundred conditions
 
 
@@ -49,7 +51,7 @@ class Rules:
         policy, k, draft: what holds where a request says nothing. ``draft`` is its text, "none" if there is none.
         enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
             policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
-            None is every rule that is installed. The default policy is always enabled.
+            None is every rule that is installed. ``exact`` and the default policy are always enabled.
         max_k: most tokens that may be drafted a round.
         require_lossless: whether policies that promise less are refused.
 
@@ -70,7 +72,7 @@ class Rules:
         self.max_k, self.require_lossless = max(max_k, k), require_lossless
         self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
-        self.names = sorted(installed) if enabled is None else []
+        self.names = sorted(installed) if enabled is None else ["exact"]
         for entry in enabled or ():
             if entry in installed:
                 self.names.append(entry)
@@ -124,10 +126,9 @@ class Rules:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"policy: {error}") from None
-        if rule not in self._whole.values():
-            allowed = set(self.names)
-            if refused := sorted({part.name for part in _parts(rule)} - allowed):
-                raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
+        named = _in_text(ast.parse(given.strip(), mode="eval").body) if isinstance(given, str) else _in_data(given)
+        if refused := sorted(set(named) - {*self.names, *self._whole}):
+            raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
         return self._promised(rule)
 
     def _promised(self, rule: AcceptancePolicy) -> AcceptancePolicy:
@@ -140,14 +141,25 @@ def _squeezed(text: str) -> str:
     return "".join(text.split())
 
 
-def _parts(rule: object) -> Iterator[AcceptancePolicy | Condition]:
-    """The rules that a rule is made of, those that merely combine others aside."""
-    if isinstance(rule, (AcceptancePolicy, Condition)):
-        assert is_dataclass(rule)
-        if not isinstance(rule, (Relaxed, All, AnyOf, Not)):
-            yield rule
-        for part in fields(rule):
-            yield from _parts(getattr(rule, part.name))
-    elif isinstance(rule, (tuple, list)):
-        for item in rule:
-            yield from _parts(item)
+def _in_text(node: ast.expr) -> Iterator[str]:
+    """The rules that a policy's text names. (A parsed policy does not tell: ``fly & after(2)`` has become the
+    conditions that it is made of.)"""
+    if isinstance(node, ast.BinOp):
+        yield from _in_text(node.left)
+        yield from _in_text(node.right)
+    elif isinstance(node, ast.UnaryOp):
+        yield from _in_text(node.operand)
+    else:
+        yield ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def _in_data(value: object) -> Iterator[str]:
+    """The rules that a policy's mapping names, those that merely combine others aside."""
+    if isinstance(value, Mapping):
+        if value.get("name") not in _COMPOSITES:
+            yield str(value.get("name"))
+        for item in value.values():
+            yield from _in_data(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _in_data(item)

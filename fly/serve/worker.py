@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,8 @@ from fly.serve.turns import Answer, Cancel, Event, Load, Message, News, Submit
 from fly.types import SamplingParams
 
 __all__ = ["Busy", "Job", "Stopped", "Worker"]
+
+log = logging.getLogger(__name__)
 
 
 class Busy(Exception):
@@ -168,8 +171,8 @@ class Worker:
                 self.failure = error
                 lost = [*self._open.values(), *(job for _, job in self._inbox if job is not None)]
             told = [(job, event) for job in lost for event in (Answer(job.key, error), None)]
+            log.exception("the engine has failed; nothing more is taken in")
             self._loop.call_soon_threadsafe(self._deliver, told, lost)
-            raise
 
     def _take_turn(self, taken: list[tuple[Message, Job | None]]) -> None:
         now = time.monotonic()
