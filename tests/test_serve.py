@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,11 +14,13 @@ import openai
 import pytest
 from openai import AsyncOpenAI, OpenAI
 
+import fly.serve
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
 from fly.policies import Exact, FLy
 from fly.serve import Service, Settings
 from fly.serve.answers import Vocabulary
+from fly.serve.metrics import Metrics
 from fly.serve.rules import Rules
 from tests.serving import MODEL, Running, eventually, running
 
@@ -506,3 +510,14 @@ def test_an_engine_that_fails_says_so() -> None:
 def test_a_model_without_a_tokenizer_is_refused(alone: LLM) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
         Service(LLM(alone.engine.runner.model), Settings(), "none", "toy")
+
+
+def test_the_dashboard_shows_metrics_that_there_are() -> None:
+    folder = Path(fly.serve.__file__).parent
+    panels = json.loads((folder / "grafana.json").read_text("utf-8"))["panels"]
+    expressions = [target["expr"] for panel in panels for target in panel["targets"]]
+    named = {name for text in expressions for name in re.findall(r"(?:vllm|fly):\w+", text)}
+    exposed = Metrics("m").text().decode()
+    families = dict(re.findall(r"# TYPE (\S+) (\w+)", exposed))
+    known = set(families) | {f"{name}_bucket" for name, kind in families.items() if kind == "histogram"}
+    assert len(named) > 20 and named <= known
