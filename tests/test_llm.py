@@ -403,7 +403,10 @@ def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None
     model = random_llama()
     params = SamplingParams(temperature=temperature, top_k=5, seed=1, max_tokens=12, explain=True, ignore_eos=True)
     llm = fly.LLM(model, draft=NGramDraft(), k=4)
-    [out], [unasked] = llm.generate([[1, 2, 3]], params), llm.generate([[1, 2, 3]], params.model_copy(update={"explain": False}))
+    [out], [unasked] = (
+        llm.generate([[1, 2, 3]], params),
+        llm.generate([[1, 2, 3]], params.model_copy(update={"explain": False})),
+    )
     law = dense_logits(model, [1, 2, 3, *out.token_ids])[2:-1].softmax(-1)
     assert out.token_ids == unasked.token_ids
     for token, row in zip(out.provenance, law):

@@ -82,7 +82,9 @@ def test_two_settings_side_by_side(browser: Any, here: Running) -> None:
     run(browser)
     llm = LLM(MODEL, draft=NGramDraft(), dtype="float32", k=6)
     params = SamplingParams(temperature=0.0, max_tokens=200)
-    wanted = llm.generate([llm.chat_prompt(question)] * 2, params, policy=[llm.policy, FLy(theta=0.1, window=2, hold=2)])
+    wanted = llm.generate(
+        [llm.chat_prompt(question)] * 2, params, policy=[llm.policy, FLy(theta=0.1, window=2, hold=2)]
+    )
     for side, output in zip(all_of(browser, ".side"), wanted):
         tokens = side.find_elements(By.CSS_SELECTOR, ".token")
         reasons = [token.why.name.lower() for token in output.provenance]
@@ -108,7 +110,12 @@ def test_tokens_tell_about_themselves_to_pointer_and_keyboard(browser: Any, here
     webdriver.ActionChains(browser).move_to_element(one(browser, "h1")).perform()
     assert not detail.is_displayed()
     one(browser, ".side:first-child .text").send_keys(Keys.ARROW_RIGHT)
-    for key, at in ((Keys.ARROW_RIGHT, 1), (Keys.END, len(tokens) - 1), (Keys.ARROW_LEFT, len(tokens) - 2), (Keys.HOME, 0)):
+    for key, at in (
+        (Keys.ARROW_RIGHT, 1),
+        (Keys.END, len(tokens) - 1),
+        (Keys.ARROW_LEFT, len(tokens) - 2),
+        (Keys.HOME, 0),
+    ):
         browser.switch_to.active_element.send_keys(key)
         assert browser.switch_to.active_element == tokens[at] and detail.is_displayed()
     browser.switch_to.active_element.send_keys(Keys.ARROW_DOWN)
@@ -141,6 +148,8 @@ def contrast(browser: Any, reason: str) -> float:
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     token = one(browser, f".legend .token.{reason}")
-    colours = browser.execute_script("const s = getComputedStyle(arguments[0]); return [s.color, s.backgroundColor]", token)
+    colours = browser.execute_script(
+        "const s = getComputedStyle(arguments[0]); return [s.color, s.backgroundColor]", token
+    )
     dark, light = sorted(luminance(colour) for colour in colours)
     return (light + 0.05) / (dark + 0.05)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +86,7 @@ def test_a_stream_of_a_chat_joins_to_the_same(client: OpenAI, alone: LLM, usage:
     wanted = reference(alone, max_tokens=40)
     options: Any = {"include_usage": True} if usage else openai.omit
     chunks = list(
-        client.chat.completions.create(
-            model=MODEL, messages=CHAT, max_tokens=40, stream=True, stream_options=options
-        )
+        client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=40, stream=True, stream_options=options)
     )
     with_choices = [chunk for chunk in chunks if chunk.choices]
     assert with_choices[0].choices[0].delta.role == "assistant"
@@ -138,7 +140,15 @@ def test_completions_of_every_kind_of_prompt(client: OpenAI, alone: LLM) -> None
 
 
 def test_several_completions_of_a_seed(client: OpenAI, alone: LLM) -> None:
-    asked: Any = {"model": MODEL, "messages": CHAT, "n": 3, "seed": 7, "temperature": 0.9, "top_p": 0.95, "max_tokens": 24}
+    asked: Any = {
+        "model": MODEL,
+        "messages": CHAT,
+        "n": 3,
+        "seed": 7,
+        "temperature": 0.9,
+        "top_p": 0.95,
+        "max_tokens": 24,
+    }
     params = SamplingParams(n=3, seed=7, temperature=0.9, top_p=0.95, max_tokens=24)
     [output] = alone.generate([alone.chat_prompt(CHAT)], params)
     wanted = [output.text, *(other.text for other in output.others)]
@@ -295,7 +305,16 @@ def test_bad_completions_are_named(here: Running, change: dict[str, Any], says: 
 
 
 def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: OpenAI) -> None:
-    for content in (b"", b"{", b"[]", b"null", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b'{"n":' + b"9" * 9999 + b"}"):
+    for content in (
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"model": NaN}',
+        b"[" * 100_000,
+        b'{"n":' + b"9" * 9999 + b"}",
+    ):
         for headers in ({"content-type": "application/json"}, {"content-type": "text/plain"}):
             got = httpx.post(f"{here.url}/v1/completions", content=content, headers=headers)
             assert got.status_code == 400 and got.json()["error"]["message"]
@@ -391,6 +410,25 @@ def test_the_operator_says_what_may_be_asked_for() -> None:
         Rules(Exact(), 5, "ngram", ("flyy",))
 
 
+def test_policies_are_read_one_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.11 raises a SystemError now and then where two threads are in ``ast.parse``."""
+    rules, parse, inside, most = Rules(Exact(), 5, "ngram"), ast.parse, threading.Semaphore(1), []
+
+    def alone(*arguments: Any, **options: Any) -> Any:
+        most.append(inside.acquire(blocking=False))
+        try:
+            time.sleep(0.002)
+            return parse(*arguments, **options)
+        finally:
+            if most[-1]:
+                inside.release()
+
+    monkeypatch.setattr(ast, "parse", alone)
+    with ThreadPoolExecutor(6) as pool:
+        assert len(set(pool.map(lambda _: str(rules.choose("fly & after(2)").policy), range(12)))) == 1
+    assert len(most) == 24 and all(most)
+
+
 def test_a_lossless_server_refuses_the_rest() -> None:
     rules = Rules(Exact(), 5, "ngram", ("fly", "block", "fly.paper"), require_lossless=True)
     assert rules.choose("block").policy.guarantee.value == "lossless"
@@ -477,9 +515,10 @@ def test_keys_limits_and_body_sizes() -> None:
                     return (await slow.post("/v1/completions", content=part())).status_code
 
             assert asyncio.run(never()) == 408
-        with OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0) as stranger:
-            with pytest.raises(openai.AuthenticationError):
-                stranger.chat.completions.create(model=MODEL, messages=CHAT)
+        stranger = OpenAI(base_url=f"{server.url}/v1", api_key="third", max_retries=0)
+        with pytest.raises(openai.AuthenticationError):
+            stranger.chat.completions.create(model=MODEL, messages=CHAT)
+        stranger.close()
 
 
 def test_a_request_has_its_time() -> None:

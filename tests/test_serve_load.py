@@ -122,10 +122,11 @@ def test_a_client_that_leaves_frees_everything(streamed: bool) -> None:
     with running() as server:
 
         async def leave() -> None:
-            async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
-                async with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": streamed}) as response:
-                    async for _ in response.aiter_lines():
-                        return
+            asked = {**ENDLESS, "stream": streamed}
+            http = httpx.AsyncClient(base_url=server.url, timeout=30)
+            async with http, http.stream("POST", "/v1/completions", json=asked) as response:
+                async for _ in response.aiter_lines():
+                    return
 
         def leave_early() -> None:
             with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1]))) as connection:
@@ -196,7 +197,19 @@ def test_a_terminated_server_finishes_what_it_has() -> None:
     bodies = [body for body in requests(40, seed=11) if body["max_tokens"] > 20]
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "fly.serve", "--model", MODEL, "--draft", "ngram", "--k", "6", "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "fly.serve",
+        "--model",
+        MODEL,
+        "--draft",
+        "ngram",
+        "--k",
+        "6",
+        "--dtype",
+        "float32",
+    ]
     process = subprocess.Popen(
         [*command, "--port", str(port)], env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True
     )
@@ -239,5 +252,3 @@ def test_a_terminated_server_finishes_what_it_has() -> None:
         reader.join()
     llm = alone()
     assert got == [answers(llm, body) for body in bodies]
-
-

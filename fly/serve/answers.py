@@ -131,8 +131,8 @@ class Completion:
             self._accepted += stats.accepted
         return choice
 
-    @property
-    def over(self) -> bool:
+    def ended(self) -> bool:
+        """Whether every choice has come to its end."""
         return all(choice.finish_reason for choice in self.choices)
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:

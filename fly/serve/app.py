@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -42,7 +43,12 @@ class ApiError(Exception):
     """Becomes an answer in OpenAI's form."""
 
     def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, retry_after: int | None = None
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
@@ -134,7 +140,11 @@ class Service:
         self.check_model(body.model)
         asked = body.speculation
         try:
-            chosen = self.rules.choose() if asked is None else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            chosen = (
+                self.rules.choose()
+                if asked is None
+                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            )
         except ValueError as error:
             field = str(error).partition(":")[0]
             raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
@@ -224,6 +234,7 @@ class Answering:
     def __init__(self, service: Service, job: Job, receive: Receive) -> None:
         self.worker, self.job = service.worker, job
         self.timeout = service.settings.timeout
+        self._ahead: deque[Event | None] = deque()  # taken off the queue, and not looked at
         self._deadline = asyncio.get_running_loop().time() + self.timeout
         self._watch = asyncio.create_task(self._until_gone(receive))
 
@@ -236,7 +247,7 @@ class Answering:
         """The next event, None if nobody listens any more. Raises ``ApiError`` for a job that failed."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                event = await self.job.queue.get()
+                event = self._ahead.popleft() if self._ahead else await self.job.queue.get()
         except TimeoutError:
             raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
         error = None if event is None else event.error
@@ -249,9 +260,11 @@ class Answering:
     def waiting(self) -> list[News]:
         """News that are there already: a reader that is slow gets them in one piece."""
         found: list[News] = []
-        queue = self.job.queue
-        while not queue.empty() and isinstance(queue._queue[0], News) and queue._queue[0].error is None:  # type: ignore[attr-defined]
-            found.append(queue.get_nowait())  # type: ignore[arg-type]
+        while not self.job.queue.empty():
+            self._ahead.append(self.job.queue.get_nowait())
+        while self._ahead and isinstance(event := self._ahead[0], News) and event.error is None:
+            found.append(event)
+            self._ahead.popleft()
         return found
 
     def close(self) -> None:
@@ -315,7 +328,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         if streamed:
             events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage)
             return EventStream(events, close)  # which closes when it has ended
-        while not completion.over:
+        while not completion.ended():
             if (event := await answering.next()) is None:
                 close()
                 return Response(status_code=499)
@@ -335,7 +348,7 @@ async def chunks(
     """What a stream says: it opens every choice, tells what comes in, and ends with what can be said at the end."""
     for choice in completion.choices:
         yield completion.first(choice)
-    while not completion.over:
+    while not completion.ended():
         event = await answering.next()
         if event is None:
             return
@@ -343,7 +356,7 @@ async def chunks(
         touched = {each.index: completion.add(each) for each in (*news, *answering.waiting())}
         for choice in touched.values():
             if (chunk := completion.chunk(choice)) is not None:
-                last = completion.over and choice is list(touched.values())[-1] and not with_usage
+                last = completion.ended() and choice is list(touched.values())[-1] and not with_usage
                 yield completion.last(chunk) if last else chunk
     if with_usage:
         yield completion.last(completion.usage_chunk(prompt_tokens))
@@ -459,7 +472,9 @@ def create_app(service: Service) -> ASGIApp:
     )
 
 
-_ONLY_OURS = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_ONLY_OURS = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 
 
 class ErrorDetail(BaseModel):

@@ -79,7 +79,9 @@ class Guard:
             await _refuse(answer, 408, body, (b"connection", b"close"))
             return
         if first is None:
-            body = error_body(f"the body has more than {self.max_body} bytes", "invalid_request_error", None, "too_large")
+            body = error_body(
+                f"the body has more than {self.max_body} bytes", "invalid_request_error", None, "too_large"
+            )
             await _refuse(answer, 413, body, (b"connection", b"close"))
             return
         ahead = [first]

@@ -41,7 +41,9 @@ class Metrics:
         self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.").labels(model)
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that stand.").labels(model)
         self._by_position = counter(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Drafted tokens that stand, by place in the draft.", "position"
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that stand, by place in the draft.",
+            "position",
         )
         self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
         self._generated = counter("vllm:generation_tokens", "Tokens that were generated.").labels(model)
@@ -51,7 +53,9 @@ class Metrics:
         self._preempted = counter("vllm:num_preemptions", "Times a request had to make room for others.").labels(model)
         self._running = gauge("vllm:num_requests_running", "Completions that take part in steps.").labels(model)
         self._waiting = gauge("vllm:num_requests_waiting", "Completions that wait for their turn.").labels(model)
-        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the target's cache that is held, 0 to 1.").labels(model)
+        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the target's cache that is held, 0 to 1.").labels(
+            model
+        )
         self.first = histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.")
         self.between = histogram("vllm:inter_token_latency_seconds", "Between two steps of a request that gave tokens.")
         self.each = histogram(
@@ -63,7 +67,9 @@ class Metrics:
         self._draft_cache = gauge("fly:draft_cache_usage_perc", "Share of a drafter's cache that is held.", "level")
         self._k = histogram("fly:draft_length", "Tokens that were drafted in a round (K as it was chosen).", _COUNTS)
         self._stands = counter("fly:tokens", "Generated tokens, by why they stand.", "reason")
-        self._relaxed = counter("fly:relaxed_tokens", "Mismatches that stand, by the rules that excused them.", "clause")
+        self._relaxed = counter(
+            "fly:relaxed_tokens", "Mismatches that stand, by the rules that excused them.", "clause"
+        )
         self._gate_asked = counter("fly:gate_asked", "Mismatches that a condition was asked about.", "clause")
         self._gate_passed = counter("fly:gate_passed", "Those where it held.", "clause")
         self._refused = counter("fly:requests_refused", "Requests that were refused, by HTTP status.", "status")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,8 @@ class Rules:
     ) -> None:
         self.policy, self.k, self.draft = policy, k, draft
         self.max_k, self.require_lossless = max(max_k, k), require_lossless
+        # ast.parse of Python 3.11 counts its depth in one place for all threads, and takes fright when two are at it.
+        self._parsing = threading.Lock()
         self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]
@@ -121,13 +124,17 @@ class Rules:
         if size > _LONGEST:
             raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
         try:
-            rule = load_policy(given)
+            with self._parsing:
+                rule = load_policy(given)
+                named = (
+                    _in_text(ast.parse(given.strip(), mode="eval").body) if isinstance(given, str) else _in_data(given)
+                )
+                names = set(named)
         except (RecursionError, MemoryError, TypeError, OverflowError) as error:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"policy: {error}") from None
-        named = _in_text(ast.parse(given.strip(), mode="eval").body) if isinstance(given, str) else _in_data(given)
-        if refused := sorted(set(named) - {*self.names, *self._whole}):
+        if refused := sorted(names - {*self.names, *self._whole}):
             raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
         return self._promised(rule)
 

@@ -26,6 +26,7 @@ class Server(uvicorn.Server):
                 port=settings.port,
                 log_level=log_level,
                 access_log=False,
+                timeout_keep_alive=75,  # longer than load balancers keep a connection that nobody uses
                 timeout_graceful_shutdown=5,  # for what is left after draining: readers that do not read
             )
         )

@@ -86,7 +86,7 @@ class Worker:
         self._pending = 0  # completions that the engine has not said anything about
         self.load = Load()
         self._ending = False
-        self.failure: BaseException | None = None
+        self.failure: Exception | None = None
         # the event loop's:
         self._keys = itertools.count()
         self.jobs: set[Job] = set()
@@ -166,11 +166,11 @@ class Worker:
                         return
                     taken, self._inbox = self._inbox, []
                 self._take_turn(taken)
-        except BaseException as error:  # an error of one request is an event of it; this is one of the engine
+        except Exception as error:  # an error of one request is an event of it; this is one of the engine
             with self._condition:
                 self.failure = error
                 lost = [*self._open.values(), *(job for _, job in self._inbox if job is not None)]
-            told = [(job, event) for job in lost for event in (Answer(job.key, error), None)]
+            told: list[tuple[Job, Event | None]] = [(job, Answer(job.key, error)) for job in lost]
             log.exception("the engine has failed; nothing more is taken in")
             self._loop.call_soon_threadsafe(self._deliver, told, lost)
 
@@ -222,7 +222,7 @@ class Worker:
         if news.over:
             job.left -= 1
             output = news.output
-            metrics.ended("error" if output is None else output.finish_reason, output and output.stats)
+            metrics.ended("error" if output is None else output.finish_reason, None if output is None else output.stats)
             metrics.whole.observe(now - job.arrived)
             if (count := job.tokens.get(index, 0)) > 1:
                 metrics.each.observe((now - job.first[index]) / (count - 1))
