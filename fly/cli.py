@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import sys
 from collections.abc import Iterator
@@ -275,6 +276,8 @@ def serve(
         from fly.llm import LLM
         from fly.serve import Server, Service, Settings
 
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(f"started as {ranks} ranks, and a server has one process so far")
         settings = Settings(
             host=host,
             port=port,

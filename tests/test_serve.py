@@ -328,6 +328,24 @@ def test_a_million_wrong_entries_make_one_error(here: Running) -> None:
         assert got.status_code == 400 and len(got.content) < 4000
 
 
+FORM = {"type": "object", "properties": {"a": {"enum": [1, 2]}}, "required": ["a"], "additionalProperties": False}
+forms = "structured" in SamplingParams.model_fields
+
+
+def test_an_answer_has_the_form_asked_for_or_the_request_is_refused(client: OpenAI) -> None:
+    asked: Any = {"type": "json_schema", "json_schema": {"name": "form", "schema": FORM}}
+    try:
+        got = client.chat.completions.create(model=MODEL, messages=CHAT, response_format=asked)
+    except openai.BadRequestError as error:
+        assert not forms and error.param == "response_format"
+    else:
+        assert forms and json.loads(got.choices[0].message.content or "")["a"] in (1, 2)
+    plain = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=3, response_format={"type": "text"})
+    assert plain.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="needs json_schema"):
+        client.chat.completions.create(model=MODEL, messages=CHAT, response_format={"type": "json_schema"})  # type: ignore[call-overload]
+
+
 # Speculation.
 
 
