@@ -284,6 +284,65 @@ def _as_json(output: Any) -> dict[str, Any]:
 
 
 @app.command()
+def serve(
+    context: typer.Context,
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Annotated[str, typer.Option(help="What requests get that say nothing.")] = "exact",
+    k: K = 15,
+    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its path otherwise.")] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policies",
+            help="What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); may "
+            "be given several times. All installed rules otherwise.",
+        ),
+    ] = None,
+    require_lossless: Annotated[bool, typer.Option("--require-lossless", help="Refuse any other policy.")] = False,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="FLY_API_KEY", help="Requests must bear one of these; may be given several times."),
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
+    max_k: Annotated[int, typer.Option(min=0, help="Most tokens a request may have drafted a round.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    config: Annotated[
+        Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
+    ] = None,
+) -> None:
+    """Serve the model over HTTP as OpenAI does, with a playground at /."""
+    with _plain_errors():
+        from fly.llm import LLM
+        from fly.serve import Server, Service, Settings
+
+        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+            raise ValueError(f"started as {ranks} ranks, and a server has one process so far")
+        settings = Settings(
+            host=host,
+            port=port,
+            name=name,
+            policies=None if policies is None else tuple(policies),
+            require_lossless=require_lossless,
+            api_keys=tuple(api_key or ()),
+            max_waiting=max_waiting,
+            max_tokens=max_tokens,
+            max_k=max_k,
+            timeout=timeout,
+            drain_timeout=drain_timeout,
+        )
+        setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
+        service = Service(LLM.from_config(setup), settings, draft=setup.draft, name=setup.model)
+        Server(service).run()
+
+
+@app.command()
 def models() -> None:
     """List the bundled checkpoints."""
     with _plain_errors():

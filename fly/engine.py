@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -351,12 +352,17 @@ class Engine:
             raise
         self.runner.commit(row for row, _ in prefill)
         emitted: list[list[Token]] = [[] for _ in rows]
-        places: list[list[int]] = [[] for _ in rows]  # the position that each emitted token's law stands at
+        places: list[list[int]] = [[] for _ in rows]  # of the logits that each emitted token was drawn from
         for numbers, verdict in verdicts:
             self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
-        for row, tokens, raw_JV, at in zip(rows, emitted, raw_BJV, places):
+        for row, tokens, at, raw_JV in zip(rows, emitted, places, raw_BJV):
+            if row.params.logprobs is None and not row.params.explain:
+                continue
+            log_JV = raw_JV[at].log_softmax(-1)
             if row.params.logprobs is not None:
-                row.logprobs += _logprobs(raw_JV[at], tokens, row.params.logprobs)
+                row.logprobs += _logprobs(log_JV, tokens, row.params.logprobs)
+            if row.params.explain:
+                tokens[:] = row.provenance[-len(tokens) :] = _explained(log_JV, tokens)
         self._commit(rows)
         return emitted
 
@@ -497,9 +503,8 @@ def _check_grammars(rows: Rows[Sequence], verdicts: list[tuple[list[int], Verdic
                     matcher.check(path[-1] + 1 if path else 0)
 
 
-def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
+def _logprobs(log_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
     """For each emitted token its own log-probability and those of the ``most`` likeliest, likeliest first."""
-    log_JV = raw_JV.log_softmax(-1)
     top = log_JV.topk(min(most, log_JV.shape[-1]), dim=-1)
     entries = []
     for j, token in enumerate(tokens):
@@ -507,3 +512,15 @@ def _logprobs(raw_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, 
         entry.setdefault(token.id, float(log_JV[j, token.id]))
         entries.append(entry)
     return entries
+
+
+def _explained(log_JV: Tensor, tokens: list[Token]) -> list[Token]:
+    """The same tokens, with what the target thought of each."""
+    probs_JV = log_JV.exp()
+    entropy_J = -(probs_JV * log_JV.clamp_min(torch.finfo(log_JV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
+    ids = [[token.id, token.id if token.target_choice is None else token.target_choice] for token in tokens]
+    own_J2 = probs_JV.gather(1, torch.tensor(ids, device=log_JV.device))
+    return [
+        replace(token, prob=own, choice_prob=choice, entropy=entropy)
+        for token, (own, choice), entropy in zip(tokens, own_J2.tolist(), entropy_J.tolist())
+    ]

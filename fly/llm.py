@@ -319,12 +319,9 @@ class LLM:
         everything the request holds. Arguments and errors as in ``generate``; a model without a tokenizer cannot
         stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        request, *others = self.requests([prompt], params, policy, k, priority)
+        request, *others = self.requests([prompt], params, policy, k, priority, streamed=True)
         if others:
             raise ValueError(f"n {request.row.params.n}: a stream is of one completion; open several, or use generate")
-        request.streamed, request.text = True, self._text_stream(request.row)
         return Stream(request.row, self._stream(request))
 
     def chat(self, messages: Rows[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> Output:
@@ -386,15 +383,20 @@ class LLM:
         policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
         k: int | Rows[int] | None = None,
         priority: int = 0,
+        *,
+        streamed: bool = False,
     ) -> list[Request]:
         """What ``generate`` would run, checked, for those who take the steps themselves: ``submit`` each, ``step``
         until they are over, ``close`` each. Where n asks for several completions, they stand one after another.
-        Arguments and errors as there."""
+        ``streamed`` ones note their tokens with the text of each (``pieces``), which needs a tokenizer. Arguments and
+        errors as there."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
+        if streamed and self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
         every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
         every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
         every_k = _one_each(self.k if k is None else k, len(listed), "k")
@@ -410,7 +412,8 @@ class LLM:
             for other in others:  # a matcher goes by one text at a time
                 other.matcher = self._matcher(row.params)
             for sample in (row, *others):
-                requests.append(Request(sample, self._text_stream(sample) if sample.params.stop else None))
+                text = self._text_stream(sample) if streamed or sample.params.stop else None
+                requests.append(Request(sample, text, streamed))
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:

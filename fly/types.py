@@ -111,7 +111,8 @@ class SamplingParams(BaseModel):
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
     one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
     ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
-    log-probability of each token and of the n most likely ones (of the unprocessed distribution).
+    log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
+    the provenance how likely each token was, and how undecided the target.
 
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
     were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
@@ -142,6 +143,7 @@ class SamplingParams(BaseModel):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
+    explain: bool = False
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
@@ -466,6 +468,10 @@ class Token:
     why: Why
     clause: str | None = None  # for a relaxed token: the conditions that excused it
     target_choice: int | None = None  # the target's most likely token there
+    # Of the target's unprocessed law there, where ``SamplingParams.explain`` asks for them:
+    prob: float | None = None  # of this token
+    choice_prob: float | None = None  # of the most likely one
+    entropy: float | None = None  # in nats
 
 
 @dataclass(frozen=True)

@@ -394,3 +394,23 @@ def test_streams_of_different_rules_run_in_one_batch(speaker: Path) -> None:
             got += [piece] if piece else []
     assert ["".join(got) for got in pieces] == alone
     assert not llm.scheduler
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None:
+    """Of the unprocessed law, whatever it was sampled from; nothing is worked out unasked."""
+    model = random_llama()
+    params = SamplingParams(temperature=temperature, top_k=5, seed=1, max_tokens=12, explain=True, ignore_eos=True)
+    llm = fly.LLM(model, draft=NGramDraft(), k=4)
+    [out], [unasked] = (
+        llm.generate([[1, 2, 3]], params),
+        llm.generate([[1, 2, 3]], params.model_copy(update={"explain": False})),
+    )
+    law = dense_logits(model, [1, 2, 3, *out.token_ids])[2:-1].softmax(-1)
+    assert out.token_ids == unasked.token_ids
+    for token, row in zip(out.provenance, law):
+        assert token.target_choice == int(row.argmax())
+        assert token.prob == pytest.approx(float(row[token.id]), abs=1e-5)
+        assert token.choice_prob == pytest.approx(float(row.max()), abs=1e-5)
+        assert token.entropy == pytest.approx(float(-(row * row.log()).sum()), abs=1e-4)
+    assert {(token.prob, token.choice_prob, token.entropy) for token in unasked.provenance} == {(None, None, None)}

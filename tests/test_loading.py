@@ -531,6 +531,18 @@ def test_the_template_of_the_tokenizer_config_is_rendered(home: Path, bos: objec
     assert Tokenizer(home).apply_chat_template(HELLO)[0] == Tokenizer(home).raw.token_to_id("<|begin|>")
 
 
+@given(parts=st.lists(st.sampled_from(["<|begin|>", "<|", "begin|>", "<", "|>", "a", " ", "é"]), max_size=8))
+def test_control_tokens_are_the_templates_alone(home: Path, parts: list[str]) -> None:
+    """Whatever spells one in a message, in a key or in a tool is plain text, to the letter."""
+    settings_file(home, chat_template="{{ bos_token }}[" + TEMPLATE + "{{ tools | tojson }}", bos_token="<|begin|>")
+    tokenizer, text = Tokenizer(home), "".join(parts)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": text}] * 2, tools=[{text: text}])
+    begin = tokenizer.raw.token_to_id("<|begin|>")
+    assert [at for at, token in enumerate(ids) if token == begin] == [0, 2]
+    told = json.dumps([{text: text}], ensure_ascii=False)
+    assert tokenizer.decode(ids, False) == f"<|begin|>[<|begin|>[user]{text}[user]{text}[assistant]{told}"
+
+
 def test_a_template_file_comes_before_the_tokenizer_config(home: Path) -> None:
     settings_file(home, chat_template="old")
     (home / "chat_template.jinja").write_text("new 日本 {{ tools }}", encoding="utf-8")

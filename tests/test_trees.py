@@ -306,3 +306,17 @@ def test_tree_strategies_leave_the_text_alone(make: object) -> None:
     assert sum(out.stats.accepted for out in outs) > 10
     for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks
+
+
+def test_what_is_told_of_a_trees_tokens_is_of_their_path() -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, explain=True)
+    llm = LLM(LARGE, draft=TreeDraft(SMALL, nodes=9, depth=3), k=6, cache_tokens=512, block_size=4)
+    [out], [plain] = llm.generate([[1, 2, 3]], params), llm.generate([[1, 2, 3]], params, k=0)
+    assert out.stats.accepted > 10 and out.logprobs is not None and plain.logprobs is not None
+    for told, wanted in zip(out.logprobs, plain.logprobs):
+        assert told == pytest.approx(wanted, abs=1e-4)
+    for token, same in zip(out.provenance, plain.provenance):
+        assert (token.id, token.target_choice) == (same.id, same.target_choice)
+        assert (token.prob, token.choice_prob, token.entropy) == pytest.approx(
+            (same.prob, same.choice_prob, same.entropy), abs=1e-4
+        )

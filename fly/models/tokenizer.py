@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
+import secrets
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
 from tokenizers import Tokenizer as RawTokenizer
@@ -100,7 +104,7 @@ class Tokenizer:
         """The directory's tokenizer, or None if it has no ``tokenizer.json``."""
         return Tokenizer(directory) if (Path(directory) / "tokenizer.json").exists() else None
 
-    @property
+    @cached_property
     def control_ids(self) -> frozenset[int]:
         """Ids of the special tokens: ends, turn markers and the like, never plain text."""
         return frozenset(i for i, token in self.raw.get_added_tokens_decoder().items() if token.special)
@@ -134,6 +138,8 @@ class Tokenizer:
     ) -> list[int]:
         """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
 
+        Control tokens come from the template alone: what spells one in a message or a variable is plain text.
+
         Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages.
         """
         if self.template is None:
@@ -147,15 +153,51 @@ class Tokenizer:
 
         environment.globals["raise_exception"] = refuse
         environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
+        # Nobody can foresee the marks, so nobody can set or end one.
+        marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         try:
             text = environment.from_string(self.template).render(
-                messages=list(messages),
+                messages=self._marked(list(messages), marks),
                 add_generation_prompt=add_generation_prompt,
-                **{**self._special_names, **variables},
+                **{**self._special_names, **self._marked(variables, marks)},
             )
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        return self.encode(text, add_special_tokens=False)
+        if marks[0] not in text:
+            return self.encode(text, add_special_tokens=False)
+        ids: list[int] = []
+        for number, part in enumerate(re.split("|".join(map(re.escape, marks)), text)):
+            tokenizer = self._plain if number % 2 else self.raw
+            ids += tokenizer.encode(part, add_special_tokens=False).ids
+        return ids
+
+    @property
+    def template_variables(self) -> frozenset[str]:
+        """What the chat template looks at, such as ``messages`` and ``tools``; empty without a template."""
+        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self.template or "")
+        return frozenset(jinja2.meta.find_undeclared_variables(tree))
+
+    @cached_property
+    def _plain(self) -> RawTokenizer:
+        """The same tokenizer, to which special tokens are text like any other."""
+        plain = RawTokenizer.from_str(self.raw.to_str())
+        plain.encode_special_tokens = True
+        return plain
+
+    def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
+        """``value`` with marks around everything in its texts that would be read as a special token."""
+        if isinstance(value, str):
+            found = self.raw.encode(value, add_special_tokens=False)
+            special = self.control_ids
+            spans = [span for token, span in zip(found.ids, found.offsets) if token in special]
+            for start, end in reversed(spans):
+                value = f"{value[:start]}{marks[0]}{value[start:end]}{marks[1]}{value[end:]}"
+            return value
+        if isinstance(value, dict):
+            return {self._marked(key, marks): self._marked(item, marks) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self._marked(item, marks) for item in value]
+        return value
 
 
 class TextStream:

@@ -1,0 +1,287 @@
+"""What clients are answered: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from fly.models.tokenizer import Tokenizer
+from fly.serve.rules import Speculation
+from fly.serve.turns import News
+from fly.types import Token
+
+__all__ = ["Choice", "Completion", "Vocabulary", "error_body"]
+
+_BYTE = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+class Vocabulary:
+    """What the tokens of a tokenizer look like, one by one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._by_level = _byte_level() if "ByteLevel" in tokenizer.raw.to_str() else {}
+        self._known: dict[int, tuple[str, list[int]]] = {}
+
+    def text(self, token: int) -> str:
+        """The token's text; replacement marks where it is a part of a character."""
+        return self._look_up(token)[0]
+
+    def bytes(self, token: int) -> list[int]:
+        """The token's bytes, which add up to the text even where a character is split."""
+        return self._look_up(token)[1]
+
+    def _look_up(self, token: int) -> tuple[str, list[int]]:
+        if (known := self._known.get(token)) is None:
+            text = self._tokenizer.decode([token], skip_special_tokens=False)
+            piece = self._tokenizer.raw.id_to_token(token) or ""
+            data = list(text.encode())
+            if "�" in text or not text:
+                if byte := _BYTE.fullmatch(piece):
+                    data = [int(byte[1], 16)]
+                elif all(character in self._by_level for character in piece):
+                    data = [self._by_level[character] for character in piece]
+            known = self._known[token] = text, data
+        return known
+
+
+def _byte_level() -> dict[str, int]:
+    """The byte that each character of a byte-level vocabulary stands for: printable bytes stand for themselves, the
+    others, in order, for the characters from 256 on (Radford et al. 2019)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+@dataclass
+class Choice:
+    """One completion as it comes in."""
+
+    index: int
+    text: str = ""
+    tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # with its settled text and its block
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    blocks: int = 0
+    offset: int = 0  # characters before this, for the completions' log-probabilities
+    finish_reason: str | None = None
+
+
+class Completion:
+    """Puts one request's answer together: whole, or in chunks.
+
+    Args:
+        chat: whether it is a chat completion.
+        model: as the client calls it.
+        speculation: what it was decoded by.
+        explains: whether every token is accounted for.
+        echoes: the text before each choice, where it is asked for.
+        top: likely tokens to list at each place; None for no log-probabilities.
+    """
+
+    def __init__(
+        self,
+        chat: bool,
+        model: str,
+        speculation: Speculation,
+        vocabulary: Vocabulary,
+        fingerprint: str,
+        choices: int,
+        explains: bool = False,
+        echoes: list[str] | None = None,
+        top: int | None = None,
+    ) -> None:
+        self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
+        self.created = int(time.time())
+        self.chat, self.model, self.speculation, self.explains, self.top = chat, model, speculation, explains, top
+        self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
+        self.choices = [Choice(index) for index in range(choices)]
+        for choice in self.choices:
+            choice.offset = len(self._echo(choice))
+        self._prompt_tokens: dict[int, int] = {}
+        self._cached = self._completion_tokens = self._drafted = self._accepted = 0
+        self._histogram: Counter[int] = Counter()  # of accepted tokens a drafted round
+
+    def add(self, news: News) -> Choice:
+        """Take in what a step did; the choice has what was not fetched (``chunk``) since."""
+        choice = self.choices[news.index]
+        for token, text in news.pieces:
+            choice.text += text
+            choice.tokens.append((token, text, choice.blocks))
+        if news.pieces:
+            choice.blocks += 1
+        choice.logprobs += news.logprobs
+        choice.text += news.rest
+        if news.drafted:
+            self._histogram[news.accepted] += 1
+        if news.output is not None:
+            stats = news.output.stats
+            choice.finish_reason = news.output.finish_reason
+            self._cached += stats.cached
+            self._completion_tokens += stats.generated
+            self._drafted += stats.drafted
+            self._accepted += stats.accepted
+        return choice
+
+    def ended(self) -> bool:
+        """Whether every choice has come to its end."""
+        return all(choice.finish_reason for choice in self.choices)
+
+    def usage(self, prompt_tokens: int) -> dict[str, Any]:
+        """Counts of tokens, drafted ones included."""
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": self._completion_tokens,
+            "total_tokens": prompt_tokens + self._completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt_tokens)},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": self._accepted,
+                "rejected_prediction_tokens": self._drafted - self._accepted,
+            },
+        }
+
+    def metrics(self) -> dict[str, Any]:
+        """What speculation did, by vLLM's names. ``acceptance_histogram[n]`` counts the drafts of which n tokens stand;
+        the mean acceptance length counts the target's own token with each."""
+        steps = sum(self._histogram.values())
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": 1 + self._accepted / steps if steps else None,
+                "draft_acceptance_rate": self._accepted / self._drafted if self._drafted else None,
+                "acceptance_histogram": [self._histogram[n] for n in range(max(self._histogram, default=-1) + 1)],
+                "num_spec_steps": steps,
+                "num_accepted_draft_tokens": self._accepted,
+                "num_draft_tokens": self._drafted,
+                "num_spec_tokens": self.speculation.k,
+            }
+        }
+
+    def whole(self, prompt_tokens: int) -> dict[str, Any]:
+        """The answer in one piece."""
+        choices = []
+        for choice in self.choices:
+            text, reason = choice.text, choice.finish_reason
+            body = self._choice(choice, reason)
+            if self.chat:
+                body["message"] = {"role": "assistant", "content": text, "refusal": None}
+            else:
+                body["text"] = self._echo(choice) + text
+            choices.append(body)
+        return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
+
+    def first(self, choice: Choice) -> dict[str, Any]:
+        """The chunk that opens a choice: its role, or the prompt it echoes. It states what it is decoded by."""
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
+        if self.chat:
+            body["delta"] = {"role": "assistant", "content": ""}
+        else:
+            body["text"] = self._echo(choice)
+        return self._body([body], ".chunk") | {"speculation": self.speculation.as_dict()}
+
+    def chunk(self, choice: Choice) -> dict[str, Any] | None:
+        """What came in for a choice since the last chunk; None if there is nothing to show yet."""
+        told = choice.tokens if self.explains or self.top is not None else []
+        if not (choice.text or told or choice.finish_reason):
+            return None
+        body = self._choice(choice, choice.finish_reason)
+        if self.chat:
+            body["delta"] = {"content": choice.text} if choice.text else {}
+        else:
+            body["text"] = choice.text
+        choice.text = ""
+        choice.tokens, choice.logprobs = [], []
+        return self._body([body], ".chunk")
+
+    def last(self, chunk: dict[str, Any]) -> dict[str, Any]:
+        """The same chunk, with what can only be said at the end."""
+        return chunk | self._extras()
+
+    def usage_chunk(self, prompt_tokens: int) -> dict[str, Any]:
+        """The chunk without choices."""
+        return self._body([], ".chunk") | {"usage": self.usage(prompt_tokens)}
+
+    def _extras(self) -> dict[str, Any]:
+        return {"speculation": self.speculation.as_dict(), "metrics": self.metrics()}
+
+    def _echo(self, choice: Choice) -> str:
+        return "" if self._echoes is None else self._echoes[choice.index]
+
+    def _body(self, choices: list[dict[str, Any]], chunk: str) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": f"chat.completion{chunk}" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self._fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, choice: Choice, reason: str | None) -> dict[str, Any]:
+        """What every form of a choice has, of its tokens that were not fetched yet."""
+        body: dict[str, Any] = {"index": choice.index, "finish_reason": reason, "logprobs": None}
+        if self.top is not None:
+            body["logprobs"] = self._chat_logprobs(choice) if self.chat else self._completion_logprobs(choice)
+        if self.explains:
+            body["provenance"] = [self._explained(*entry) for entry in choice.tokens]
+        choice.offset += sum(len(text) for _, text, _ in choice.tokens)
+        return body
+
+    def _chat_logprobs(self, choice: Choice) -> dict[str, Any]:
+        def entry(token: int, logprob: float) -> dict[str, Any]:
+            words = self._vocabulary
+            return {"token": words.text(token), "logprob": _finite(logprob), "bytes": words.bytes(token)}
+
+        content = []
+        for (token, _, _), likely in zip(choice.tokens, choice.logprobs):
+            top = [entry(other, value) for other, value in list(likely.items())[: self.top]]
+            content.append(entry(token.id, likely[token.id]) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
+        text, offsets, offset = self._vocabulary.text, [], choice.offset
+        for _, settled, _ in choice.tokens:
+            offsets.append(offset)
+            offset += len(settled)
+        return {
+            "tokens": [text(token.id) for token, _, _ in choice.tokens],
+            "token_logprobs": [
+                _finite(likely[token.id]) for (token, _, _), likely in zip(choice.tokens, choice.logprobs)
+            ],
+            "top_logprobs": [
+                {text(other): _finite(value) for other, value in likely.items()} for likely in choice.logprobs
+            ]
+            if self.top
+            else None,
+            "text_offset": offsets,
+        }
+
+    def _explained(self, token: Token, text: str, block: int) -> dict[str, Any]:
+        """Why a token stands. ``text`` is what it settled of the answer; ``block`` numbers the rounds, of which the
+        first is the prompt's."""
+        choice = token.target_choice
+        return {
+            "id": token.id,
+            "token": self._vocabulary.text(token.id),
+            "text": text,
+            "block": block,
+            "reason": token.why.name.lower(),
+            "clause": token.clause,
+            "probability": token.prob,
+            "entropy": token.entropy,
+            "target_choice": None
+            if choice is None
+            else {"id": choice, "token": self._vocabulary.text(choice), "probability": token.choice_prob},
+        }
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinities; OpenAI writes -9999 for what cannot be."""
+    return max(logprob, -9999.0)

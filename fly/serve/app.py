@@ -1,0 +1,545 @@
+"""The HTTP application: endpoints, errors, streams. It never waits for the engine but in coroutines, and leaves what
+takes time (tokenizers, templates, policies) to threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, HTTPException, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import HTMLResponse, JSONResponse, Response
+from pydantic import BaseModel, ValidationError
+from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from fly.errors import explain
+from fly.llm import LLM
+from fly.serve.answers import Completion, Vocabulary, error_body
+from fly.serve.guard import Guard
+from fly.serve.metrics import Metrics
+from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from fly.serve.rules import Rules, Speculation
+from fly.serve.settings import Settings
+from fly.serve.turns import Answer, Event, News, Turns
+from fly.serve.worker import Busy, Job, Stopped, Worker
+from fly.types import SamplingParams
+
+__all__ = ["Service", "create_app"]
+
+_HERE = Path(__file__).parent
+
+
+class ApiError(Exception):
+    """Becomes an answer in OpenAI's form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @property
+    def kind(self) -> str:
+        if self.status < 500:
+            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), self.kind, self.param, self.code)
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return Plain(self.body(), self.status, headers)
+
+
+class Plain(JSONResponse):
+    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()
+
+
+@dataclass
+class Prepared:
+    """A request, ready for the engine."""
+
+    prompts: list[list[int]]
+    echoes: list[str] | None
+    params: SamplingParams
+    speculation: Speculation
+    top: int | None
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(map(len, self.prompts))
+
+
+class Service:
+    """One model being served: what endpoints share.
+
+    Args:
+        llm: belongs to the service alone from now on; it has a tokenizer.
+        settings: what the operator decided.
+        draft: the name of its draft; "none" if it has none.
+        name: what clients call the model, where the settings say nothing.
+        turns: takes the turns of the engine; None is ``Turns(llm)``.
+
+    Raises:
+        ValueError: a model without a tokenizer, or settings that contradict one another.
+    """
+
+    def __init__(self, llm: LLM, settings: Settings, draft: str, name: str, turns: Any = None) -> None:
+        if llm.tokenizer is None:
+            raise ValueError("this model has no tokenizer.json; a server of texts needs one")
+        self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
+        self.name = settings.name or name
+        self.rules = Rules(
+            llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
+            settings.require_lossless,
+        )  # fmt: skip
+        self.metrics = Metrics(self.name)
+        own = Turns(llm)
+        self.worker = Worker(
+            turns or own, lambda: own.load, self.metrics, settings.max_waiting, llm.scheduler.max_rows
+        )  # fmt: skip
+        self.vocabulary = Vocabulary(self.tokenizer)
+        self.draining = False
+        self.open = 0  # requests that were let in and have not got all of their answer
+        self.context: int = llm.engine.context
+        try:
+            self.version = version("flyspec")
+        except PackageNotFoundError:  # run from a source tree
+            self.version = "0+unknown"
+
+    @property
+    def ready(self) -> bool:
+        return self.worker.alive and not self.draining
+
+    def check_model(self, model: str | None) -> None:
+        """Raises ``ApiError`` if this is another model."""
+        if model is not None and model != self.name:
+            raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
+
+    def prepare(self, body: Generation) -> Prepared:
+        """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
+        self.check_model(body.model)
+        asked = body.speculation
+        try:
+            chosen = (
+                self.rules.choose()
+                if asked is None
+                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            )
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
+        echoes = None
+        if isinstance(body, ChatRequest):
+            prompts = [self.conversation(body)]
+        else:
+            assert isinstance(body, CompletionRequest)
+            prompts = [self.encode(prompt) for prompt in body.prompts]
+            if body.echo:
+                texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in body.prompts]
+                echoes = [text for text in texts for _ in range(body.n or 1)]
+        for tokens in prompts:
+            self.check_prompt(tokens)
+        if (count := len(prompts) * (body.n or 1)) > self.settings.max_n:
+            raise ApiError(400, f"n: {count} completions; at most {self.settings.max_n} at once", "n", "invalid_value")
+        try:
+            params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
+        except ValidationError as error:
+            param = ".".join(map(str, error.errors()[0]["loc"])) or None
+            raise ApiError(400, explain(error), param, "invalid_value") from None
+        except ValueError as error:
+            raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
+        return Prepared(prompts, echoes, params, chosen, body.top())
+
+    @staticmethod
+    def seed(body: Generation) -> int:
+        """Drawn here where the request leaves it open, so that the engine has nothing to draw."""
+        return secrets.randbits(63) if body.seed is None else body.seed
+
+    def encode(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, list):
+            return prompt
+        try:
+            return self.tokenizer.encode(prompt)
+        except (TypeError, ValueError) as error:  # half a surrogate pair
+            raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
+
+    def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+        """Token ids of its messages by the chat template."""
+        variables: dict[str, Any] = {}
+        if isinstance(body, ChatRequest) and body.tools is not None:
+            if "tools" not in self.tokenizer.template_variables:
+                raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
+            variables["tools"] = body.tools
+        generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
+        try:
+            messages = [message.for_template() for message in body.messages or ()]
+            return self.tokenizer.apply_chat_template(messages, generation, **variables)
+        except (TypeError, ValueError) as error:
+            raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
+
+    def check_prompt(self, tokens: list[int]) -> None:
+        """Raises ``ApiError`` for one that cannot be completed."""
+        if not tokens:
+            raise ApiError(400, "prompt: empty; it has no token to go on from", "prompt", "invalid_value")
+        if len(tokens) >= self.context:
+            message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
+            raise ApiError(400, message, "messages" if len(tokens) else None, "context_length_exceeded")
+
+    def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
+        """As the request says, or (as OpenAI has it) 16 for completions, and what the context holds for chats."""
+        most, wanted = self.settings.max_tokens, body.wanted_tokens
+        if wanted is not None and most is not None and wanted > most:
+            name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
+            raise ApiError(400, f"{name}: {wanted} exceeds this server's limit of {most}", name, "invalid_value")
+        room = self.context - max(map(len, prompts))
+        if wanted is None:
+            wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
+            wanted = wanted if most is None else min(wanted, most)
+        return min(wanted, room)
+
+    def submit(self, prepared: Prepared, streamed: bool) -> Job:
+        """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
+        try:
+            speculation = prepared.speculation
+            return self.worker.submit(prepared.prompts, prepared.params, speculation.policy, speculation.k, streamed)
+        except Busy as error:
+            raise ApiError(429, str(error), code="queue_full", retry_after=error.retry_after) from None
+        except Stopped as error:
+            raise ApiError(503, str(error), code="engine_stopped") from None
+
+
+class Answering:
+    """The events of one job while its client listens and its time lasts."""
+
+    def __init__(self, service: Service, job: Job, receive: Receive) -> None:
+        self.worker, self.job = service.worker, job
+        self.timeout = service.settings.timeout
+        self._ahead: deque[Event | None] = deque()  # taken off the queue, and not looked at
+        self._deadline = asyncio.get_running_loop().time() + self.timeout
+        self._watch = asyncio.create_task(self._until_gone(receive))
+
+    async def _until_gone(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.worker.cancel(self.job)
+
+    async def next(self) -> Event | None:
+        """The next event, None if nobody listens any more. Raises ``ApiError`` for a job that failed."""
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                event = self._ahead.popleft() if self._ahead else await self.job.queue.get()
+        except TimeoutError:
+            raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
+        error = None if event is None else event.error
+        if isinstance(error, ValueError) and isinstance(event, Answer):
+            raise ApiError(400, str(error), code="invalid_value")
+        if error is not None:
+            raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
+        return event
+
+    def waiting(self) -> list[News]:
+        """News that are there already: a reader that is slow gets them in one piece."""
+        found: list[News] = []
+        while not self.job.queue.empty():
+            self._ahead.append(self.job.queue.get_nowait())
+        while self._ahead and isinstance(event := self._ahead[0], News) and event.error is None:
+            found.append(event)
+            self._ahead.popleft()
+        return found
+
+    def close(self) -> None:
+        """Whatever has become of it, nothing is left of the job."""
+        self._watch.cancel()
+        self.worker.cancel(self.job)
+
+
+class EventStream(Response):
+    """Server-sent events. ``close`` is called however it ends."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]], close: Callable[[], None]) -> None:
+        self._events, self._close = events, close
+        self.status_code, self.background, self.body = 200, None, b""
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def write(data: bytes, more: bool = True) -> None:
+            await send({"type": "http.response.body", "body": data, "more_body": more})
+
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            try:
+                async for event in self._events:
+                    await write(b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n")
+                await write(b"data: [DONE]\n\n")
+            except ApiError as error:
+                await write(b"data: " + json.dumps(error.body()).encode() + b"\n\n")
+            await write(b"", False)
+        finally:
+            self._close()
+
+
+async def answer(service: Service, body: Generation, request: Request) -> Response:
+    """A completion, whole or streamed."""
+    if service.draining:
+        raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
+    service.open += 1
+    answering: Answering | None = None
+
+    def close() -> None:
+        service.open -= 1
+        if answering is not None:
+            answering.close()
+
+    try:
+        prepared = await asyncio.to_thread(service.prepare, body)
+        streamed = bool(body.stream)
+        job = service.submit(prepared, streamed)
+        answering = Answering(service, job, request.receive)
+        if await answering.next() is None:  # it was taken in, or this raises
+            close()
+            return Response(status_code=499)
+        completion = Completion(
+            isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
+            f"fly-{service.version}", job.completions, body.explains, prepared.echoes, prepared.top,
+        )  # fmt: skip
+        if streamed:
+            events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage)
+            return EventStream(events, close)  # which closes when it has ended
+        while not completion.ended():
+            if (event := await answering.next()) is None:
+                close()
+                return Response(status_code=499)
+            if isinstance(event, News):
+                completion.add(event)
+        whole = Plain(completion.whole(prepared.prompt_tokens))
+    except BaseException:
+        close()
+        raise
+    close()
+    return whole
+
+
+async def chunks(
+    completion: Completion, answering: Answering, prompt_tokens: int, with_usage: bool
+) -> AsyncIterator[dict[str, Any]]:
+    """What a stream says: it opens every choice, tells what comes in, and ends with what can be said at the end."""
+    for choice in completion.choices:
+        yield completion.first(choice)
+    while not completion.ended():
+        event = await answering.next()
+        if event is None:
+            return
+        news = [event] if isinstance(event, News) else []
+        touched = {each.index: completion.add(each) for each in (*news, *answering.waiting())}
+        for choice in touched.values():
+            if (chunk := completion.chunk(choice)) is not None:
+                last = completion.ended() and choice is list(touched.values())[-1] and not with_usage
+                yield completion.last(chunk) if last else chunk
+    if with_usage:
+        yield completion.last(completion.usage_chunk(prompt_tokens))
+
+
+def create_app(service: Service) -> ASGIApp:
+    """The ASGI application of a service; its engine runs from startup to shutdown."""
+
+    @asynccontextmanager
+    async def life(app: FastAPI) -> AsyncIterator[None]:
+        service.worker.start()
+        yield
+        await asyncio.to_thread(service.worker.stop)
+
+    errors: dict[int | str, dict[str, Any]] = {
+        "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
+        "5XX": {"model": ErrorAnswer, "description": "shutting down (503), not finished in time (504), or our fault"},
+    }
+    app = FastAPI(
+        title="fly",
+        version=service.version,
+        description="Speculative decoding behind OpenAI's interface; every request may say how it is verified.",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        lifespan=life,
+    )
+    _add_errors(app)
+
+    @app.post("/v1/chat/completions", responses=errors, response_class=Plain)
+    async def chat_completions(body: ChatRequest, request: Request) -> Response:
+        """Answer a conversation."""
+        return await answer(service, body, request)
+
+    @app.post("/v1/completions", responses=errors, response_class=Plain)
+    async def completions(body: CompletionRequest, request: Request) -> Response:
+        """Go on with a text."""
+        return await answer(service, body, request)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        """The model that is served, and what requests may ask of it."""
+        return {"object": "list", "data": [_model(service)]}
+
+    @app.get("/v1/models/{model:path}", responses=errors)
+    async def model(model: str) -> dict[str, Any]:
+        """The model that is served."""
+        service.check_model(model)
+        return _model(service)
+
+    @app.post("/tokenize", responses=errors)
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """Token ids of a text or a conversation."""
+        service.check_model(body.model)
+
+        def encode() -> list[int]:
+            if body.prompt is None:
+                return service.conversation(body)
+            try:
+                return service.tokenizer.encode(body.prompt, body.add_special_tokens)
+            except (TypeError, ValueError) as error:
+                raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
+
+        tokens = await asyncio.to_thread(encode)
+        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+
+    @app.post("/detokenize", responses=errors)
+    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+        """The text of token ids."""
+        service.check_model(body.model)
+        size = service.llm.engine.runner.model.config.vocab_size
+        if bad := [token for token in body.tokens if token >= size]:
+            raise ApiError(400, f"tokens: {bad[0]} is outside the vocabulary of {size}", "tokens", "invalid_value")
+        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)}
+
+    @app.get("/health", responses=errors)
+    async def health() -> Response:
+        """Whether the engine runs."""
+        if not service.worker.alive:
+            raise ApiError(503, f"the engine has stopped: {service.worker.failure!r}", code="engine_stopped")
+        return Plain({"status": "ok"})
+
+    @app.get("/ready", responses=errors)
+    async def ready() -> Response:
+        """Whether new requests are taken."""
+        if not service.ready:
+            raise ApiError(503, "not ready: shutting down" if service.draining else "not ready", code="not_ready")
+        return Plain({"status": "ready"})
+
+    @app.get("/metrics", response_class=Response)
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/version")
+    async def show_version() -> dict[str, str]:
+        """The version of the server."""
+        return {"version": service.version}
+
+    @app.get("/", response_class=HTMLResponse, include_in_schema=False)
+    async def playground() -> Response:
+        return HTMLResponse(
+            (_HERE / "playground.html").read_text("utf-8"), headers={"content-security-policy": _ONLY_OURS}
+        )
+
+    settings = service.settings
+    return Guard(
+        app,
+        keys=settings.api_keys,
+        max_body=settings.max_body,
+        read_timeout=settings.read_timeout,
+        write_timeout=settings.write_timeout,
+        refused=service.metrics.refused,
+    )
+
+
+_ONLY_OURS = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+class ErrorDetail(BaseModel):
+    """What was wrong; ``param`` names the field, if it was one."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(BaseModel):
+    """OpenAI's form of an error."""
+
+    error: ErrorDetail
+
+
+def _model(service: Service) -> dict[str, Any]:
+    rules = service.rules
+    return {
+        "id": service.name,
+        "object": "model",
+        "created": 0,
+        "owned_by": "fly",
+        "max_model_len": service.context,
+        "speculation": {
+            **rules.choose().as_dict(),
+            "policies": rules.choices,
+            "drafts": rules.drafts,
+            "max_k": rules.max_k if rules.draft != "none" else 0,
+            "require_lossless": rules.require_lossless,
+        },
+    }
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def ours(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        problems = error.errors()
+        problem = next((p for p in problems if p["type"] == "unknown_parameter"), problems[0])
+        where = [str(part) for part in problem["loc"] if part != "body"]
+        context = problem.get("ctx") or {}
+        if problem["type"] == "unknown_parameter":
+            where.append(str(context.get("name", "")))
+            message = problem["msg"]
+        else:
+            message = problem["msg"].removeprefix("Value error, ")
+            if problem["type"] == "value_error" and not where:
+                where = [name] if (name := message.partition(":")[0]).isidentifier() else []
+            else:
+                message = f"{'.'.join(where)}: {message}" if where else message
+        code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
+        return ApiError(400, message, ".".join(where) or None, code).response()
+
+    @app.exception_handler(StarletteHTTPException)
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: StarletteHTTPException) -> Response:
+        response = ApiError(error.status_code, str(error.detail)).response()
+        response.headers.update(error.headers or {})
+        return response
+
+    @app.exception_handler(Exception)
+    async def unforeseen(request: Request, error: Exception) -> Response:
+        return ApiError(500, "internal error; the server's log has it").response()

@@ -1,0 +1,136 @@
+"""What Prometheus is told. Names and meanings are vLLM's where it has them, so that its dashboards and tools read ours;
+what only this server has begins with ``fly:``. Knows nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter as Counts
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from fly.serve.turns import Load
+from fly.types import Stats, Token, Why
+
+__all__ = ["Metrics"]
+
+_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 32, 48, 64)
+_MOST_CLAUSES = 100  # label values; a request composes its own clauses, and Prometheus keeps each for ever
+
+
+class Metrics:
+    """Counters, gauges and histograms of one server, in a registry of their own."""
+
+    def __init__(self, model: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model = model
+        self._clauses: set[str] = set()
+
+        def counter(name: str, text: str, *labels: str) -> Counter:
+            return Counter(name, text, ("model_name", *labels), registry=self.registry)
+
+        def gauge(name: str, text: str, *labels: str) -> Gauge:
+            return Gauge(name, text, ("model_name", *labels), registry=self.registry)
+
+        def histogram(name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+            metric = Histogram(name, text, ("model_name",), buckets=buckets, registry=self.registry)
+            return metric.labels(model)
+
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.").labels(model)
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.").labels(model)
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that stand.").labels(model)
+        self._by_position = counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Drafted tokens that stand, by place in the draft.",
+            "position",
+        )
+        self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
+        self._generated = counter("vllm:generation_tokens", "Tokens that were generated.").labels(model)
+        self._cached = counter("vllm:prefix_cache_hits", "Tokens of prompts that were cached already.").labels(model)
+        self._asked = counter("vllm:prefix_cache_queries", "Tokens of prompts that were looked up.").labels(model)
+        self._finished = counter("vllm:request_success", "Completions that ended, by reason.", "finished_reason")
+        self._preempted = counter("vllm:num_preemptions", "Times a request had to make room for others.").labels(model)
+        self._running = gauge("vllm:num_requests_running", "Completions that take part in steps.").labels(model)
+        self._waiting = gauge("vllm:num_requests_waiting", "Completions that wait for their turn.").labels(model)
+        self._cache = gauge("vllm:kv_cache_usage_perc", "Share of the target's cache that is held, 0 to 1.").labels(
+            model
+        )
+        self.first = histogram("vllm:time_to_first_token_seconds", "From a request's arrival to its first token.")
+        self.between = histogram("vllm:inter_token_latency_seconds", "Between two steps of a request that gave tokens.")
+        self.each = histogram(
+            "vllm:request_time_per_output_token_seconds", "Mean time of a request's tokens after the first."
+        )
+        self.whole = histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
+        self.queue = histogram("vllm:request_queue_time_seconds", "From a request's arrival until the engine has it.")
+
+        self._draft_cache = gauge("fly:draft_cache_usage_perc", "Share of a drafter's cache that is held.", "level")
+        self._k = histogram("fly:draft_length", "Tokens that were drafted in a round (K as it was chosen).", _COUNTS)
+        self._stands = counter("fly:tokens", "Generated tokens, by why they stand.", "reason")
+        self._relaxed = counter(
+            "fly:relaxed_tokens", "Mismatches that stand, by the rules that excused them.", "clause"
+        )
+        self._gate_asked = counter("fly:gate_asked", "Mismatches that a condition was asked about.", "clause")
+        self._gate_passed = counter("fly:gate_passed", "Those where it held.", "clause")
+        self._refused = counter("fly:requests_refused", "Requests that were refused, by HTTP status.", "status")
+        for reason in ("stop", "length", "abort", "error"):
+            self._finished.labels(model, reason)
+
+    def text(self) -> bytes:
+        """The exposition format."""
+        return generate_latest(self.registry)
+
+    def refused(self, status: int) -> None:
+        """A request got an error as its answer."""
+        self._refused.labels(self._model, str(status)).inc()
+
+    def load(self, load: Load) -> None:
+        """How full the engine is."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        for level, share in enumerate(load.caches):
+            if level:
+                self._draft_cache.labels(self._model, str(level - 1)).set(share)
+            else:
+                self._cache.set(share)
+
+    def step(self, tokens: list[Token], drafted: int, accepted: int) -> None:
+        """One step of one completion."""
+        self._generated.inc(len(tokens))
+        for why, count in Counts(token.why for token in tokens).items():
+            self._stands.labels(self._model, why.name.lower()).inc(count)
+        for token in tokens:
+            if token.why == Why.RELAXED:
+                self._relaxed.labels(self._model, self._clause(token.clause or "")).inc()
+        if drafted:
+            self._drafts.inc()
+            self._drafted.inc(drafted)
+            self._accepted.inc(accepted)
+            self._k.observe(drafted)
+            for position in range(accepted):
+                self._by_position.labels(self._model, str(position)).inc()
+
+    def ended(self, reason: str, stats: Stats | None) -> None:
+        """A completion is over: ``stop``, ``length``, ``abort`` (its client left, or its time was up) or ``error``."""
+        self._finished.labels(self._model, reason).inc()
+        if stats is None:
+            return
+        self._prompt.inc(stats.prompt_tokens)
+        self._asked.inc(stats.prompt_tokens)
+        self._cached.inc(stats.cached)
+        self._preempted.inc(stats.preempted)
+        for name, gate in stats.gates.items():
+            clause = self._clause(name)
+            self._gate_asked.labels(self._model, clause).inc(gate.asked)
+            self._gate_passed.labels(self._model, clause).inc(gate.passed)
+
+    def _clause(self, text: str) -> str:
+        """A clause without its parameters, of which requests can make up any number."""
+        name = text
+        while (shorter := re.sub(r"\([^()]*\)", "", name)) != name:
+            name = shorter
+        if name not in self._clauses:
+            if len(self._clauses) >= _MOST_CLAUSES:
+                return "other"
+            self._clauses.add(name)
+        return name

@@ -1,0 +1,303 @@
+"""What clients may send: OpenAI's requests with our extensions, as pydantic models. Knows nothing of engines.
+
+A field that is not here is an error that names it, as is a value that cannot be had. Fields that OpenAI's service knows
+and this one cannot give any meaning are not here, or allow their neutral value only.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+from fly.types import SamplingParams
+
+__all__ = [
+    "ChatRequest",
+    "CompletionRequest",
+    "DetokenizeRequest",
+    "Generation",
+    "Message",
+    "SpeculationRequest",
+    "TokenizeRequest",
+]
+
+_MOST = 1024  # entries of a small list or mapping
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+# One error is enough: a list of a million wrong entries would make a million.
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=_MOST)]
+
+
+class _Body(BaseModel):
+    """Values are taken as they are: a number in quotes is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, data: Any) -> Any:
+        """Named all at once, before anything else is looked at."""
+        known = [field.alias or name for name, field in cls.model_fields.items()]
+        if isinstance(data, dict) and (unknown := [name for name in data if name not in known]):
+            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            raise PydanticCustomError(
+                "unknown_parameter",
+                "unknown or unsupported: {shown}; known: {known}",
+                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
+            )
+        return data
+
+
+class SpeculationRequest(_Body):
+    """How drafts are made and judged for this request, within what the operator enabled.
+
+    ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. ``k`` tokens are drafted a
+    round at most, by ``draft``. ``off`` decodes without speculation. ``provenance`` asks for the reason, the
+    target's own choice and its entropy of every token.
+    """
+
+    policy: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = None
+    k: int | None = None
+    draft: str | None = None
+    off: bool = False
+    provenance: bool = False
+
+
+class StreamOptions(_Body):
+    """``include_usage``: a last chunk without choices tells the usage."""
+
+    include_usage: bool | None = None
+    include_obfuscation: Literal[False] | None = None
+
+
+class JSONSchema(_Body):
+    """A form for the answer. ``strict`` changes nothing: the form always holds."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """The form of the answer: plain text, any JSON object, or JSON under a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JSONSchema | None = None
+
+    @model_validator(mode="after")
+    def _schema_where_it_belongs(self) -> ResponseFormat:
+        if (self.json_schema is None) == (self.type == "json_schema"):
+            raise ValueError(f"type {self.type!r} {'needs' if self.json_schema is None else 'takes no'} json_schema")
+        return self
+
+
+class Generation(_Body):
+    """What both endpoints share. None is the default: for sampling, that of the checkpoint.
+
+    ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` are for a service's own records; they are
+    taken and have no effect.
+    """
+
+    model: str
+    temperature: Finite | None = Field(None, ge=0)
+    top_p: Finite | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, lt=2**31)
+    min_p: Finite | None = Field(None, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    n: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=0, lt=2**31)
+    min_tokens: int | None = Field(None, ge=0, lt=2**31)
+    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST)] | None = None
+    ignore_eos: bool | None = None
+    presence_penalty: Finite | None = Field(None, ge=-2, le=2)
+    frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
+    repetition_penalty: Finite | None = Field(None, gt=0)
+    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=_MOST)] | None = None
+    response_format: ResponseFormat | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationRequest | None = None
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    store: Literal[False] | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _few_biases(cls, data: Any) -> Any:
+        if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > _MOST:
+            raise PydanticCustomError(
+                "too_long", "logit_bias has {count} entries, more than {most}", {"count": len(bias), "most": _MOST}
+            )
+        return data
+
+    @model_validator(mode="after")
+    def _stream_options_of_streams(self) -> Generation:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options: only with stream: true")
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        """The limit that the request sets itself."""
+        return self.max_tokens
+
+    @property
+    def explains(self) -> bool:
+        """Whether every token is to be accounted for."""
+        return self.speculation is not None and self.speculation.provenance
+
+    @property
+    def with_usage(self) -> bool:
+        """Whether a stream ends with its usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def top(self) -> int | None:
+        """How many likely tokens to list at each place; None for no log-probabilities at all."""
+        raise NotImplementedError
+
+    def params(self, default: SamplingParams, seed: int, max_tokens: int) -> SamplingParams:
+        """How it is sampled. Raises ``ValueError`` whose text starts with the name of the field."""
+        names = (
+            *("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos"),
+            *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+        )
+        given = {name: value for name in names if (value := getattr(self, name)) is not None}
+        for name in ("stop", "stop_token_ids", "bad_words"):
+            if (value := getattr(self, name)) is not None:
+                given[name] = value if isinstance(value, str) else tuple(value)
+        if self.logit_bias is not None:
+            if bad := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
+                raise ValueError(f"logit_bias: {bad[0]!r} is no token id")
+            given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
+        if (form := self.response_format) is not None and form.type != "text":
+            if "structured" not in SamplingParams.model_fields:
+                raise ValueError(f"response_format: type {form.type!r} is not available; choose 'text'")
+            schema = form.json_schema
+            given["structured"] = {"json_object": True} if schema is None else {"json_schema": schema.schema_}
+        return SamplingParams.model_validate(
+            default.model_dump()
+            | given
+            | {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
+        )
+
+
+class CompletionRequest(Generation):
+    """``/v1/completions``. Texts are read as they stand, special tokens included."""
+
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST)]
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=20)
+    best_of: int | None = Field(None, ge=1)
+    suffix: None = None
+
+    @model_validator(mode="after")
+    def _what_cannot_be_had(self) -> CompletionRequest:
+        if self.best_of not in (None, self.n or 1):
+            raise ValueError(f"best_of: {self.best_of} is not supported beyond n; every completion is returned")
+        if self.echo and self.logprobs is not None:
+            raise ValueError("echo: with logprobs it would need those of the prompt, which are not worked out")
+        return self
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def top(self) -> int | None:
+        return self.logprobs
+
+
+class Part(_Body):
+    """A piece of a message. There are no images, sounds or files here."""
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    """One message. A message of an answer can be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=_MOST)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST)] | None = None
+    tool_call_id: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text in one piece, and nothing that was not said."""
+        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        said = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * _MOST)]
+Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=_MOST)]
+
+
+class ChatRequest(Generation):
+    """``/v1/chat/completions``. ``tools`` go to the chat template; what the model says of them is its text."""
+
+    messages: Messages
+    max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
+    tools: Tools | None = None
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Literal[True] | None = None
+    modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
+
+    @model_validator(mode="after")
+    def _what_belongs_together(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs: needs logprobs: true")
+        if None not in (self.max_tokens, self.max_completion_tokens):
+            raise ValueError("max_completion_tokens: give this or max_tokens")
+        return self
+
+    @property
+    def wanted_tokens(self) -> int | None:
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class TokenizeRequest(_Body):
+    """``/tokenize``: of a text, or of a conversation by the chat template."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+
+class DetokenizeRequest(_Body):
+    """``/detokenize``: the text of tokens, special ones included."""
+
+    model: str | None = None
+    tokens: Annotated[list[TokenId], Field(fail_fast=True)]

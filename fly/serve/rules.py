@@ -1,0 +1,172 @@
+"""Which speculation a request may ask for. Knows nothing of HTTP or engines.
+
+A request's policy is a text or a mapping from a stranger: it may combine the rules that the operator enabled, and never
+imports code.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fly.policies import AcceptancePolicy, Exact, condition_types, load_policy, parse_policy, policy_types
+from fly.policies.base import Relaxed
+from fly.policies.conditions import All, AnyOf, Not
+from fly.policies.registry import PRESETS
+from fly.types import Guarantee
+
+__all__ = ["Rules", "Speculation"]
+
+_COMPOSITES = {rule.name for rule in (Relaxed, All, AnyOf, Not)}
+_LONGEST = 2000  # characters of a policy from a request: a hundred conditions
+
+
+@dataclass(frozen=True)
+class Speculation:
+    """What a request gets."""
+
+    policy: AcceptancePolicy
+    k: int
+    draft: str  # "none" where nothing is drafted
+
+    def as_dict(self) -> dict[str, Any]:
+        """As it stands in an answer: ``guarantee`` is what the policy promises about the law of the text."""
+        bound = self.policy.bound
+        return {
+            "policy": str(self.policy),
+            "guarantee": self.policy.guarantee.value,
+            "bound": None if bound is None else str(bound),
+            "k": self.k,
+            "draft": self.draft,
+        }
+
+
+class Rules:
+    """What a server speculates by, and what requests may change about it.
+
+    Args:
+        policy, k, draft: what holds where a request says nothing. ``draft`` is its text, "none" if there is none.
+        enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
+            policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
+            None is every rule that is installed. ``exact`` and the default policy are always enabled.
+        max_k: most tokens that may be drafted a round.
+        require_lossless: whether policies that promise less are refused.
+
+    Raises:
+        ValueError: an entry is neither, or the default policy is not lossless where it has to be.
+    """
+
+    def __init__(
+        self,
+        policy: AcceptancePolicy,
+        k: int,
+        draft: str,
+        enabled: tuple[str, ...] | None = None,
+        max_k: int = 64,
+        require_lossless: bool = False,
+    ) -> None:
+        self.policy, self.k, self.draft = policy, k, draft
+        self.max_k, self.require_lossless = max(max_k, k), require_lossless
+        # ast.parse of Python 3.11 counts its depth in one place for all threads, and takes fright when two are at it.
+        self._parsing = threading.Lock()
+        self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
+        installed = {**policy_types(), **condition_types()}
+        self.names = sorted(installed) if enabled is None else ["exact"]
+        for entry in enabled or ():
+            if entry in installed:
+                self.names.append(entry)
+            else:
+                self._whole[_squeezed(entry)] = parse_policy(entry, trusted=True)
+        if enabled is None:
+            self._whole |= {name: make() for name, make in PRESETS.items()}
+        self._promised(policy)
+
+    @property
+    def choices(self) -> list[str]:
+        """What requests may name."""
+        return list(dict.fromkeys([*self.names, *map(str, self._whole)]))
+
+    @property
+    def drafts(self) -> list[str]:
+        return [self.draft, "none"] if self.draft != "none" else ["none"]
+
+    def choose(
+        self,
+        policy: str | Mapping[str, Any] | None = None,
+        k: int | None = None,
+        draft: str | None = None,
+        off: bool = False,
+    ) -> Speculation:
+        """What a request gets that asks for these. Raises ``ValueError`` naming what it may not have, and the choices;
+        its first argument starts with the name of the field."""
+        if draft is not None and draft not in self.drafts:
+            raise ValueError(f"draft: {draft!r} is not enabled here; choices: {self.drafts}")
+        if k is not None and not 0 <= k <= self.max_k:
+            raise ValueError(f"k: {k} is not in 0..{self.max_k}, which this server allows")
+        if k and "none" in (draft, self.draft):
+            raise ValueError(f"k: {k} tokens cannot be drafted without a draft")
+        if off:
+            if given := [n for n, v in (("policy", policy), ("k", k), ("draft", draft)) if v is not None]:
+                raise ValueError(f"off: true leaves nothing that {', '.join(given)} could change")
+            return Speculation(Exact(), 0, "none")
+        rule = self.policy if policy is None else self._read(policy)
+        chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
+        return Speculation(rule, chosen, self.draft if chosen else "none")
+
+    def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
+        if isinstance(given, str) and (whole := self._whole.get(_squeezed(given))) is not None:
+            return self._promised(whole)
+        size = len(given if isinstance(given, str) else json.dumps(given))
+        if size > _LONGEST:
+            raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
+        try:
+            with self._parsing:
+                rule = load_policy(given)
+                named = (
+                    _in_text(ast.parse(given.strip(), mode="eval").body) if isinstance(given, str) else _in_data(given)
+                )
+                names = set(named)
+        except (RecursionError, MemoryError, TypeError, OverflowError) as error:
+            raise ValueError(f"policy: cannot be read: {error}") from None
+        except ValueError as error:
+            raise ValueError(f"policy: {error}") from None
+        if refused := sorted(names - {*self.names, *self._whole}):
+            raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
+        return self._promised(rule)
+
+    def _promised(self, rule: AcceptancePolicy) -> AcceptancePolicy:
+        if self.require_lossless and rule.guarantee is not Guarantee.LOSSLESS:
+            raise ValueError(f"policy: {str(rule)!r} is {rule.guarantee.value}; this server requires lossless ones")
+        return rule
+
+
+def _squeezed(text: str) -> str:
+    return "".join(text.split())
+
+
+def _in_text(node: ast.expr) -> Iterator[str]:
+    """The rules that a policy's text names. (A parsed policy does not tell: ``fly & after(2)`` has become the
+    conditions that it is made of.)"""
+    if isinstance(node, ast.BinOp):
+        yield from _in_text(node.left)
+        yield from _in_text(node.right)
+    elif isinstance(node, ast.UnaryOp):
+        yield from _in_text(node.operand)
+    else:
+        yield ast.unparse(node.func if isinstance(node, ast.Call) else node)
+
+
+def _in_data(value: object) -> Iterator[str]:
+    """The rules that a policy's mapping names, those that merely combine others aside."""
+    if isinstance(value, Mapping):
+        if value.get("name") not in _COMPOSITES:
+            yield str(value.get("name"))
+        for item in value.values():
+            yield from _in_data(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from _in_data(item)

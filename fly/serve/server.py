@@ -1,0 +1,45 @@
+"""Running the application: uvicorn, and a graceful end. Knows nothing of endpoints."""
+
+from __future__ import annotations
+
+import time
+from types import FrameType
+
+import uvicorn
+
+from fly.serve.app import Service, create_app
+
+__all__ = ["Server"]
+
+
+class Server(uvicorn.Server):
+    """Serves until a signal. On the first SIGTERM or SIGINT it is no longer ready and refuses new requests (503), but
+    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over, or at a second signal."""
+
+    def __init__(self, service: Service, log_level: str = "info") -> None:
+        self.service, settings = service, service.settings
+        self._deadline: float | None = None  # until when it drains
+        super().__init__(
+            uvicorn.Config(
+                create_app(service),
+                host=settings.host,
+                port=settings.port,
+                log_level=log_level,
+                access_log=False,
+                timeout_keep_alive=75,  # longer than load balancers keep a connection that nobody uses
+                timeout_graceful_shutdown=5,  # for what is left after draining: readers that do not read
+            )
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.service.draining:
+            self.force_exit = self.should_exit = True
+        self.service.draining = True
+
+    async def on_tick(self, counter: int) -> bool:
+        if self.service.draining:
+            if self._deadline is None:
+                self._deadline = time.monotonic() + self.service.settings.drain_timeout
+            if not self.service.open or time.monotonic() > self._deadline:
+                self.should_exit = True
+        return await super().on_tick(counter)

@@ -1,0 +1,58 @@
+"""A server in this process, on a loopback port of its own. Imported by the tests of the server."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fly import LLM
+from fly.serve import Server, Service, Settings
+
+__all__ = ["MODEL", "Running", "eventually", "running"]
+
+MODEL = "fly-tiny"
+
+
+@dataclass
+class Running:
+    """A server that takes requests."""
+
+    service: Service
+    server: Server
+    url: str
+
+    @property
+    def all_free(self) -> bool:
+        """Whether no request holds a page of any cache."""
+        return all(each.num_free == each.num_blocks for each in self.service.llm.scheduler.allocators())
+
+
+def eventually(holds: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether it comes true: other threads take their time."""
+    end = time.monotonic() + seconds
+    while not (true := holds()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return true
+
+
+@contextlib.contextmanager
+def running(draft: str = "ngram", options: dict[str, Any] | None = None, **settings: Any) -> Iterator[Running]:
+    """A server of the smallest model; ``options`` are for the ``LLM``."""
+    llm = LLM(MODEL, **{"draft": None if draft == "none" else draft, "dtype": "float32", "k": 6, **(options or {})})
+    service = Service(llm, Settings(**settings), draft=draft, name=MODEL)
+    server = Server(service, log_level="error")
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    assert eventually(lambda: server.started)
+    try:
+        yield Running(service, server, f"http://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        server.should_exit = True
+        thread.join(30)
+    assert not thread.is_alive()
