@@ -76,7 +76,10 @@ class Runner:
         """The tokens of ``row`` that are cached. A row not seen before starts with the pages that others have filled
         with the beginning of its tokens (all but the last, which has to be fed)."""
         if (cached := self._cached.get(row.id)) is None:
-            shared = self.cache.allocator.adopt(row.id, row.tokens[:-1]) if self.share else 0
+            allocator = self.cache.allocator
+            # another runner on the same cache may know it
+            adopts = self.share and row.id not in allocator
+            shared = allocator.adopt(row.id, row.tokens[:-1]) if adopts else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 

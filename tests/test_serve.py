@@ -540,8 +540,8 @@ def test_keys_limits_and_body_sizes() -> None:
 
 
 def test_a_request_has_its_time() -> None:
-    with running(timeout=0.25) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-        long: Any = {"model": MODEL, "prompt": "a", "max_tokens": 1000, "extra_body": {"ignore_eos": True}}
+    with running(timeout=0.05) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
+        long: Any = {"model": MODEL, "prompt": "a", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.InternalServerError, match="not finished within"):
             client.completions.create(**long)
         with pytest.raises(openai.APIError, match="not finished within"):

@@ -62,6 +62,10 @@ class BlockAllocator:
         """How many of them still have content that a new sequence may share."""
         return len(self._idle)
 
+    def __contains__(self, seq: Hashable) -> bool:
+        """Whether ``seq`` holds an entry, be it of no pages."""
+        return seq in self._tables
+
     def sequences(self) -> list[Hashable]:
         """Sequences that hold an entry, in order of arrival."""
         return list(self._tables)
