@@ -177,7 +177,8 @@ def measure_promise(
     them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times.
     """
     plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
-    vocabulary, rng = plain.engine.runner.model.config.vocab_size, Random(0)
+    target = plain.engine.runner.model
+    vocabulary, rng = target.config.vocab_size, Random(0)
     prompts = {
         RANDOM: [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)],
         WRONG: [plain.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, count)],
@@ -190,7 +191,7 @@ def measure_promise(
         if text == WRONG:
             draft = Misleading(draft, vocabulary)
         draft = AdaptiveDraft(draft) if adaptive else draft
-        return LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels)
+        return LLM(target, draft=draft)  # of the same weights: where a copy lies in memory shows
 
     found = []
     for name, text in product(names, prompts):
