@@ -170,6 +170,7 @@ class Worker:
             with self._condition:
                 self.failure = error
                 lost = [*self._open.values(), *(job for _, job in self._inbox if job is not None)]
+                self._open, self._inbox = {}, []
             told: list[tuple[Job, Event | None]] = [(job, Answer(job.key, error)) for job in lost]
             log.exception("the engine has failed; nothing more is taken in")
             self._loop.call_soon_threadsafe(self._deliver, told, lost)
