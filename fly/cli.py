@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import statistics
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -73,14 +75,14 @@ def _plain_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _ranks() -> Iterator[Any]:
+def _ranks(on_fault: Any = None) -> Iterator[Any]:
     """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
     from fly.parallel import launch
 
-    with launch() as ranks:
+    with launch(on_fault=on_fault) as ranks:
         if not ranks.leads:
             sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         yield ranks
@@ -313,17 +315,25 @@ def serve(
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
+    kernels: Kernels = "auto",
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
-    with _plain_errors():
+    services: list[Any] = []
+
+    def lost(message: str) -> None:
+        """A rank is gone: whoever waits for an answer is told before this process ends."""
+        for service in services:
+            service.worker.fail(RuntimeError(message))
+            time.sleep(0.5)
+
+    with _plain_errors(), _ranks(lost) as ranks:
         from fly.llm import LLM
         from fly.serve import Server, Service, Settings
+        from fly.serve.turns import Turns
 
-        if (ranks := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
-            raise ValueError(f"started as {ranks} ranks, and a server has one process so far")
         settings = Settings(
             host=host,
             port=port,
@@ -337,9 +347,25 @@ def serve(
             timeout=timeout,
             drain_timeout=drain_timeout,
         )
-        setup = _setup(context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device)
-        service = Service(LLM.from_config(setup), settings, draft=setup.draft, name=setup.model)
-        Server(service).run()
+        setup = _setup(
+            context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
+        )
+        llm, turns = LLM.from_config(setup, ranks), None
+        if ranks is not None:
+            from fly.parallel import follow, lead
+
+            if not ranks.leads:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)  # it ends when the first rank has finished what it has
+                follow(ranks, Turns(llm))
+                return
+            turns = lead(ranks, Turns(llm))
+        services.append(Service(llm, settings, draft=setup.draft, name=setup.model, turns=turns))
+        try:
+            Server(services[0]).run()
+        finally:
+            if turns is not None:
+                turns.close()
 
 
 @app.command()

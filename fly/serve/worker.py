@@ -131,6 +131,17 @@ class Worker:
         self.jobs.add(job)
         return job
 
+    def fail(self, error: Exception) -> None:
+        """Give up all that is open, and take nothing more in; from any thread."""
+        with self._condition:
+            if self.failure is not None:
+                return
+            self.failure = error
+            lost = [*self._open.values(), *(job for _, job in self._inbox if job is not None)]
+            self._open, self._inbox = {}, []
+        told: list[tuple[Job, Event | None]] = [(job, Answer(job.key, error)) for job in lost]
+        self._loop.call_soon_threadsafe(self._deliver, told, lost)
+
     def cancel(self, job: Job) -> None:
         """End a job, if it goes on: its pages are free after the step that is under way, and its queue ends now."""
         if job.done:
@@ -167,13 +178,8 @@ class Worker:
                     taken, self._inbox = self._inbox, []
                 self._take_turn(taken)
         except Exception as error:  # an error of one request is an event of it; this is one of the engine
-            with self._condition:
-                self.failure = error
-                lost = [*self._open.values(), *(job for _, job in self._inbox if job is not None)]
-                self._open, self._inbox = {}, []
-            told: list[tuple[Job, Event | None]] = [(job, Answer(job.key, error)) for job in lost]
             log.exception("the engine has failed; nothing more is taken in")
-            self._loop.call_soon_threadsafe(self._deliver, told, lost)
+            self.fail(error)
 
     def _take_turn(self, taken: list[tuple[Message, Job | None]]) -> None:
         now = time.monotonic()
