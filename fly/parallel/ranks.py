@@ -249,8 +249,13 @@ class lead:
         self.ranks, self.handle = ranks, handle
 
     def __call__(self, message: Any) -> Any:
-        self.ranks.share((message,), wait=True)
-        return self.ranks.together(lambda: self.handle(message), "a request")
+        try:
+            self.ranks.share((message,), wait=True)
+            return self.ranks.together(lambda: self.handle(message), "a request")
+        except CollectiveError:
+            if self.ranks.watch is not None:  # it knows who is to blame, says so, and ends this process
+                time.sleep(2 * self.ranks.watch.patience)
+            raise
 
     def close(self) -> None:
         """Let the others go."""
