@@ -339,3 +339,45 @@ def test_a_lossy_level_is_refused_above_temperature_zero(policy: Exact) -> None:
         strategy.propose(rows, [4, 4])
     assert strategy.propose(rows, [4, 0]).lengths_B.tolist() == [4, 0]
     assert strategy.propose(rows[:1], [4]).lengths_B.tolist() == [4]
+
+
+@pytest.mark.parametrize("below_is_faster", [True, False])
+def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: bool) -> None:
+    """The clock runs by what is done; the tokens are the same either way."""
+    model, now = random_llama(3), [0.0]
+    asked, alone = [0], [0]
+
+    class Whole:
+        config, device, logits = model.config, model.device, staticmethod(model.logits)
+
+        def __call__(self, *args):  # type: ignore[no-untyped-def]
+            return model(*args)
+
+        def greedy(self, tokens_T, positions_T, kv, most, stop_ids):  # type: ignore[no-untyped-def]
+            """As the compiled kernels do, for one row."""
+            alone[0] += 1
+            now[0] += 1.0
+            text, drafted = kv.cache, []
+            hidden = model(tokens_T, positions_T, kv)
+            (seq,), at = kv.seqs, int(positions_T[-1]) + 1
+            while True:
+                drafted.append(int(model.logits(hidden[-1:]).argmax()))
+                if len(drafted) == most[0] or drafted[-1] in stop_ids[0]:
+                    return [drafted]
+                hidden = model(torch.tensor(drafted[-1:]), torch.tensor([at]), text.batch([seq], [at], [1]))
+                at += 1
+
+    class Below(NGramDraft):
+        def propose(self, rows, max_len):  # type: ignore[no-untyped-def]
+            asked[0] += 1
+            now[0] += 0.01 if below_is_faster else 1.0
+            return super().propose(rows, max_len)
+
+    level = SingleDraft(Whole(), Below())  # type: ignore[arg-type]
+    level.clock = lambda: now[0]
+    twin = SingleDraft(model)
+    for number in range(60):
+        tokens = [number % 7, 1, 2, 1, 2, number % 5]
+        (mine,), (plain,) = (s.propose([make_row(tokens)], [8]).chains for s in (level, twin))
+        assert mine == plain
+    assert (asked[0] > 50 > 8 > alone[0]) if below_is_faster else (alone[0] > 50)

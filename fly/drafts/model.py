@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from contextlib import suppress
@@ -30,13 +31,49 @@ from fly.vocabulary import argmax
 __all__ = ["CascadeDraft", "SingleDraft"]
 
 
+_NEWS = 0.2  # weight of a new measurement
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # proposals after which the slower way is tried again
+
+
+class _Ways:
+    """Which of two ways to the same tokens takes less time: with the level below (0), or without (1).
+
+    Each is measured twice; then the faster is taken, and the other tried again after more and more proposals.
+    """
+
+    def __init__(self) -> None:
+        self.seconds, self.seen = [math.inf, math.inf], [0, 0]  # a token; measurements
+        self.waited, self.wait = 0, _FIRST_WAIT
+
+    def choose(self) -> int:
+        """The way to go now."""
+        if min(self.seen) < 2:
+            return self.seen.index(min(self.seen))
+        faster = self.seconds.index(min(self.seconds))
+        self.waited += 1
+        if self.waited < self.wait:
+            return faster
+        self.waited, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
+        return 1 - faster
+
+    def add(self, way: int, seconds: float) -> None:
+        """So long a token took. The first two may have had other things to do, such as to catch up with a text."""
+        self.seen[way] += 1
+        if self.seen[way] <= 2:
+            self.seconds[way] = min(self.seconds[way], seconds)
+        else:
+            self.seconds[way] += _NEWS * (seconds - self.seconds[way])
+
+
 class SingleDraft(DraftStrategy):
     """One draft model. Alone it decodes autoregressively; with a ``draft`` strategy of its own, that proposes and
     this model verifies, round after round, until enough tokens stand: a speculative decoder is a draft strategy.
 
     Args:
         model: a loaded model, or the path or bundled name of a checkpoint.
-        draft: who proposes for this model; None for nobody.
+        draft: who proposes for this model; None for nobody. Where the model can draft in one call (compiled kernels,
+            temperature 0, a policy that is exact), ``draft`` is asked only while that is measured to take less time;
+            the tokens are the same.
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
@@ -82,6 +119,7 @@ class SingleDraft(DraftStrategy):
         self._model, self._control = model, control
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
         self._attached = False
+        self._ways, self.clock = _Ways(), time.perf_counter
 
     @cached_property
     def runner(self) -> Runner:
@@ -126,7 +164,7 @@ class SingleDraft(DraftStrategy):
             raise ValueError("this level has a draft strategy already; a cascade gives it one")
         draft = self._understood(draft)
         level = object.__new__(SingleDraft)
-        level.__dict__.update(self.__dict__, draft=draft)
+        level.__dict__.update(self.__dict__, draft=draft, _ways=_Ways())
         return level
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
@@ -154,10 +192,15 @@ class SingleDraft(DraftStrategy):
         self.runner.commit(scratch)  # what was drafted last may still be cached, even for a fork of other tokens
         starts = [len(row.tokens) for row in rows]
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
-        if (drafted := self._at_once([scratch[b] for b in active], [most[b] for b in active])) is not None:
-            for b, tokens in zip(active, drafted):
-                scratch[b].tokens += tokens
-            active = []
+        way, begin = None, 0.0
+        if self._may_go_at_once(scratch):
+            if self.draft is not None:
+                way, begin = self._ways.choose(), self.clock()
+            if way != 0:
+                drafted = self.runner.greedy([scratch[b] for b in active], [most[b] for b in active])
+                for b, tokens in zip(active, drafted or ()):
+                    scratch[b].tokens += tokens
+                active = [] if drafted is not None else active
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
             new_laws, sure = self._advance([scratch[b] for b in active], left)
@@ -165,6 +208,9 @@ class SingleDraft(DraftStrategy):
                 laws[b] += row_laws
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
             active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
+        if way is not None:
+            count = sum(len(row.tokens) - start for row, start in zip(scratch, starts))
+            self._ways.add(way, (self.clock() - begin) / max(count, 1))
         proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], self.runner.model.device)
         if all(row.greedy for row in rows):
             return proposal
@@ -200,11 +246,12 @@ class SingleDraft(DraftStrategy):
 
         return translated(draft, self.tokenizer, self.vocab_size)
 
-    def _at_once(self, rows: list[Sequence], most: list[int]) -> list[list[int]] | None:
-        """What ``_advance`` comes to, over and over, in one call of the model; None where it must go step by step."""
-        if self.draft is not None or self._stops or not all(row.greedy and not constrains(row) for row in rows):
-            return None
-        return self.runner.greedy(rows, most)
+    def _may_go_at_once(self, rows: list[Sequence]) -> bool:
+        """Whether one call of the model gives what ``_advance`` comes to, over and over."""
+        if self._stops or not hasattr(self.runner.model, "greedy"):
+            return False
+        exact = self.draft is None or self.policy.guarantee is Guarantee.LOSSLESS
+        return exact and all(row.greedy and not constrains(row) for row in rows)
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws
