@@ -345,7 +345,8 @@ def serve(
             max_tokens=max_tokens,
             max_k=max_k,
             timeout=timeout,
-            drain_timeout=drain_timeout,
+            # torchrun kills its processes 30 seconds after it told them to end
+            drain_timeout=drain_timeout if ranks is None else min(drain_timeout, 22.0),
         )
         setup = _setup(
             context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels

@@ -22,7 +22,7 @@ from fly.engine import common_prefix
 from fly.models.tokenizer import Tokenizer
 from fly.types import SamplingParams, StructuredOutput
 
-__all__ = ["Grammars", "Matcher"]
+__all__ = ["Grammars", "Matcher", "StructuredError"]
 
 _COMPILED = 64  # grammars kept
 _MASKS = 256  # masks kept of a row: more than any draft is long
@@ -32,6 +32,10 @@ _LIMITS = LLParserLimits(verbose_errors=False)
 _BLANKS = r" |\n[ ]{0,16}"
 # 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
 _BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
+
+
+class StructuredError(ValueError):
+    """A request's form cannot be had: that is the request's own fault."""
 
 
 class Grammars:
@@ -166,10 +170,10 @@ class Matcher:
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
 
     def check(self, place: int) -> None:
-        """Raise ``ValueError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
+        """Raise ``StructuredError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
         go on: the vocabulary cannot spell what must follow, or the grammar is beyond the limits of the library."""
         if place in self._stuck:
-            raise ValueError(f"structured output cannot go on: {self._stuck[place]}")
+            raise StructuredError(f"structured output cannot go on: {self._stuck[place]}")
 
     def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, bytearray]:
         """What may follow each place that the grammar can reach, branch by branch."""

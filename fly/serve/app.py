@@ -32,6 +32,7 @@ from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
 from fly.serve.turns import Answer, Event, News, Turns
 from fly.serve.worker import Busy, Job, Stopped, Worker
+from fly.structured import StructuredError
 from fly.types import SamplingParams
 
 __all__ = ["Service", "create_app"]
@@ -252,7 +253,9 @@ class Answering:
             raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
         error = None if event is None else event.error
         if isinstance(error, ValueError) and isinstance(event, Answer):
-            raise ApiError(400, str(error), code="invalid_value")
+            raise ApiError(400, str(error), "response_format" if "structured" in str(error) else None, "invalid_value")
+        if isinstance(error, StructuredError):
+            raise ApiError(400, str(error), "response_format", "invalid_value")
         if error is not None:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
         return event

@@ -40,6 +40,9 @@ class Server(uvicorn.Server):
         if self.service.draining:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.service.settings.drain_timeout
-            if not self.service.open or time.monotonic() > self._deadline:
+            if time.monotonic() > self._deadline and not self.should_exit:
+                self.service.worker.fail(RuntimeError("the server ends, and this request took too long to wait for"))
+                self.should_exit = True
+            elif not self.service.open:
                 self.should_exit = True
         return await super().on_tick(counter)
