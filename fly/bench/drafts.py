@@ -34,6 +34,7 @@ STRATEGIES = (
     "ngram+fly-draft",
     "suffix+fly-draft",
     "ngram+fly-tiny+fly-draft",
+    "fly-tiny+fly-draft",
     "relay((fly-draft, 10), (ngram, 5))",
     "union(suffix, fly-draft)",
     "adaptive(ngram)",

@@ -27,10 +27,11 @@ _ASTRAY = 0.05  # chance that a token stands where the strategy has lost the thr
 _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
 _SURE = 5.0  # the odds stay within this, so that a text may change
-_LATE = 16  # tokens by which a text has grown before a drafter that has not seen them has to catch up
+_LATE = 32  # tokens by which a text has grown before a drafter that has not seen them has to catch up
 _REST = 64  # rounds that a row may go on before it is thought about again
 # In rounds without a draft:
-_ONCE = 4.0  # what may be lost by finding out what a strategy is worth
+_ONCE = 8.0  # what may be lost by finding out what a strategy is worth
+_POT = 4.0  # what is saved for probes, at most
 _GIFT = 0.02  # share of gains that may be spent on probes
 _CREDIT = 12.0  # gain that may be lost again
 
@@ -68,7 +69,7 @@ class _Line:
     def __init__(self, through_zero: bool = True) -> None:
         self.start = self.slope = 0.0
         self.count = 0
-        self._surprised = False
+        self._off = 0  # how often in a row it was too little (above 0), or too much
         self._zero, self._flat = 8.0 * through_zero, float(not through_zero)
         self._weight = self._x = self._y = self._xx = self._xy = 0.0
 
@@ -84,10 +85,10 @@ class _Line:
             self._y *= max(seconds, 0.0) / expected
             self._xy *= max(seconds, 0.0) / expected
         self.count += 1
-        # What does not fit twice in a row is a change, before which little counts any more.
-        surprise = seconds + base > 1.5 * (expected + base) or expected + base > 1.5 * (seconds + base)
-        keep = 0.5 if surprise and self._surprised else 1 - 1 / _COSTS
-        self._surprised = surprise
+        # What is off three times in a row, to the same side, is a change, before which little counts any more.
+        ratio = (seconds + base) / (expected + base)
+        self._off = max(self._off, 0) + 1 if ratio > 1.7 else min(self._off, 0) - 1 if ratio < 1 / 1.7 else 0
+        keep = 0.5 if abs(self._off) >= 3 else 1 - 1 / _COSTS
         self._weight = keep * self._weight + 1
         self._x = keep * self._x + size
         self._y = keep * self._y + seconds
@@ -238,7 +239,7 @@ class AdaptiveDraft(Wrapper):
     stood there lately, are weighed in.
 
     The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
-    draft, and once four rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
+    draft, and once eight rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
     of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
     which nothing is asked of the strategy it does not hear of: even listening takes time.
 
@@ -259,7 +260,7 @@ class AdaptiveDraft(Wrapper):
         self.strategy, self.loss, self.clock = strategy, loss, clock
         self._costs = {True: _Costs(), False: _Costs()}  # by whether all rows are at temperature 0
         self._rates = _Rates()
-        self._balance = 0.0  # seconds gained by drafting, and allowed to be lost
+        self._balance = 0.0  # seconds gained by drafting
         self._pot = 0.0  # seconds that may be spent on probes
         self._rows: dict[int, _Row] = {}
         self._astray = _FEAR  # share of the latest rows in which the strategy was at the end
@@ -367,8 +368,8 @@ class AdaptiveDraft(Wrapper):
     def _book(self, elapsed: float, gained: float, base: float) -> None:
         """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later. Nor is more
         of a loss held against it than what may be lost, which it takes a change of costs to exceed."""
-        self._balance = max(min(self._balance + self.loss * elapsed + gained, _CREDIT * base), -_ONCE * base)
-        self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _ONCE * base)
+        self._balance = max(min(self._balance + gained, _CREDIT * base), -_ONCE * base)
+        self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _POT * base)
 
     def _lengths(self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
@@ -425,9 +426,9 @@ class AdaptiveDraft(Wrapper):
         """Where nothing pays: two tokens in a row that the pot can pay for, or a rest until it can."""
         for b, (row, late) in enumerate(zip(known, behind)):
             cost = price + costs.late(late)
-            pot = min(self._pot, self._balance + _ONCE * base)
-            if cost <= pot and max_len[b]:
+            wanted = min(cost, _POT * base)  # a full pot pays for what costs more, and fills again the longer
+            if self._pot >= wanted and max_len[b]:
                 lengths[b] = min(2, max_len[b])
                 self._pot -= cost
                 return
-            row.rest = min(_REST, int((cost - pot) / max(self.loss * base, 1e-12)))
+            row.rest = min(_REST, int((wanted - self._pot) / max(self.loss * base, 1e-12)))
