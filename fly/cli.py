@@ -782,7 +782,7 @@ def bench_batch(
 def load_table(loads: list[Any], title: str) -> Table:
     """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for heading in ("size", "decoding", "tokens/s", "over AR", "over exact", "first", "each", "unused", "right"):
+    for heading in ("size", "decoding", "tok/s", "× AR", "× exact", "first", "each", "unused", "right"):
         table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
     for load in loads:
         same = [other for other in loads if other.size == load.size]
