@@ -122,7 +122,9 @@ def generate(
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
-    seed: Annotated[int | None, typer.Option(help="Same seed, same output.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same output (not with drafts that learn, such as adaptive).")
+    ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
@@ -141,6 +143,9 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
+    ] = False,
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
@@ -178,7 +183,15 @@ def generate(
         if prompt in (None, "-"):
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         setup = _setup(
-            context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
+            *(context, config),
+            model=model,
+            draft=draft,
+            policy=policy,
+            k=k,
+            dtype=dtype,
+            device=device,
+            kernels=kernels,
+            deterministic=deterministic,
         )
         llm = LLM.from_config(setup, ranks)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None

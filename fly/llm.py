@@ -433,7 +433,7 @@ class LLM:
             raise ValueError("an empty prompt has no token to go on from; give at least one")
         if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
-        if len(tokens) >= config.max_position_embeddings and params.max_tokens:
+        if len(tokens) >= config.max_position_embeddings + (not params.max_tokens):
             raise ValueError(
                 f"prompt has {len(tokens)} tokens; the model's context of {config.max_position_embeddings} leaves no "
                 "room to answer"

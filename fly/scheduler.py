@@ -56,6 +56,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has told of
+        self._stepping = False
         self._stuck: Sequence | None = None  # waits for room, of which there is no more than when it was last tried
 
     def __bool__(self) -> bool:
@@ -87,10 +88,12 @@ class Scheduler:
         insort(self.waiting, row, key=_order)
 
     def cancel(self, row: Sequence) -> None:
-        """End ``row`` at once and free what it holds; one that is over already stays as it ended."""
+        """End ``row`` at once and free what it holds; one that is over already stays as it ended. From within a step
+        (a ``stopped`` callback) it ends with that step."""
         if row.id in self._reported:
             row.finish_reason = row.finish_reason or "cancelled"
-            self._retire(row)
+            if not self._stepping:
+                self._retire(row)
 
     def step(self) -> dict[int, list[Token]]:
         """One step of the engine. Returns the new tokens of every row that got any, or ended, by its ``id``."""
@@ -100,10 +103,19 @@ class Scheduler:
             self._preempt(self.running[-1])
             step = self._plan()
         before = [*self.running]
-        if before:
-            self._run(step)
+        self._stepping = True
+        try:
+            if before:
+                self._run(step)
+        finally:
+            self._stepping = False
         told = {}
+        for row in [*self.waiting]:
+            if row.finish_reason:  # cancelled while the step ran
+                self._retire(row)
         for row in before:
+            if row.id not in self._reported:
+                continue
             new = row.provenance[self._reported[row.id] :]
             if new or row.finish_reason:
                 told[row.id] = new

@@ -50,9 +50,12 @@ class Asked:
     k: int = 3
     stop: tuple[int, ...] = ()
     priority: int = 0
+    presence: float = 0.0
 
     def row(self) -> Sequence:
-        params = SamplingParams(temperature=self.temperature, max_tokens=self.max_tokens)
+        params = SamplingParams(
+            temperature=self.temperature, max_tokens=self.max_tokens, presence_penalty=self.presence
+        )
         return Sequence(
             list(self.prompt),
             len(self.prompt),
@@ -110,6 +113,7 @@ requests = st.builds(
     k=st.integers(0, 4),
     stop=st.sampled_from([(), (3,), (0, 7)]),
     priority=st.sampled_from([0, 0, 0, 1, -1]),
+    presence=st.sampled_from([0.0, 0.0, 1.5]),
 )
 
 
@@ -359,3 +363,22 @@ def test_a_rule_that_fails_ends_its_own_request_only() -> None:
         run(scheduler)
     assert bad.finish_reason == "error" and "bad rule" in str(bad.error)
     assert tuple(row.tokens[2:]) == alone("model", good)[0] and whole(scheduler)
+
+
+@pytest.mark.parametrize("itself", [True, False])
+def test_a_row_may_be_cancelled_from_within_a_step(itself: bool) -> None:
+    scheduler = make_scheduler("model", 60, 4, max_rows=2)
+    rows = [Asked((number, 2), max_tokens=12).row() for number in range(3)]  # the third waits
+
+    def stopped(row: Sequence, token: int) -> bool:
+        if row.generated == 4:
+            for other in rows[:1] if itself else rows[1:]:
+                scheduler.cancel(other)
+        return False
+
+    for row in rows:
+        scheduler.add(row, stopped if row is rows[0] else None)
+    run(scheduler)
+    cancelled = rows[:1] if itself else rows[1:]
+    assert all(row.finish_reason == ("cancelled" if row in cancelled else "length") for row in rows)
+    assert whole(scheduler)

@@ -107,6 +107,7 @@ class LayerSkipDraft(SingleDraft):
         self.draft, self.policy = None, Exact()
         self.skip = None if skip is None else tuple(sorted(set(skip)))
         self.calibration = calibration
+        self.learns = skip is None  # what it skips for all rows, from the first text that is long enough
         self._target: Runner | None = None
         self._attached = True  # nothing drafts for it
 
