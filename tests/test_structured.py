@@ -23,7 +23,7 @@ from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
-from fly.drafts.base import pad_trees
+from fly.drafts.base import pad, pad_trees
 from fly.models.loading import save_model
 from fly.models.tokenizer import Tokenizer
 from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
@@ -74,17 +74,19 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 class WildDraft(DraftStrategy):
-    """Trees of any tokens, which know of no form."""
+    """Any tokens, two to follow each or one, which know of no form."""
 
-    spare = 12
+    def __init__(self, branches: int = 2) -> None:
+        self.branches, self.spare = branches, 12
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         trees = []
         for row, most in zip(rows, max_len):
             rng = random.Random(len(row.tokens))
-            tokens = [rng.choice([rng.randrange(266), rng.randrange(32, 127)]) for _ in range(2 * most)]
-            trees.append((tokens, [node // 2 - 1 for node in range(2 * most)]))  # two follow each
-        return pad_trees(trees)
+            nodes = self.branches * most
+            tokens = [rng.choice([rng.randrange(266), rng.randrange(32, 127)]) for _ in range(nodes)]
+            trees.append((tokens, [node // self.branches - 1 for node in range(nodes)]))
+        return pad_trees(trees) if self.branches > 1 else pad([tokens for tokens, _ in trees])
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +103,7 @@ def llms(checkpoints: list[Path]) -> dict[str, LLM]:
         "cascade": CascadeDraft([NGramDraft(), small()]),
         "tree": TreeDraft(draft, nodes=10, depth=4, dtype="float32"),
         "wild": WildDraft(),
+        "wild chain": WildDraft(1),
         "itself": SingleDraft(target, dtype="float32"),  # of which nearly all is accepted
     }
     return {name: LLM(target, strategy, dtype="float32", k=6) for name, strategy in strategies.items()}
@@ -395,7 +398,7 @@ policies = st.sampled_from(
         LossySampling(50.0),
     ]
 )
-ways = st.sampled_from(["model", "ngram", "cascade", "tree", "wild", "itself"])
+ways = st.sampled_from(["model", "ngram", "cascade", "tree", "wild", "wild chain", "itself"])
 sampled = st.builds(
     lambda temperature, top_p, seed, max_tokens: SamplingParams(
         temperature=temperature, top_p=top_p, seed=seed, max_tokens=max_tokens
@@ -465,6 +468,28 @@ def test_at_temperature_zero_speculation_changes_nothing(
     plain, fast = (llms[way].generate(prompt, params, k=k, policy=Exact())[0] for k in (0, 6))
     assert (fast.token_ids, fast.finish_reason) == (plain.token_ids, plain.finish_reason)
     assert [token.target_choice for token in fast.provenance] == fast.token_ids
+
+
+@pytest.mark.parametrize("way", ["wild", "wild chain"])
+@pytest.mark.parametrize("policy", [Exact() | EntropyGate(0.0), FLy("top3", 0.0, window=0, hold=0), LossySampling(1e6)])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nothing_excuses_a_forbidden_token(
+    llms: dict[str, LLM], way: str, policy: AcceptancePolicy, temperature: float
+) -> None:
+    """Hardly any of what is drafted is allowed, and the gates are open for all of it."""
+    params = SamplingParams(temperature=temperature, seed=1, max_tokens=60, structured={"regex": "[ab]{30}"})  # type: ignore[arg-type]
+    (out,) = llms[way].generate(["{x}"], params, policy=policy)
+    assert re.fullmatch("[ab]{30}", out.text) and out.finish_reason == "stop"
+    assert out.stats.drafted > 10 * out.stats.accepted
+    assert all(gate.passed > 10 for gate in out.stats.gates.values() if policy.relaxation == EntropyGate(0.0))
+
+
+def test_each_sample_has_a_matcher_of_its_own(llms: dict[str, LLM]) -> None:
+    """A matcher tells what it was last asked about, so rows that go on side by side must not share one."""
+    params = SamplingParams(structured={"regex": "a+"}, n=2)  # type: ignore[arg-type]
+    first, second = (request.row for request in llms["ngram"].requests(["x"], params))
+    assert first.matcher is not None and second.matcher is not None and first.matcher is not second.matcher
+    assert first.fork(Exact(), 0).matcher is first.matcher
 
 
 def test_samples_of_one_request_have_their_form_each(llms: dict[str, LLM]) -> None:
