@@ -239,9 +239,9 @@ class AdaptiveDraft(Wrapper):
     stood there lately, are weighed in.
 
     The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
-    draft, and once eight rounds of it. An account says what drafting has cost; a draft that would overdraw it if nothing
-    of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
-    which nothing is asked of the strategy it does not hear of: even listening takes time.
+    draft, and once eight rounds of it. An account says what drafting has cost; a draft that would overdraw it if
+    nothing of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. Of a round in
+    which nothing is asked of it the strategy does not hear: even listening takes time.
 
     Args:
         strategy: who proposes.
