@@ -617,7 +617,8 @@ def bench_plan(
     --check compares the model with this machine, on as many ranks as torchrun starts.
     """
     with _plain_errors(), _ranks() as here:
-        from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, check_here, forecast
+        from fly.bench.calibrate import check_here
+        from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
         from fly.bundled import resolve_checkpoint
         from fly.models import LlamaConfig
         from fly.policies import parse_policy
@@ -679,8 +680,8 @@ def bench_plan(
 
 
 def _show_check(found: Any, target: str, draft: str) -> None:
-    device, link = found.machines.device, found.machines.device.link
-    table = Table(title=f"{target} : {draft} on {found.machines.ranks} ranks, here", title_justify="left")
+    here, beside = found.target.device, found.draft.device
+    table = Table(title=f"{target} : {draft} on {found.target.ranks} ranks, here", title_justify="left")
     for heading in ("", "predicted", "measured", "predicted / measured"):
         table.add_column(heading, justify="right")
     for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured):
@@ -688,16 +689,37 @@ def _show_check(found: Any, target: str, draft: str) -> None:
     gains = [speeds[1] / speeds[0] for speeds in (found.predicted, found.measured)]
     table.add_row("gain", f"{gains[0]:.2f}×", f"{gains[1]:.2f}×", f"{gains[0] / gains[1]:.2f}")
     console.print(table)
-    own = ", ".join(f"{memory['own'] / 1e6:,.0f}" for memory in found.memory)
-    peak = ", ".join(f"{memory['peak'] / 1e6:,.0f}" for memory in found.memory)
+    table = Table(title="figures, of stand-ins for", title_justify="left")
+    for heading in ("", target, draft):
+        table.add_column(escape(heading), justify="right")
+    rows: dict[str, Any] = {
+        "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
+        f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
+        "keys and values read": lambda d: f"{d.cached / 1e9:.1f} GB/s",
+        "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
+        "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
+    }
+    for name, show in rows.items():
+        table.add_row(name, show(here), show(beside))
+    console.print(table)
+    exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
     console.print(
-        f"τ {found.tau:.2f} · read {device.bandwidth / 1e9:.1f} GB/s · {device.flops / 1e9:,.0f} GFLOP/s · a layer's "
-        f"calls {device.layer * 1e6:.0f} µs, a forward's {device.forward * 1e6:.0f} µs, a round's "
-        f"{found.decision * 1e6:.0f} µs · all-reduce {link.latency * 1e6:,.0f} µs · memory by rank, its own {own} "
-        f"MB, at most {peak} MB",
+        f"τ {found.tau:.2f} · engine: a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
+        f"{exchange}",
         highlight=False,
         soft_wrap=True,
     )
+    console.print(_memory_of(found.memory), highlight=False, soft_wrap=True)
+
+
+def _memory_of(memory: list[dict[str, int]]) -> str:
+    """What the ranks took of memory when they had loaded."""
+
+    def each(name: str) -> str:
+        return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
+
+    device = f", of their devices {each('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
+    return f"memory by rank, loaded: at most {each('peak')} MB{device}; of their own {each('own')} MB"
 
 
 def _show_drafts(

@@ -1,55 +1,34 @@
 """What a setting should do before anybody has the machines: memory, step times and gains from a model of costs.
 
 A step reads every weight and every cached key and value once and multiplies them, whichever takes longer (Williams et
-al. 2009, the roofline), and adds up the results of the ranks twice a layer. Knows nothing of files or HTTP; what it
-predicts is checked against what is measured by ``measure_here``.
-
-Shape legend: T tokens of a step, C hidden width, V vocabulary.
+al. 2009, the roofline), adds up the results of the ranks twice a layer, and asks the host for all of it; a round takes
+the engine's own time besides. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the figures of this
+machine, and checks what they predict.
 """
 
 from __future__ import annotations
 
-import contextlib
-import re
-import resource
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
-from pathlib import Path
-from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import SingleDraft
-from fly.engine import Runner
-from fly.llm import LLM
-from fly.models import Llama, LlamaConfig
-from fly.models.loading import resolve_dtype
-from fly.parallel import Part, Ranks
-from fly.parallel.draft import Placement
-from fly.policies import AcceptancePolicy, Exact
-from fly.types import SamplingParams, Sequence, Stats
+from fly.models import LlamaConfig
+from fly.parallel import Part
 
 __all__ = [
     "DEVICES",
     "MODELS",
     "PAPER",
-    "Check",
     "Device",
     "Forecast",
     "Link",
     "Machines",
     "Setting",
-    "check_here",
     "forecast",
-    "measure_here",
-    "memory_here",
+    "step_seconds",
+    "weights",
 ]
 
 
@@ -72,8 +51,9 @@ class Device:
 
     ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time the
     host needs to ask for one layer, ``forward`` that for a forward beside its layers: an accelerator works meanwhile
-    (``overlaps``), a CPU does not. ``attention`` and ``cached`` are operations and bytes a second where keys and values
-    are read, if they differ from the others.
+    (``overlaps``), a CPU does not. ``round`` is what the engine takes between a forward and the next, ``drafted`` what
+    a token takes more that is drafted and judged, its forward aside; nothing else goes on then. ``attention`` and
+    ``cached`` are operations and bytes a second where keys and values are read, if they differ from the others.
     """
 
     name: str
@@ -82,24 +62,29 @@ class Device:
     flops: float
     link: Link
     layer: float
-    forward: float = 0.0
+    forward: float
+    round: float
+    drafted: float
     overlaps: bool = True
     attention: float | None = None
     cached: float | None = None
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
-_EAGER = 80e-6  # seconds to launch the dozen kernels of a layer without a graph
+# Seconds of the host: to launch the some 16 kernels of a layer without a graph, at the 5 µs that torch usually takes for
+# one; the same for what surrounds the layers (copies of tokens and positions, embedding, norm, logits); and what the
+# engine takes a round and a drafted token, as ``--check`` found it on CPUs (the host does the same for any device).
+_HOST = {"layer": 80e-6, "forward": 80e-6, "round": 0.3e-3, "drafted": 50e-6}
 _RESERVED = 3e9  # bytes a rank keeps for its context, communication buffers and activations
 
 # Stated by the makers: memory, bandwidth and dense bfloat16; a link's share of what connects a node, one way.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), _EAGER),
-        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), _EAGER),
-        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), _EAGER),
-        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), _EAGER),
+        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), **_HOST),
+        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), **_HOST),
+        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), **_HOST),
+        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), **_HOST),
     )
 }
 _NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
@@ -155,7 +140,6 @@ class Setting:
         draft_tau: tokens the draft emits a forward of its own; above 1 with a cheaper level below it.
         rows, context: sequences in a batch, and tokens each has behind it.
         itemsize: bytes a weight and a cached number.
-        decision: seconds a round for all that is no forward.
     """
 
     target: LlamaConfig
@@ -166,12 +150,12 @@ class Setting:
     rows: int = 1
     context: int = 2048
     itemsize: int = 2
-    decision: float = 0.5e-3
 
 
 @dataclass(frozen=True)
 class Forecast:
-    """Seconds of an autoregressive step, of a verification and of a draft step for each placement; bytes on a rank."""
+    """Seconds of an autoregressive forward, of a verification and of a draft's forward for each placement; bytes on a
+    rank."""
 
     setting: Setting
     machines: Machines
@@ -190,23 +174,27 @@ class Forecast:
     def fits(self) -> bool:
         return self.memory[self.placement] <= self.machines.device.memory
 
+    @property
+    def plain(self) -> float:
+        """Seconds of a round without a draft."""
+        return self.step + self.machines.device.round
+
     def round(self, placement: str | None = None) -> float:
         """Seconds of a round of speculation."""
-        s = self.setting
-        return s.k / s.draft_tau * self.draft[placement or self.placement] + self.verify + s.decision
+        s, device = self.setting, self.machines.device
+        draft = s.k / s.draft_tau * self.draft[placement or self.placement]
+        return draft + self.verify + device.round + s.k * device.drafted
 
     def gain(self, placement: str | None = None) -> float:
         """Tokens a second over those without a draft."""
-        return self.setting.tau * self.step / self.round(placement)
+        return self.setting.tau * self.plain / self.round(placement)
 
-    @property
-    def tokens_per_second(self) -> tuple[float, float]:
-        """A row's, without and with the draft."""
-        return 1 / self.step, self.setting.tau / self.round()
+
+SMALL, JUDGED = 2, 2  # exchanges of a few numbers: of a forward, and of a rule that asks for top logits and mass
 
 
 @cache
-def _share(config: LlamaConfig, ranks: int) -> Part:
+def share_of(config: LlamaConfig, ranks: int) -> Part:
     """The first rank's."""
     return Part(config, 0, ranks)
 
@@ -222,7 +210,7 @@ def weights(config: LlamaConfig) -> int:
 def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int, context: int, itemsize: int) -> float:
     """One forward over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
     device, ranks = machines.device, machines.ranks
-    part = _share(config, ranks)
+    part = share_of(config, ranks)
     dtype = torch.float32 if itemsize == 4 else torch.bfloat16
     cached = PagedKVCache.bytes_per_token(part.sizes, dtype) * rows * context
     products = max(
@@ -235,17 +223,18 @@ def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int
     )
     layers = config.num_hidden_layers
     exchanged = (2 * layers + 1) * machines.all_reduce(tokens * config.hidden_size * itemsize)
-    # Once what is about to be computed is compared; of the logits, the largest, the three largest, and the mass.
-    exchanged += 4 * machines.all_reduce(tokens * 8 * ranks)
+    # What is about to be computed is compared, and the largest logit found.
+    exchanged += SMALL * machines.all_reduce(tokens * 8 * ranks)
     working, asking = products + attention + exchanged, layers * device.layer + device.forward
     return max(working, asking) if device.overlaps else working + asking
 
 
-def forecast(setting: Setting, machines: Machines) -> Forecast:
-    """Times and memory of a setting.
+def forecast(setting: Setting, machines: Machines, small: Machines | None = None) -> Forecast:
+    """Times and memory of a setting; ``small`` are the figures for models of the draft's size, where they differ.
 
     Raises ``PlanError`` if a model does not divide among the ranks.
     """
+    small = machines if small is None else small
     s, n = setting, machines.ranks
     size = s.itemsize
 
@@ -253,7 +242,7 @@ def forecast(setting: Setting, machines: Machines) -> Forecast:
         return step_seconds(config, where, tokens, s.rows, s.context, size)
 
     def held(config: LlamaConfig, ranks: int) -> float:
-        part = _share(config, ranks)
+        part = share_of(config, ranks)
         dtype = torch.float32 if size == 4 else torch.bfloat16
         return part.bytes(size) + PagedKVCache.bytes_per_token(part.sizes, dtype) * s.rows * s.context
 
@@ -261,9 +250,10 @@ def forecast(setting: Setting, machines: Machines) -> Forecast:
     base = held(s.target, n) + logits + (_RESERVED if machines.device.overlaps else 0.0)
     draft, memory = {"none": 0.0}, {"none": base}
     if s.draft is not None:
-        draft = {"replicated": step(s.draft, machines.alone, s.rows), "sharded": step(s.draft, machines, s.rows)}
+        draft = {"replicated": step(s.draft, small.alone, s.rows), "sharded": step(s.draft, small, s.rows)}
         memory = {"replicated": base + held(s.draft, 1), "sharded": base + held(s.draft, n)}
-    verify = step(s.target, machines, s.rows * (s.k + 1))
+    tokens = s.rows * (s.k + 1)
+    verify = step(s.target, machines, tokens) + JUDGED * machines.all_reduce(tokens * 8 * n)
     return Forecast(s, machines, step(s.target, machines, s.rows), verify, draft, memory)
 
 
@@ -283,199 +273,3 @@ PAPER = (
     Published("70B : 8B", "llama-3.1-70b", 15, 12.41, 2.81, 8),
     Published("405B : 8B", "llama-3.1-405b", 25, 17.13, 5.07, 16),
 )
-
-
-# What is measured here
-
-
-def _seconds(run: Callable[[], Any], total: float = 0.3) -> float:
-    """Of one call, on average: what else the machine does slows it down as it does all that is measured."""
-    for _ in range(3):
-        run()
-    start, count = time.perf_counter(), 0
-    while (elapsed := time.perf_counter() - start) < total:
-        run()
-        count += 1
-    return elapsed / count
-
-
-def _thin(config: LlamaConfig, layers: int, vocab: int) -> LlamaConfig:
-    """A model that computes next to nothing."""
-    thin = {"hidden_size": 8, "intermediate_size": 8, "head_dim": 2, "vocab_size": vocab, "num_hidden_layers": layers}
-    return LlamaConfig.model_validate({**config.model_dump(), **thin})
-
-
-def _seconds_of(run: Callable[[], Any], count: int) -> float:
-    """The same by number, where ranks must do it as often."""
-    start = time.perf_counter()
-    for _ in range(count):
-        run()
-    return (time.perf_counter() - start) / count
-
-
-@torch.inference_mode()
-def measure_here(config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None) -> Machines:
-    """This machine's figures for models about as large as ``config``, taken on parts that are no such model: products
-    with matrices of as many bytes, all-reduces between them, and models too thin to compute anything.
-
-    Runs on every rank, which all get the first one's figures. ``tokens`` is how many a verification looks at.
-    """
-    size = 1 if ranks is None else ranks.size
-    width, layers = config.hidden_size, config.num_hidden_layers
-    rows = max(64, weights(config) // size // width // (4 * layers))
-    matrices = [torch.randn(rows, width).to(dtype) for _ in range(4 * layers)]
-    held = sum(matrix.numel() for matrix in matrices)
-
-    def products(count: int, exchanged: Tensor | None = None) -> Callable[[], None]:
-        x_TC = torch.randn(count, width).to(dtype)
-
-        def run() -> None:
-            for number, matrix in enumerate(matrices):
-                F.linear(x_TC, matrix)
-                if exchanged is not None and ranks is not None and number % 2:
-                    ranks.sum_(exchanged)
-
-        return run
-
-    shallow, deep = (_seconds(_thin_step(config, depth, dtype)) for depth in (1, layers + 1))
-    layer = (deep - shallow) / layers
-    read, multiplied = _seconds(products(1)), _seconds(products(tokens))
-    link = Link(0.0, 1e12)
-    if ranks is not None and size > 1:
-        small, large = (torch.zeros(count, width, dtype=dtype) for count in (1, 64))
-        latency, longer = ((_seconds_of(products(1, x), 24) - read) / (2 * layers) for x in (small, large))
-        bandwidth = 2 * (size - 1) / size * large.numel() * dtype.itemsize / max(longer - latency, 1e-6)
-        link = Link(max(latency, 0.0), bandwidth)
-    flops = 2 * tokens * held / multiplied
-    figures = (float("inf"), held * dtype.itemsize / read, flops, link, layer)
-    part, context = _share(config, size).sizes, 256
-    one, many = (_seconds(_attention(part, count, context, dtype)) for count in (1, tokens))
-    cached = PagedKVCache.bytes_per_token(part, dtype) / layers * context / one
-    operations = 4 * tokens * context * part.num_attention_heads * part.head_dim
-    device = Device("here", *figures, max(shallow - layer, 0.0), False, operations / many, cached)
-    machines = Machines(device, size, size)
-    return machines if ranks is None else ranks.share(machines)
-
-
-def _attention(config: LlamaConfig, tokens: int, context: int, dtype: torch.dtype) -> Callable[[], Any]:
-    """One layer's, of some tokens over a context."""
-    heads, kv_heads, width = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    q, k, v = (
-        torch.randn(1, count, length, width).to(dtype)
-        for count, length in ((heads, tokens), (kv_heads, context), (kv_heads, context))
-    )
-    mask = None if tokens == 1 else torch.ones(tokens, context, dtype=torch.bool).tril(context - tokens)
-    return lambda: F.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=heads != kv_heads)
-
-
-def _thin_step(config: LlamaConfig, depth: int, dtype: torch.dtype) -> Callable[[], None]:
-    """A decode step of a model of ``depth`` layers that computes next to nothing, on a paged cache."""
-    thin = _thin(config, depth, 8)
-    model = Llama(thin).to(dtype).eval().requires_grad_(False)
-    runner = Runner(model, PagedKVCache(thin, 4, 16, dtype))
-    row = Sequence([1, 2, 3], 3, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
-
-    def run() -> None:
-        runner.feed([row], [[]])
-        runner.commit([row])
-
-    return run
-
-
-@dataclass(frozen=True)
-class Check:
-    """Tokens a second, predicted and measured, without and with a draft; what a rank took of memory, in bytes."""
-
-    predicted: tuple[float, float]
-    measured: tuple[float, float]
-    tau: float
-    memory: list[dict[str, int]]
-    machines: Machines
-    placement: str
-    decision: float
-    figures: Forecast
-
-
-def check_here(
-    target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None, placement: Placement
-) -> Check:
-    """Predict a setting on this machine from figures that are none of its own, run it, and compare.
-
-    ``draft`` is one checkpoint. Rounds emit as many tokens as they do (``tau`` is measured); every time is predicted.
-    """
-    config, raw = LlamaConfig.read(resolve_checkpoint(target))
-    small, _ = LlamaConfig.read(resolve_checkpoint(draft))
-    kind = resolve_dtype(dtype, raw)
-    here = measure_here(config, kind, k + 1, ranks)
-    llm = LLM(
-        *(target, draft, policy, k, dtype, "cpu"),
-        cache_tokens=4096,
-        kernels="torch",  # whose costs these are
-        ranks=ranks,
-        draft_placement=placement,
-    )
-    prompts = [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, 4)]
-    params = SamplingParams(temperature=0.0, max_tokens=96, ignore_eos=True)
-    measured, rounds = [], []
-    for most in (0, k):
-        llm.generate(prompts[:1], params, k=most)
-        start = time.perf_counter()
-        outputs = [llm.generate([prompt], params, k=most)[0] for prompt in prompts]
-        seconds = time.perf_counter() - start
-        stats = sum((output.stats for output in outputs), Stats())
-        measured.append(stats.generated / seconds)
-        rounds.append(stats.rounds)
-    tau, length = stats.tau, round(stats.prompt_tokens / len(prompts))
-    setting = Setting(config, small, round(stats.drafted / stats.rounds), tau, context=length + 48)
-    setting = replace(setting, decision=_engine_seconds(config, policy, setting.k), itemsize=kind.itemsize)
-    found = forecast(setting, here)
-    where = "sharded" if _is_sharded(llm) else "replicated"
-    # Prompts are read once; the draft reads them too.
-    prompt = step_seconds(config, here, length, 1, length, kind.itemsize)
-    own = step_seconds(small, here if where == "sharded" else here.alone, length, 1, length, kind.itemsize)
-    plain = len(prompts) * prompt + rounds[0] * (found.step + _engine_seconds(config, policy, 0))
-    drafted = len(prompts) * (prompt + own) + rounds[1] * found.round(where)
-    return Check(
-        (stats.generated / plain, stats.generated / drafted),
-        (measured[0], measured[1]),
-        tau,
-        [memory_here()] if ranks is None else ranks.collect(memory_here()),
-        here,
-        where,
-        setting.decision,
-        found,
-    )
-
-
-def _is_sharded(llm: LLM) -> bool:
-    model = llm.draft.runner.model if isinstance(llm.draft, SingleDraft) else None
-    return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
-
-
-def _engine_seconds(config: LlamaConfig, policy: AcceptancePolicy, k: int) -> float:
-    """What a round takes beside its forwards: one of models that compute next to nothing, less their forwards."""
-    model = Llama(_thin(config, 1, config.vocab_size)).eval().requires_grad_(False)
-    llm = LLM(model, SingleDraft(model, cache_tokens=512), policy, k, cache_tokens=512)
-    forward = _seconds(_thin_step(config, 1, torch.float32))
-    forwards = rounds = 0
-
-    def run() -> None:
-        nonlocal forwards, rounds
-        (output,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=96))
-        rounds += output.stats.rounds + 1
-        forwards += output.stats.rounds + 1 + output.stats.drafted
-
-    for _ in range(3):
-        run()
-    forwards = rounds = 0
-    total = _seconds_of(run, 4) * 4
-    return max(total - forwards * forward, 0.0) / rounds
-
-
-def memory_here() -> dict[str, int]:
-    """Bytes this process has of its own now, and the most it ever had resident (mapped files included)."""
-    own = 0
-    with contextlib.suppress(OSError):
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
-        own = int(found[1]) * 1024 if found else 0
-    return {"own": own, "peak": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}

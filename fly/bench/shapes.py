@@ -9,7 +9,7 @@ import torch
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
 
-__all__ = ["forward_bytes", "forward_operations", "random_model", "shape_config"]
+__all__ = ["forward_bytes", "forward_operations", "random_model", "randomise", "shape_config"]
 
 
 def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
@@ -40,8 +40,13 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device |
     """A model with weights of deviation 0.02, norms of one."""
     with torch.device("meta"):
         model = Llama(config)
+    return randomise(model, dtype, device, seed)
+
+
+def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
+    """Give a module without memory such weights; it may be a rank's part of a model. Returns it."""
     model.to(dtype).to_empty(device=device)
-    if config.tie_word_embeddings:  # to_empty gave the two names separate storage
+    if model.config.tie_word_embeddings:  # to_empty gave the two names separate storage
         model.lm_head.weight = model.embed_tokens.weight
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():

@@ -3,7 +3,7 @@
 from fly.parallel.draft import place_draft
 from fly.parallel.model import load, parallelise
 from fly.parallel.plan import LLAMA, LLAMA_WHOLE_SUMS, Part, PlanError, Rule
-from fly.parallel.ranks import Ranks, follow, launch, launched, lead
+from fly.parallel.ranks import Ranks, follow, launch, launched, lead, memory_here
 from fly.parallel.watch import CollectiveError, RankError
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "launched",
     "lead",
     "load",
+    "memory_here",
     "parallelise",
     "place_draft",
 ]

@@ -9,12 +9,16 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import re
+import resource
 import secrets
+import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -23,7 +27,7 @@ from torch import Tensor
 
 from fly.parallel.watch import CollectiveError, Progress, RankError, Watch
 
-__all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead"]
+__all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_here"]
 
 Share = TypeVar("Share")
 _FOREVER = timedelta(days=365)  # a server may be idle for long; the watch notices what a timeout would
@@ -166,6 +170,18 @@ class Ranks:
             raise CollectiveError(f"a collective failed: {error}") from error
         finally:
             self.progress.since = None
+
+
+def memory_here() -> dict[str, int]:
+    """Bytes this process has of its own now, the most it ever had resident (mapped files included), and the most it
+    ever took of its accelerator; 0 is none, or none known."""
+    own = 0
+    with contextlib.suppress(OSError):
+        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
+        own = int(found[1]) * 1024 if found else 0
+    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    return {"own": own, "peak": peak, "device": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0}
 
 
 def launched() -> bool:
