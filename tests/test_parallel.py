@@ -30,7 +30,8 @@ from typer.testing import CliRunner
 
 import fly
 from fly import cli, vocabulary
-from fly.bench.plan import DEVICES, MODELS, Link, Machines, Setting, forecast, weights
+from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
+from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds, weights
 from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
 from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
@@ -677,6 +678,33 @@ def test_a_step_reads_what_the_plan_divides(config: LlamaConfig) -> None:
     matrices = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and "embed" not in name)
     matrices += parameters["embed_tokens.weight"].numel() * config.tie_word_embeddings
     assert weights(config) == matrices
+
+
+@settings(max_examples=15)
+@given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([2, 4]))
+def test_figures_of_stand_ins_foretell_a_model_that_is_none(data: st.DataObject, size: int, itemsize: int) -> None:
+    """Where forwards take what a machine of any figures makes them take, the figures explain a forward not seen."""
+    config = data.draw(divisible_configs())
+    config = LlamaConfig.model_validate({**config.model_dump(), "hidden_size": 256, "intermediate_size": 512})
+
+    def draw(low: float, high: float) -> float:
+        return low * (high / low) ** data.draw(st.floats(0, 1))
+
+    link, apart = Link(draw(1e-5, 1e-3), draw(1e9, 1e11)), Link(0.0, 1e18)
+    rates = draw(1e9, 1e11), draw(1e9, 1e10)  # so many operations take longer than to read their weights
+    device = Device("some", math.inf, *rates, link, draw(1e-5, 1e-3), draw(1e-5, 1e-3), 0.0, 0.0, overlaps=False)
+    device = replace(device, attention=draw(1e7, 1e8), cached=draw(1e9, 1e10))
+    machines = Machines(device, size, size)
+    alone = replace(machines, device=replace(device, link=apart))
+    stand_ins = _stand_ins(config, size)
+    assert all((s.hidden_size, s.num_hidden_layers) != (256, config.num_hidden_layers) for s in stand_ins)
+    cases = [(s, tokens, context) for s in stand_ins for tokens in (1, 16) for context in _CONTEXTS]
+    local = [(*case, step_seconds(case[0], alone, case[1], 1, case[2], itemsize)) for case in cases]
+    more = [(s, n, step_seconds(s, machines, n, 1, c, itemsize) - seconds) for s, n, c, seconds in local]
+    found = explain(local, more if size > 1 else [], size, itemsize)
+    for tokens in (1, 16):
+        expected = step_seconds(config, machines, tokens, 1, 200, itemsize)
+        assert step_seconds(config, found, tokens, 1, 200, itemsize) == pytest.approx(expected, rel=0.02)
 
 
 def test_bench_plan_on_the_command_line() -> None:

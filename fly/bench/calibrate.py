@@ -1,14 +1,14 @@
 """This machine's figures for the model of costs, and whether what they predict is what happens.
 
-Figures come from stand-ins: random models narrower and wider, shallower and deeper than those that are predicted, run by
-the same code, on the same ranks. So nothing of a prediction has seen what it predicts. All runs take turns, so that
+Figures come from stand-ins: random models narrower and wider, shallower and deeper than those that are predicted, run
+by the same code, on the same ranks. So nothing of a prediction has seen what it predicts. All runs take turns, so that
 what else the machine does falls on all alike.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
@@ -31,7 +31,7 @@ from fly.policies import AcceptancePolicy, Exact
 from fly.types import Draft, SamplingParams, Sequence, Stats
 from fly.vocabulary import argmax
 
-__all__ = ["Check", "check_here"]
+__all__ = ["Check", "check_here", "explain"]
 
 _WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens behind a forward
 _DEEPEST = 6  # layers of what a stand-in stands for: enough to tell a layer's cost
@@ -42,7 +42,7 @@ _TURNS, _PROMPTS, _TOKENS = 5, 3, 48
 @dataclass(frozen=True)
 class Check:
     """Tokens a second, predicted and measured, without and with a draft; what a rank took of memory, in bytes; and the
-    figures that predicted it: for models of the target's size, and of the draft's, with ``tokens`` multiplied at once."""
+    figures that predicted it, for models of the target's size and of the draft's, ``tokens`` multiplied at once."""
 
     predicted: tuple[float, float]
     measured: tuple[float, float]
@@ -83,13 +83,13 @@ def check_here(
         _StandIns(timer, large, kind, k + 1, ranks),
         _StandIns(timer, small, kind, k + 1, ranks if sharded else None),
     )
-    rounds = _Rounds(timer, llm, small, kind, policy, k, ranks, sharded)
+    rounds = _Rounds(timer, llm, large, small, kind, policy, k, ranks, sharded)
     prompts = [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, _PROMPTS)]
     runs = [_Run(timer, llm, prompts, most) for most in (0, k)]
     timer.measure()
 
     here, beside = (each.machines() for each in figures)
-    here = replace(here, device=replace(here.device, **rounds.host(here)))
+    here = rounds.host(here)
     plain, drafted = (run.stats for run in runs)
     length = round(plain.prompt_tokens / len(prompts))
     setting = Setting(large, small, round(drafted.drafted / drafted.rounds), drafted.tau, context=length + _TOKENS // 2)
@@ -204,63 +204,71 @@ class _StandIns:
     def __init__(
         self, timer: _Timer, config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None
     ) -> None:
-        self.size, self.dtype, self.tokens, self.config = 1 if ranks is None else ranks.size, dtype, tokens, config
+        self.size, self.dtype = 1 if ranks is None else ranks.size, dtype
         self.local: list[tuple[LlamaConfig, int, int, _Timed]] = []
         self.joined: list[tuple[LlamaConfig, int, _Timed, _Timed]] = []
-        for config in _stand_ins(self.config, self.size):
-            model = _part(config, dtype, ranks, joined=False)
+        for shape in _stand_ins(config, self.size):
+            model = _part(shape, dtype, ranks, joined=False)
             for count in (1, tokens):
                 for context in _CONTEXTS:
                     timed = timer.add(_forward(model, count, context))
-                    self.local.append((config, count, context, timed))
+                    self.local.append((shape, count, context, timed))
                 if self.size > 1:
-                    together = timer.add(_forward(_part(config, dtype, ranks, joined=True), count, _CONTEXTS[0]))
-                    self.joined.append((config, count, together, self.local[-len(_CONTEXTS)][3]))
+                    together = timer.add(_forward(_part(shape, dtype, ranks, joined=True), count, _CONTEXTS[0]))
+                    self.joined.append((shape, count, together, self.local[-len(_CONTEXTS)][3]))
 
     def machines(self) -> Machines:
         """All ranks, whose engine's time is not known yet."""
-        device = self._device()
-        if not self.joined:
-            return Machines(device, self.size, self.size)
-        equations = []
-        for config, tokens, together, local in self.joined:
-            large = 2 * config.num_hidden_layers + 1
-            size = tokens * config.hidden_size * self.dtype.itemsize
-            passed = 2 * (self.size - 1) / self.size * large * size
-            equations.append(([large + SMALL, passed], together.seconds - local.seconds, together.seconds))
-        latency, each = _fit(equations)
-        return Machines(replace(device, link=Link(latency, 1 / max(each, 1e-12))), self.size, self.size)
-
-    def _device(self) -> Device:
-        """What explains the forwards best: of one token first, then what more of them take."""
-        ones, many, size = [], [], self.size
-        for config, tokens, context, timed in self.local:
-            if tokens == 1:
-                read = weights(config) / size * self.dtype.itemsize
-                cached = PagedKVCache.bytes_per_token(share_of(config, size).sizes, self.dtype) * context
-                ones.append(([1.0, config.num_hidden_layers, read, cached], timed.seconds, timed.seconds))
-        forward, layer, read, cached = _fit(ones)
-        for config, tokens, context, timed in self.local:
-            if tokens > 1:
-                width = share_of(config, size).sizes.num_attention_heads * config.head_dim
-                attended = 4 * tokens * context * width * config.num_hidden_layers
-                left = timed.seconds - forward - config.num_hidden_layers * layer
-                many.append(([2 * tokens * weights(config) / size, attended], left, timed.seconds))
-        product, attention = _fit(many) if many else (0.0, 0.0)
-        rates = (1 / max(each, 1e-18) for each in (read, product, attention, cached))
-        bandwidth, flops, attending, reading = rates
-        return Device(
-            *("here", float("inf"), bandwidth, flops, Link(0.0, 1e12), layer, forward, 0.0, 0.0, False),
-            attention=attending,
-            cached=reading,
-        )
+        local = [(config, tokens, context, timed.seconds) for config, tokens, context, timed in self.local]
+        more = [(config, tokens, both.seconds - local.seconds) for config, tokens, both, local in self.joined]
+        return explain(local, more, self.size, self.dtype.itemsize)
 
 
-def _fit(equations: Iterable[tuple[Rows[float], float, float]]) -> list[float]:
+def explain(
+    local: Rows[tuple[LlamaConfig, int, int, float]],
+    more: Rows[tuple[LlamaConfig, int, float]],
+    size: int,
+    itemsize: int,
+) -> Machines:
+    """The figures by which ``step_seconds`` comes closest to what was measured.
+
+    Args:
+        local: model, tokens, context and seconds of forwards over a rank's part alone.
+        more: model, tokens, and what the same took longer for what ``size`` ranks exchange; empty for one rank.
+    """
+    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+    ones, many, exchanges = [], [], []
+    for config, tokens, context, seconds in local:
+        if tokens == 1:
+            stored = PagedKVCache.bytes_per_token(share_of(config, size).sizes, dtype) * context
+            read = weights(config) / size * itemsize
+            ones.append(((1.0, config.num_hidden_layers, read, stored), seconds, seconds))
+    forward, layer, read, cached = _fit(ones)
+    for config, tokens, context, seconds in local:
+        if tokens > 1:
+            layers = config.num_hidden_layers
+            attended = (
+                4 * tokens * context * share_of(config, size).sizes.num_attention_heads * config.head_dim * layers
+            )
+            multiplied = 2 * tokens * weights(config) / size
+            many.append(((multiplied, attended), seconds - forward - layers * layer, seconds))
+    product, attention = _fit(many)
+    for config, tokens, seconds in more:
+        large, each = 2 * config.num_hidden_layers + 1, tokens * config.hidden_size * itemsize
+        passed = 2 * (size - 1) / size * (large * each + SMALL * tokens * 8 * size)
+        exchanges.append(((large + SMALL, passed), seconds, abs(seconds) + 1e-9))
+    latency, passing = _fit(exchanges) if exchanges else (0.0, 0.0)
+    bandwidth, flops, attending, reading, link = (
+        1 / max(each, 1e-15) for each in (read, product, attention, cached, passing)
+    )
+    figures = ("here", float("inf"), bandwidth, flops, Link(latency, link), layer, forward, 0.0, 0.0, False)
+    return Machines(Device(*figures, attention=attending, cached=reading), size, size)
+
+
+def _fit(equations: Rows[tuple[Rows[float], float, float]]) -> list[float]:
     """Least squares of (factors, result, scale), each by its scale, of numbers that are none below 0."""
-    listed = list(equations)
-    a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in listed], dtype=torch.float64)
-    b = torch.tensor([result / scale for _, result, scale in listed], dtype=torch.float64)
+    a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in equations], dtype=torch.float64)
+    b = torch.tensor([result / scale for _, result, scale in equations], dtype=torch.float64)
     units = a.norm(dim=0).clamp_min(1e-300)
     left = list(range(a.shape[1]))
     while left:
@@ -286,12 +294,13 @@ class _Slips(SingleDraft):
 
 
 class _Rounds:
-    """What the engine takes beside forwards: rounds of small stand-ins, less their forwards."""
+    """What the engine takes beside forwards: rounds of stand-ins, less their forwards."""
 
     def __init__(
         self,
         timer: _Timer,
         llm: LLM,
+        large: LlamaConfig,
         small: LlamaConfig,
         dtype: torch.dtype,
         policy: AcceptancePolicy,
@@ -299,9 +308,9 @@ class _Rounds:
         ranks: Ranks | None,
         sharded: bool,
     ) -> None:
-        vocabulary = llm.engine.runner.model.config.vocab_size
-        small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": vocabulary})
-        large, small = _stand_ins(small, 1 if ranks is None else ranks.size)[1::-1]
+        size = 1 if ranks is None else ranks.size
+        small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
+        large, small = (_stand_ins(config, size)[0] for config in (large, small))
         model, helper = _part(large, dtype, ranks, True), _part(small, dtype, ranks if sharded else None, True)
         self.k, self.config = k, large
         self.step, self.verify = (timer.add(_forward(model, tokens, _TOKENS // 2)) for tokens in (1, k + 1))
@@ -311,15 +320,16 @@ class _Rounds:
         stand_in.tokenizer = llm.tokenizer
         self.runs = [_Run(timer, stand_in, [[1, 2, 3, 4]], most) for most in (0, k)]
 
-    def host(self, machines: Machines) -> dict[str, float]:
-        """Seconds of a round, and of a drafted token besides."""
+    def host(self, machines: Machines) -> Machines:
+        """``machines`` with the seconds of a round, and of a drafted token besides."""
         plain, drafted = self.runs
         seconds = plain.timing.seconds * plain.stats.generated / (plain.stats.rounds + 1) - self.step.seconds
         round_seconds, count = max(seconds, 0.0), drafted.stats
         judged = JUDGED * machines.all_reduce((self.k + 1) * 8 * machines.ranks)
         left = drafted.timing.seconds * count.generated - (self.step.seconds + round_seconds)
         left -= count.rounds * (self.verify.seconds + judged + round_seconds) + count.drafted * self.draft.seconds
-        return {"round": round_seconds, "drafted": max(left / count.drafted, 0.0)}
+        device = replace(machines.device, round=round_seconds, drafted=max(left / count.drafted, 0.0))
+        return replace(machines, device=device)
 
 
 class _Run:

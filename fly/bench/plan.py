@@ -71,20 +71,21 @@ class Device:
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
-# Seconds of the host: to launch the some 16 kernels of a layer without a graph, at the 5 µs that torch usually takes for
-# one; the same for what surrounds the layers (copies of tokens and positions, embedding, norm, logits); and what the
-# engine takes a round and a drafted token, as ``--check`` found it on CPUs (the host does the same for any device).
-_HOST = {"layer": 80e-6, "forward": 80e-6, "round": 0.3e-3, "drafted": 50e-6}
+# Seconds of the host. To ask for a layer is to launch some 16 kernels without a graph, at 5 µs each, which is what
+# torch usually takes; what surrounds the layers (tokens and positions copied, embedding, norm, logits) counts as one
+# more. What the engine takes a round and a drafted token is what ``--check`` found on a CPU: the host's work anywhere.
+_LAYER, _ROUND, _DRAFTED = 80e-6, 0.2e-3, 0.15e-3
+_HOST = (_LAYER, _LAYER, _ROUND, _DRAFTED)
 _RESERVED = 3e9  # bytes a rank keeps for its context, communication buffers and activations
 
 # Stated by the makers: memory, bandwidth and dense bfloat16; a link's share of what connects a node, one way.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), **_HOST),
-        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), **_HOST),
-        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), **_HOST),
-        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), **_HOST),
+        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), *_HOST),
+        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_HOST),
+        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_HOST),
+        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), *_HOST),
     )
 }
 _NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
