@@ -10,7 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fly.cache.allocator import OutOfBlocks
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT, LONGEST, SHORTEST
 from fly.errors import explain
 
 app = typer.Typer(
@@ -75,14 +76,18 @@ def _plain_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _ranks(on_fault: Any = None) -> Iterator[Any]:
+def _ranks(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
     """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         yield None
         return
+    from fly.config import Config
     from fly.parallel import launch
 
-    with launch(on_fault=on_fault) as ranks:
+    timeouts = {name: context.params[name] for name in Config.of_ranks}
+    with suppress(ValueError):  # what is wrong with the file is said once, when there are ranks
+        timeouts = _given(context, config, timeouts)
+    with launch(**timeouts, on_fault=on_fault) as ranks:
         if not ranks.leads:
             sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
         yield ranks
@@ -105,6 +110,16 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+HeartbeatTimeout = Annotated[
+    float,
+    typer.Option(
+        min=SHORTEST, max=LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost."
+    ),
+]
+CollectiveTimeout = Annotated[
+    float,
+    typer.Option(min=SHORTEST, max=LONGEST, help="With torchrun: seconds a rank waits in a collective for the others."),
+]
 Kernels = Annotated[str, typer.Option(help="What runs on the CPU: auto, torch, avx512bf16 or avx2.")]
 
 
@@ -146,12 +161,14 @@ def generate(
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
     ] = False,
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
 ) -> None:
     """Complete a prompt; on a terminal, colours show why each token stands."""
-    with _plain_errors(), _ranks() as ranks:
+    with _plain_errors(), _ranks(context, config) as ranks:
         from fly.llm import LLM
         from fly.types import SamplingParams, StructuredOutput
 
@@ -194,6 +211,7 @@ def generate(
             deterministic=deterministic,
         )
         llm = LLM.from_config(setup, ranks)
+        _loaded(ranks, quiet=not console.is_terminal)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
@@ -222,11 +240,21 @@ def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
     from fly.config import Config
 
     if path is not None:
-        sources = {name: context.get_parameter_source(name) for name in options}
-        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-        read = Config.read(path)
-        options = {name: options[name] if name in given else getattr(read, name) for name in Config.model_fields}
+        every = {name: options.get(name) for name in Config.model_fields}
+        options = _given(context, path, every)
     return Config.model_validate(options, context={"trusted": True})
+
+
+def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options as they were given on the command line, or else in the file, if there is one."""
+    from fly.config import Config
+
+    if path is None:
+        return options
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    read = Config.read(path)
+    return {name: value if name in given else getattr(read, name) for name, value in options.items()}
 
 
 def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tuple[Any, float]:
@@ -329,6 +357,8 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: Annotated[
         Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
     ] = None,
@@ -342,7 +372,7 @@ def serve(
             service.worker.fail(RuntimeError(message))
             time.sleep(0.5)
 
-    with _plain_errors(), _ranks(lost) as ranks:
+    with _plain_errors(), _ranks(context, config, lost) as ranks:
         from fly.llm import LLM
         from fly.serve import Server, Service, Settings
         from fly.serve.turns import Turns
@@ -365,6 +395,7 @@ def serve(
             context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
         )
         llm, turns = LLM.from_config(setup, ranks), None
+        memory = _loaded(ranks)
         if ranks is not None:
             from fly.parallel import follow, lead
 
@@ -375,6 +406,7 @@ def serve(
                 return
             turns = lead(ranks, Turns(llm))
         services.append(Service(llm, settings, draft=setup.draft, name=setup.model, turns=turns))
+        services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
         try:
             Server(services[0]).run()
         finally:
@@ -593,6 +625,7 @@ def bench_drafts(
 
 @bench.command("plan")
 def bench_plan(
+    typed: typer.Context,
     target: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
     ] = None,
@@ -611,12 +644,14 @@ def bench_plan(
     policy: Policy = "fly",
     dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
     draft_placement: Annotated[str, typer.Option(help="With --check: auto, replicated or sharded.")] = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
 ) -> None:
     """Whether a setting fits on machines, and what speculation should gain there, by a model of costs.
 
     --check compares the model with this machine, on as many ranks as torchrun starts.
     """
-    with _plain_errors(), _ranks() as here:
+    with _plain_errors(), _ranks(typed) as here:
         from fly.bench.calibrate import check_here
         from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
         from fly.bundled import resolve_checkpoint
@@ -712,8 +747,18 @@ def _show_check(found: Any, target: str, draft: str) -> None:
     console.print(_memory_of(found.memory), highlight=False, soft_wrap=True)
 
 
+def _loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
+    """What every rank took of memory when it had loaded; said where there are several. All ranks must ask."""
+    from fly.parallel import memory_here
+
+    memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
+    if ranks is not None and not quiet:
+        errors.print(f"fly: {len(memory)} ranks; {_memory_of(memory)}", highlight=False, soft_wrap=True)
+    return memory
+
+
 def _memory_of(memory: list[dict[str, int]]) -> str:
-    """What the ranks took of memory when they had loaded."""
+    """The same in words."""
 
     def each(name: str) -> str:
         return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
@@ -1023,6 +1068,7 @@ def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count
 
 @app.command("eval")
 def evaluate(
+    context: typer.Context,
     policy: Annotated[list[str] | None, typer.Option(help="Rules to compare; may be given several times.")] = None,
     model: Model = "fly-target",
     draft: DraftOption = "fly-draft",
@@ -1034,10 +1080,12 @@ def evaluate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Accuracy and speed of rules on the bundled tasks, beside autoregressive decoding and exact speculation."""
-    with _plain_errors(), _ranks() as ranks:
+    with _plain_errors(), _ranks(context) as ranks:
         from fly.llm import LLM
         from fly.policies import parse_policy
 
@@ -1045,6 +1093,7 @@ def evaluate(
             raise ValueError("rules judge what is drafted; --draft none leaves nothing to compare")
         rules: list[Any] = [parse_policy(text, trusted=True) for text in policy or ["fly"]]
         llm = LLM(model, draft, k=k, dtype=dtype, device=device, kernels=kernels, ranks=ranks)
+        _loaded(ranks)
         results = _compare(_settings(llm, k, rules), kind, split, seed, problems)
         if json_ is not None and (ranks is None or ranks.leads):
             json_.write_text(json.dumps([_result_as_json(result) for result in results], indent=2), encoding="utf-8")

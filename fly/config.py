@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -13,13 +13,19 @@ from fly.drafts.registry import CLASS_PATH
 from fly.errors import explain
 from fly.policies import Exact, PolicyField
 
-__all__ = ["Config"]
+__all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config"]
+
+HEARTBEAT_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 60.0  # seconds
+SHORTEST, LONGEST = 0.5, 86400.0  # of either
 
 
 class Config(BaseModel):
-    """What ``fly.LLM`` takes, in a YAML or JSON file (its ranks aside). Unknown fields are errors."""
+    """What ``fly.LLM`` takes, in a YAML or JSON file, and how long ranks wait for one another (``of_ranks``, as for
+    ``fly.parallel.launch``). Unknown fields are errors."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+    of_ranks: ClassVar = ("heartbeat_timeout", "collective_timeout")
 
     model: str = "fly-target"
     draft: str = "none"
@@ -38,6 +44,8 @@ class Config(BaseModel):
     kernels: str = "auto"
     draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
     whole_sums: bool = False
+    heartbeat_timeout: float = Field(default=HEARTBEAT_TIMEOUT, ge=SHORTEST, le=LONGEST)
+    collective_timeout: float = Field(default=COLLECTIVE_TIMEOUT, ge=SHORTEST, le=LONGEST)
 
     @field_validator("draft")
     @classmethod

@@ -254,7 +254,8 @@ class LLM:
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
         """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
-        return cls(**{name: getattr(config, name) for name in Config.model_fields}, ranks=ranks)
+        own = (name for name in Config.model_fields if name not in Config.of_ranks)
+        return cls(**{name: getattr(config, name) for name in own}, ranks=ranks)
 
     @property
     def draft(self) -> DraftStrategy | None:

@@ -544,7 +544,7 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
         os.dup2(file.fileno(), 2)
     environment = {"RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in environment.items()})
-    with launch(patience=1.5, hang=1.5) as ranks:
+    with launch(heartbeat_timeout=1.5, collective_timeout=1.5) as ranks:
         print(f"rank {rank} lives", flush=True)
         if what == "waits" and rank:
             follow(ranks, print)

@@ -7,6 +7,7 @@ what else the machine does falls on all alike.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -36,7 +37,7 @@ __all__ = ["Check", "check_here", "explain"]
 _WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens behind a forward
 _DEEPEST = 6  # layers of what a stand-in stands for: enough to tell a layer's cost
 _WINDOW = 0.05  # seconds that one thing is timed for in a turn
-_TURNS, _PROMPTS, _TOKENS = 5, 3, 48
+_TURNS, _PROMPTS, _TOKENS = 7, 2, 48
 
 
 @dataclass(frozen=True)
@@ -104,9 +105,13 @@ def check_here(
 
 
 class _Timed:
-    """Something that is timed; ``seconds`` are the median of its turns."""
+    """Something that is timed, turn after turn."""
 
-    seconds = 0.0
+    times: tuple[float, ...] = ()
+
+    @property
+    def seconds(self) -> float:
+        return statistics.median(self.times)
 
 
 class _Timer:
@@ -141,9 +146,9 @@ class _Timer:
     def measure(self) -> None:
         """Take all turns."""
         timings = take_turns([turn for _, turn in self._timed], _TURNS, torch.device("cpu"))
-        medians = [timing.median for timing in timings]
-        for (timed, _), median in zip(self._timed, medians if self.ranks is None else self.ranks.share(medians)):
-            timed.seconds = median
+        times = [timing.times for timing in timings]
+        for (timed, _), each in zip(self._timed, times if self.ranks is None else self.ranks.share(times)):
+            timed.times = each
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -322,12 +327,15 @@ class _Rounds:
 
     def host(self, machines: Machines) -> Machines:
         """``machines`` with the seconds of a round, and of a drafted token besides."""
-        plain, drafted = self.runs
-        seconds = plain.timing.seconds * plain.stats.generated / (plain.stats.rounds + 1) - self.step.seconds
-        round_seconds, count = max(seconds, 0.0), drafted.stats
-        judged = JUDGED * machines.all_reduce((self.k + 1) * 8 * machines.ranks)
-        left = drafted.timing.seconds * count.generated - (self.step.seconds + round_seconds)
-        left -= count.rounds * (self.verify.seconds + judged + round_seconds) + count.drafted * self.draft.seconds
+        (plain, drafted), judged = self.runs, JUDGED * machines.all_reduce((self.k + 1) * 8 * machines.ranks)
+        rounds, count = plain.stats.rounds + 1, drafted.stats  # the prompt's is one more
+        taken = zip(*(timed.times for timed in (plain.timing, drafted.timing, self.step, self.verify, self.draft)))
+        beside, besides = [], []  # what a run without a draft, and one with it, takes beside its forwards
+        for alone, together, step, verify, draft in taken:  # turn by turn: what slows one down slows all
+            beside.append(alone * plain.stats.generated - rounds * step)
+            besides.append(together * count.generated - step - count.rounds * (verify + judged) - count.drafted * draft)
+        round_seconds = max(statistics.median(beside) / rounds, 0.0)
+        left = statistics.median(besides) - (count.rounds + 1) * round_seconds
         device = replace(machines.device, round=round_seconds, drafted=max(left / count.drafted, 0.0))
         return replace(machines, device=device)
 

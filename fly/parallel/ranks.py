@@ -7,6 +7,7 @@ of models, policies or HTTP.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import random
 import re
@@ -25,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.parallel.watch import CollectiveError, Progress, RankError, Watch
 
 __all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_here"]
@@ -173,15 +175,16 @@ class Ranks:
 
 
 def memory_here() -> dict[str, int]:
-    """Bytes this process has of its own now, the most it ever had resident (mapped files included), and the most it
-    ever took of its accelerator; 0 is none, or none known."""
-    own = 0
+    """Bytes this process has of its own now (``own``), the most it ever had resident, mapped files included (``peak``),
+    and the most it ever took of its accelerator (``device``); 0 where nobody knows."""
+    said: dict[str, str] = {}
     with contextlib.suppress(OSError):
-        found = re.search(r"RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text("ascii"))
-        own = int(found[1]) * 1024 if found else 0
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    return {"own": own, "peak": peak, "device": torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0}
+        said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))
+    # getrusage would count what the process was before it became this program, and has another unit elsewhere
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = int(said["VmHWM"]) if "VmHWM" in said else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 1024
+    device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+    return {"own": int(said.get("RssAnon", 0)) * 1024, "peak": peak * 1024, "device": device}
 
 
 def launched() -> bool:
@@ -192,8 +195,8 @@ def launched() -> bool:
 @contextmanager
 def launch(
     *,
-    patience: float = 5.0,
-    hang: float = 60.0,
+    heartbeat_timeout: float = HEARTBEAT_TIMEOUT,
+    collective_timeout: float = COLLECTIVE_TIMEOUT,
     on_fault: Callable[[str], None] | None = None,
     check_every: int = 1,
 ) -> Iterator[Ranks]:
@@ -206,14 +209,18 @@ def launch(
     a rank that is killed, stopped, stuck or fails alone ends all of them within seconds, with one message.
 
     Args:
-        patience: seconds without a sign of life after which a rank counts as lost.
-        hang: seconds for which a rank waits in a collective before it blames those that do not come.
+        heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
+        collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
         on_fault: told the message before the process ends (in a thread of its own).
         check_every: forwards between two comparisons of the tokens that ranks compute with.
 
     Raises:
-        ValueError: this process was not started by torchrun.
+        ValueError: this process was not started by torchrun, or a timeout is no number of seconds.
     """
+    timeouts = {"heartbeat_timeout": heartbeat_timeout, "collective_timeout": collective_timeout}
+    for name, seconds in timeouts.items():
+        if not 0 < seconds < math.inf:
+            raise ValueError(f"{name} {seconds} must be a number of seconds above 0")
     if missing := [name for name in _VARIABLES if name not in os.environ]:
         raise ValueError(f"{missing} not set: ranks are started by torchrun --nproc-per-node N ...")
     store, rank, size = next(iter(dist.rendezvous("env://")))
@@ -233,7 +240,8 @@ def launch(
     )
     # Watched from the first collective on: the others may be gone before it.
     progress = Progress()
-    watch = Watch(dist.PrefixStore(f"watch/{attempt}", store.clone()), rank, size, progress, patience, hang, on_fault)
+    watch_store = dist.PrefixStore(f"watch/{attempt}", store.clone())
+    watch = Watch(watch_store, rank, size, progress, heartbeat_timeout, collective_timeout, on_fault)
     try:
         ranks = Ranks(control=dist.new_group(backend="gloo", timeout=_FOREVER), check_every=check_every)
         ranks.progress, ranks.watch = progress, watch
@@ -270,7 +278,7 @@ class lead:
             return self.ranks.together(lambda: self.handle(message), "a request")
         except CollectiveError:
             if self.ranks.watch is not None:  # it knows who is to blame, says so, and ends this process
-                time.sleep(2 * self.ranks.watch.patience)
+                time.sleep(2 * self.ranks.watch.heartbeat_timeout)
             raise
 
     def close(self) -> None:

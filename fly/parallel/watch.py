@@ -49,8 +49,8 @@ class Watch:
         store: torch's, on a connection that nobody else uses: a store answers one thread at a time.
         rank, size: this process among the group's.
         progress: what the collectives of this rank note.
-        patience: seconds without a sign of life after which a rank counts as lost.
-        hang: seconds after which a rank that waits in a collective blames those that have not come to it.
+        heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
+        collective_timeout: seconds after which a rank that waits in a collective blames those that have not come to it.
         on_fault: called with the message before the process ends, in the watching thread: time to answer requests.
     """
 
@@ -60,13 +60,14 @@ class Watch:
         rank: int,
         size: int,
         progress: Progress,
-        patience: float,
-        hang: float,
+        heartbeat_timeout: float,
+        collective_timeout: float,
         on_fault: Callable[[str], None] | None = None,
     ) -> None:
         self._store, self.rank, self.size, self.progress = store, rank, size, progress
-        self.patience, self.hang, self.on_fault = patience, hang, on_fault
-        self.interval = min(patience / 5, 0.5)
+        self.heartbeat_timeout, self.collective_timeout = heartbeat_timeout, collective_timeout
+        self.on_fault = on_fault
+        self.interval = min(heartbeat_timeout / 5, 0.5)
         self._store.set(_key("who", rank), json.dumps({"host": socket.gethostname(), "pid": os.getpid(), **_place()}))
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
@@ -82,7 +83,7 @@ class Watch:
         with contextlib.suppress(Exception):
             self._store.set(_key("left", self.rank), repr(error) if error else "")
         # A failed collective is somebody else's fault, whom the thread is about to name.
-        wait = 2 * self.patience + _LEAVE if isinstance(error, CollectiveError) else _LEAVE
+        wait = 2 * self.heartbeat_timeout + _LEAVE if isinstance(error, CollectiveError) else _LEAVE
         started = time.monotonic()
         while len(self._left) < self.size - 1 and not self._stop.is_set():
             if error is not None and time.monotonic() - started > wait:
@@ -147,7 +148,7 @@ class Watch:
                 if self._store.check([_key("fault")]):
                     self._end(self._store.get(_key("fault")).decode())
                 now = time.monotonic()
-                if now - last > self.patience / 2:  # it is this process that was asleep
+                if now - last > self.heartbeat_timeout / 2:  # it is this process that was asleep
                     heard = dict.fromkeys(others, now)
                 last = now
                 for other in others:
@@ -157,8 +158,10 @@ class Watch:
                         continue
                     if (beat := self._store.get(_key("beat", other))) != said[other]:
                         said[other], heard[other] = beat, now
-                    elif other not in self._left and now - heard[other] > self.patience:
-                        self.declare(other, f"has given no sign of life for {self.patience:g} s (stopped, or cut off)")
+                    elif other not in self._left and now - heard[other] > self.heartbeat_timeout:
+                        self.declare(
+                            other, f"has given no sign of life for {self.heartbeat_timeout:g} s (stopped, or cut off)"
+                        )
                 self._look_for_stuck(said, now)
                 for handle, _ in poll.poll(self.interval * 1000):
                     other = ranks_of[handle]
@@ -175,14 +178,14 @@ class Watch:
     def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
         """Whether this rank waits in a collective to which others have not come for too long."""
         entered, since = self.progress.entered, self.progress.since
-        if since is None or now - since < self.hang:
+        if since is None or now - since < self.collective_timeout:
             return
         behind = {other: int(beat.split()[1]) for other, beat in said.items() if beat}
         if behind and (least := min(behind.values())) < entered:
             other = min(rank for rank, count in behind.items() if count == least)
-            if other in self._left and now - since < self.hang + 2 * _LEAVE:
+            if other in self._left and now - since < self.collective_timeout + 2 * _LEAVE:
                 return  # it is about to say why
-            self.declare(other, f"hangs: for {self.hang:g} s it has not come to collective {least + 1}")
+            self.declare(other, f"hangs: for {self.collective_timeout:g} s it has not come to collective {least + 1}")
 
 
 def _key(*parts: object) -> str:

@@ -64,6 +64,7 @@ class Metrics:
         self.whole = histogram("vllm:e2e_request_latency_seconds", "From a request's arrival to its end.")
         self.queue = histogram("vllm:request_queue_time_seconds", "From a request's arrival until the engine has it.")
 
+        self._memory = gauge("fly:rank_load_peak_bytes", "Most memory a rank had resident until it had loaded.", "rank")
         self._draft_cache = gauge("fly:draft_cache_usage_perc", "Share of a drafter's cache that is held.", "level")
         self._k = histogram("fly:draft_length", "Tokens that were drafted in a round (K as it was chosen).", _COUNTS)
         self._stands = counter("fly:tokens", "Generated tokens, by why they stand.", "reason")
@@ -79,6 +80,11 @@ class Metrics:
     def text(self) -> bytes:
         """The exposition format."""
         return generate_latest(self.registry)
+
+    def loaded(self, peaks: list[int]) -> None:
+        """What loading took, rank by rank, in bytes."""
+        for rank, peak in enumerate(peaks):
+            self._memory.labels(self._model, str(rank)).set(peak)
 
     def refused(self, status: int) -> None:
         """A request got an error as its answer."""
