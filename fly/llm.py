@@ -242,13 +242,17 @@ class LLM:
                     f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target "
                     "and draft together"
                 )
+        if ranks is not None:  # free memory may differ, and all must admit the same requests
+            cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
             draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self._open: dict[int, Request] = {}  # of all unfinished calls
         self.engine = Engine(Runner(loaded, cache, control, share=prefix_reuse), draft)
-        self.scheduler = Scheduler(self.engine, max_rows, step_tokens)
+        # What fails on one rank alone is no request's fault: the others would wait for it.
+        told = {} if ranks is None else {"failed": ranks.agree_on}
+        self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **told)
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:

@@ -43,15 +43,22 @@ class Scheduler:
         max_rows: most requests in one step.
         step_tokens: tokens one step feeds to the target, about: requests that decode are always fed, and prompts get
             what is left. Smaller ones keep the time between tokens even while long prompts come in.
+        failed: told of an error of the engine before anything is made of it; may raise what is no request's own.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     says why. An error of one request (of its policy, say) ends that request alone.
     """
 
-    def __init__(self, engine: Engine, max_rows: int = 256, step_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        max_rows: int = 256,
+        step_tokens: int = 2048,
+        failed: Callable[[Exception], None] = lambda error: None,
+    ) -> None:
         if max_rows < 1 or step_tokens < 1:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
-        self.engine, self.max_rows, self.step_tokens = engine, max_rows, step_tokens
+        self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
         self.running: list[Sequence] = []  # in the order in which they are served, as are those that wait
         self.waiting: list[Sequence] = []
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
@@ -128,6 +135,7 @@ class Scheduler:
         try:
             self.engine.step(step.rows, self._stop, step.prefill)
         except Exception as error:
+            self._failed(error)
             # The engine leaves all as it was, so that whose fault it is shows when each goes alone.
             alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
             if len(alone) > 1:

@@ -546,11 +546,13 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     with launch(heartbeat_timeout=1.5, collective_timeout=1.5) as ranks:
         print(f"rank {rank} lives", flush=True)
+        if what.startswith("decodes"):
+            decode(ranks, alone=what.endswith("alone"))
         if what == "waits" and rank:
             follow(ranks, print)
         elif what == "waits":
             time.sleep(60)
-        for step in range(10**9 if what != "ends" else 50):
+        for step in range(50 if what.endswith("ends") else 10**9):
             ranks.sum_(torch.ones(8))
             if step == 20 and rank == 1 and what == "fails":
                 raise MemoryError("no memory for this")
@@ -558,6 +560,23 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
                 time.sleep(60)
             if step == 20 and what == "errs":
                 raise ValueError("the same everywhere")
+
+
+def decode(ranks: Ranks, alone: bool) -> None:
+    """Two requests, in a step of which memory runs out: of the last rank ``alone``, or of all."""
+    llm = fly.LLM("fly-tiny", ranks=ranks, dtype="float32", kernels="torch", cache_tokens=512)
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=3))
+
+    def run_out(*_: Any) -> None:
+        raise MemoryError("no memory for this")
+
+    if ranks.rank == 1 or not alone:
+        model: Any = llm.engine.runner.model
+        model.norm.register_forward_pre_hook(run_out)
+    try:
+        llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=3))
+    except MemoryError:
+        print(f"rank {ranks.rank} goes on", flush=True)
 
 
 def run_group(size: int, tmp_path: Path, what: str, harm: int | None = None) -> tuple[list[int | None], str, float]:
@@ -590,6 +609,7 @@ FAULTS = [
     (2, "computes", signal.SIGSTOP, r"rank 1 .* no sign of life for 1.5 s"),
     (4, "computes", signal.SIGSTOP, r"rank 3 .* no sign of life for 1.5 s"),
     (4, "fails", None, r"rank 1 .* failed: MemoryError: no memory for this"),
+    (2, "decodes alone", None, r"rank 1 .* failed: MemoryError: no memory for this"),
     (2, "hangs", None, r"rank 1 .* hangs: for 1.5 s it has not come to collective 22"),
 ]
 
@@ -607,6 +627,8 @@ def test_one_lost_rank_ends_all_with_one_message(
 def test_ranks_that_end_together_end_in_peace(tmp_path: Path) -> None:
     codes, text, _ = run_group(4, tmp_path, "ends")
     assert codes == [0] * 4 and "fly: " not in text, text
+    codes, text, _ = run_group(2, tmp_path, "decodes and ends")
+    assert codes == [0, 0] and "fly: " not in text and text.count("goes on") == 2, text
     codes, text, _ = run_group(2, tmp_path, "errs")
     assert codes == [1, 1] and "fly: " not in text and text.count("ValueError: the same everywhere") == 2, text
 

@@ -141,6 +141,17 @@ class Ranks:
             raise RankError(f"{what} failed on some ranks: {said}") from error
         return result
 
+    def agree_on(self, error: Exception) -> None:
+        """Go on if every rank has an error of this type now, as all have if a request is to blame.
+
+        Raises it again if it is the group's own. A rank that is alone with its error (out of memory, say) ends the
+        group, since the others wait for it in a collective: then this does not return.
+        """
+        if isinstance(error, (CollectiveError, RankError)):
+            raise error
+        if self.size > 1 and self.watch is not None:
+            self.watch.agree_on(error)
+
     def check(self, *tensors_T: Tensor) -> None:
         """Compare what ranks are about to compute with: every ``check_every``-th time it is called.
 

@@ -72,6 +72,7 @@ class Watch:
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
         self._left: set[int] = set()
+        self._errors = 0
         self._stop = threading.Event()
         self._declared = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="fly-watch", daemon=True)
@@ -89,12 +90,24 @@ class Watch:
             if error is not None and time.monotonic() - started > wait:
                 if not isinstance(error, MemoryError) and "OutOfMemory" not in type(error).__name__:
                     traceback.print_exception(error)
-                self.declare(self.rank, f"failed: {type(error).__name__}: {' '.join(str(error).split())}")
+                self.declare(self.rank, _failed(error))
             time.sleep(0.01)
         self._stop.set()
         self._thread.join()
         for handle in self._handles.values():
             os.close(handle)
+
+    def agree_on(self, error: Exception) -> None:
+        """Wait until every rank has an error of this type. If others have none, this does not return."""
+        self._errors += 1
+        key = _key("error", self._errors, type(error).__name__)
+        self._store.add(key, 1)
+        started = time.monotonic()
+        while self._store.add(key, 0) < self.size and not self._stop.is_set():
+            if time.monotonic() - started > self.heartbeat_timeout:
+                traceback.print_exception(error)
+                self.declare(self.rank, _failed(error))
+            time.sleep(0.005)
 
     def declare(self, rank: int, reason: str) -> None:
         """End the group because of ``rank``. Does not return."""
@@ -186,6 +199,10 @@ class Watch:
             if other in self._left and now - since < self.collective_timeout + 2 * _LEAVE:
                 return  # it is about to say why
             self.declare(other, f"hangs: for {self.collective_timeout:g} s it has not come to collective {least + 1}")
+
+
+def _failed(error: BaseException) -> str:
+    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _key(*parts: object) -> str:
