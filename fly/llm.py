@@ -198,7 +198,7 @@ class LLM:
             from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
             from fly.parallel import load as load_any
 
-            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA)
+            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, kernels=kernels)
             load = partial(load_part, ranks=ranks)
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):

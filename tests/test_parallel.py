@@ -32,9 +32,11 @@ import fly
 from fly import cli, vocabulary
 from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
 from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds, weights
+from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
-from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
+from fly.kernels import available
+from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.loading import layout
 from fly.parallel import (
     LLAMA,
@@ -368,7 +370,8 @@ def test_ranks_change_no_token(pool: Pool, tmp_path_factory: pytest.TempPathFact
     whole_sums = data.draw(st.booleans())
     placement = data.draw(st.sampled_from(["replicated", "sharded", "first"]))
     placement = "replicated" if draft.startswith("skip") and placement == "first" else placement
-    options = {"draft_placement": placement, "whole_sums": whole_sums}
+    kernels = data.draw(st.sampled_from(["auto", "torch"]))
+    options = {"draft_placement": placement, "whole_sums": whole_sums, "kernels": kernels}
     expected = generate(None, target, draft, request)
     assume(all(generate_with_noise(target, draft, request, 1e-4) == expected for _ in range(2)))
     for size in (1, 2, 4):
@@ -389,24 +392,43 @@ def test_time_and_chance_are_the_first_ranks(pool: Pool, tmp_path: Path, placeme
     pool.run(2, adapt, target, draft, placement)  # alike on both ranks
 
 
-def bits(ranks: Ranks | None, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:
-    model = load_model(target) if ranks is None else load(target, ranks=ranks, plan=plan, gather_logits=True)
-    with torch.inference_mode():
-        tokens = torch.arange(24)
-        return model.logits(model(tokens, tokens, DenseCausal(1, 24))).tolist()
+def bits(ranks: Ranks | None, target: str, plan: tuple[Rule, ...], kernels: str = "torch") -> list[list[float]]:
+    model = load_model(target)
+    if ranks is not None:
+        model = load(target, ranks=ranks, plan=plan, gather_logits=True, kernels=kernels)
+    torch.set_num_threads(2)  # who is no first thread of compiled kernels waits for the ranks as well
+    cache = PagedKVCache.for_model(model, 64)
+    try:
+        cache.resize(0, 40)
+        with torch.inference_mode():
+            first_T, rest_T = torch.arange(40).split([39, 1])  # as a prompt comes in, and as a row decodes
+            model(first_T, first_T, cache.batch([0], [0], [39]))
+            last = model.logits(model(rest_T, rest_T, cache.batch([0], [39], [1])))
+            cache.resize(0, 0)
+            cache.resize(0, 40)
+            whole_T = torch.arange(40)
+            return [*model.logits(model(whole_T, whole_T, cache.batch([0], [0], [40]))).tolist(), *last.tolist()]
+    finally:
+        torch.set_num_threads(1)
 
 
-def test_plain_logits_where_they_are_asked_for(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("kernels", available())
+def test_plain_logits_where_they_are_asked_for(pool: Pool, tmp_path: Path, kernels: str) -> None:
     target, _ = checkpoints(tmp_path, TOY, 0)
     expected = torch.tensor(bits(None, target, LLAMA))
     for size in (2, 4):
         for plan in (LLAMA, LLAMA_WHOLE_SUMS):
-            torch.testing.assert_close(torch.tensor(pool.run(size, bits, target, plan)), expected)
+            if kernels == "torch" or plan is LLAMA:
+                found = torch.tensor(pool.run(size, bits, target, plan, kernels))
+                torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+            else:
+                for success, error in pool.outcomes(size, bits, target, plan, kernels):
+                    assert not success and "a plan that gathers is PyTorch's" in error[1]
 
 
 def tokens_of_head(model: Any) -> int:
-    """Of a model divided among ranks only its part; a whole one may be compiled."""
-    return model.lm_head.weight.shape[0] if isinstance(model, Llama) else model.config.vocab_size
+    """Of a model divided among ranks only its part; either may be compiled."""
+    return model.lm_head.weight.shape[0] if isinstance(model, Llama) else model.vocab
 
 
 def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:

@@ -248,7 +248,7 @@ class SingleDraft(DraftStrategy):
 
     def _may_go_at_once(self, rows: list[Sequence]) -> bool:
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
-        if self._stops or not hasattr(self.runner.model, "greedy"):
+        if self._stops or getattr(self.runner.model, "greedy", None) is None:
             return False
         exact = self.draft is None or self.policy.guarantee is Guarantee.LOSSLESS
         return exact and all(row.greedy and not constrains(row) for row in rows)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Batch", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 1  # of src/library.cpp: what was built from other sources is not called
+_ABI = 2  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 
@@ -46,6 +46,7 @@ _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
     "fly_free": (None, [c_void_p]),
+    "fly_share": (None, [c_void_p, c_void_p, c_int, c_int]),
     "fly_set_norms": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
     "fly_workspace": (c_int64, [c_void_p]),

@@ -28,7 +28,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
 _WIDEST_HEAD = 1024
 
 
-def _refusal(model: Llama) -> str | None:
+def refusal(model: Llama) -> str | None:
     """Why there is no compiled code for ``model``; None where there is."""
     if model.device.type != "cpu":
         return f"compiled kernels run on the CPU, not on {model.device}"
@@ -37,25 +37,26 @@ def _refusal(model: Llama) -> str | None:
     if model.config.head_dim > _WIDEST_HEAD:
         return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
-        return "compiled kernels know nothing of hooks, which this model has (as one that several ranks share does)"
+        return "compiled kernels know nothing of hooks, which this model has (fly.parallel.load compiles a rank's part)"
     return None
 
 
 def compiled(model: Any, kernels: str = "auto") -> Any:
-    """A ``Llama`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch.
+    """A ``Llama`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch, or what
+    ranks share and have compiled as it was loaded.
 
     ``"auto"`` leaves a model alone that there is no compiled code for: another device, another dtype, no ``Llama``.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
     variant = chosen(kernels)
-    if variant == TORCH:
+    if variant == TORCH or isinstance(model, CompiledLlama):
         return model
-    refusal = _refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
-    if refusal is not None:
+    reason = refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
+    if reason is not None:
         if kernels == "auto":
             return model
-        raise ValueError(f"kernels {kernels!r}: {refusal}")
+        raise ValueError(f"kernels {kernels!r}: {reason}")
     return CompiledLlama(model, variant)
 
 
@@ -73,11 +74,12 @@ class CompiledLlama:
     batch_invariant = True  # a token's logits depend on the tokens before it alone
 
     def __init__(self, model: Llama, variant: str) -> None:
-        if variant == TORCH or (refusal := _refusal(model)) is not None:
-            raise ValueError(refusal if variant != TORCH else f"{variant!r} is no compiled variant")
+        if variant == TORCH or (reason := refusal(model)) is not None:
+            raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
         self.kernels = chosen(variant)
         config, self._library = model.config, load()
+        self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
         tied = model.lm_head.weight is model.embed_tokens.weight
         self._embedding = None if tied else model.embed_tokens.weight.detach().contiguous()
@@ -88,7 +90,7 @@ class CompiledLlama:
             config.num_attention_heads,
             config.num_key_value_heads,
             config.head_dim,
-            config.vocab_size,
+            self.vocab,
             config.max_position_embeddings,
             _TYPES[self.dtype],
             _TYPES[self.dtype],
@@ -150,12 +152,12 @@ class CompiledLlama:
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
-        """Logits [T, V] in float32 over the full vocabulary."""
+        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, over its own)."""
         if hidden_TC.dtype != self.dtype:
             raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
         hidden_TC = hidden_TC.contiguous()
         count = len(hidden_TC)
-        logits_TV = torch.empty(count, self.config.vocab_size)
+        logits_TV = torch.empty(count, self.vocab)
         threads = torch.get_num_threads()
         self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV

@@ -16,7 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fly.kernels import CompiledLlama, chosen, compiled
+from fly.kernels.library import TORCH
+from fly.kernels.llama import refusal
 from fly.models import Llama, LlamaConfig, load_model
+from fly.parallel.compiled import CompiledPart
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, Rule
 from fly.parallel.ranks import Ranks
@@ -32,20 +36,23 @@ def load(
     ranks: Ranks,
     plan: Sequence[Rule] = LLAMA,
     gather_logits: bool = False,
-) -> Llama:
+    kernels: str = "torch",
+) -> Llama | CompiledLlama:
     """This rank's part of a checkpoint, ready to run with the others'; arguments and errors as of ``load_model``.
 
     The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
 
     Args:
         gather_logits: give plain logits, gathered at once, instead of ``VocabularyShards``.
+        kernels: what runs it on the CPU, as for ``fly.LLM``. A plan that gathers is run by PyTorch.
 
     Raises:
         PlanError: the model does not divide by the plan among so many ranks.
-        RankError: some ranks could not load it, or have another checkpoint; it names them.
+        RankError: some ranks could not load it, or have another checkpoint; it names them, or have other kernels.
+        ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
-        return load_model(path, dtype, device)
+        return compiled(load_model(path, dtype, device), kernels)
     parts: list[Part] = []
 
     def part(config: LlamaConfig) -> Part:
@@ -54,7 +61,22 @@ def load(
 
     model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {path}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), path), f"loading {path}")
+    variant = ranks.together(lambda: _variant(ranks, model, kernels, plan), f"loading {path}")
+    if variant != TORCH:
+        return CompiledPart(model, variant, parts[0], ranks, gather_logits)
     return parallelise(model, parts[0], ranks, gather_logits)
+
+
+def _variant(ranks: Ranks, model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
+    """What runs the part here, which may be another code than on other ranks, but is compiled on all or on none."""
+    reason = "a plan that gathers is PyTorch's" if any(rule.style == "gather" for rule in plan) else refusal(model)
+    variant = chosen(kernels)
+    if variant != TORCH and reason is not None:
+        if kernels != "auto":
+            raise ValueError(f"kernels {kernels!r}: {reason}")
+        variant = TORCH
+    found = ranks.collect(variant)
+    return variant if kernels != "auto" or TORCH not in found else TORCH
 
 
 def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:

@@ -10,8 +10,9 @@
 
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
-// Whatever is still on the way to memory must have been seen by all before anybody goes on.
-inline void wait(Call* call) {
+// Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
+// take long.
+inline void wait(Call* call, bool counts = true) {
     if (call->threads == 1) return;
     Barrier* barrier = &call->barrier;
     int32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
@@ -27,7 +28,7 @@ inline void wait(Call* call) {
     // Whoever we wait for may have lost the processor, or need this one.
     const int64_t since = nanoseconds();
     while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
-    if (nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
+    if (counts && nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
 }
 
 struct Range {
@@ -429,6 +430,12 @@ inline const Act* normalised(Call* call, const float* weight, int thread, const 
     return normed;
 }
 
+// The values of the tile's tokens, added up over the processes. All threads are there, and wait for it.
+inline void sum_over_processes(Call* call, float* values, int thread) {
+    if (!thread) call->model->sum(values, call->tile_tokens * (int64_t)padded(call->model->shape.width));
+    wait(call, false);
+}
+
 // The tile's tokens through the layers, up to the final norm.
 template <class Wt, class K>
 void decode(Call* call, int thread, const Scratch& s) {
@@ -439,11 +446,27 @@ void decode(Call* call, int thread, const Scratch& s) {
     const int tokens = call->tile_tokens, threads = call->threads;
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
-    for (int t = mine.from; t < mine.to; t++) embed<Wt>(model, call->token[call->tile_at + t], work.x + t * ldx);
+    for (int t = mine.from; t < mine.to; t++) {
+        const int64_t token = call->token[call->tile_at + t] - model->first_token;
+        if (token >= 0 && token < shape.vocab)
+            embed<Wt>(model, token, work.x + t * ldx);
+        else  // another process has it
+            memset(work.x + t * ldx, 0, ldx * sizeof(float));
+    }
     wait(call);
+    if (model->sum) sum_over_processes(call, work.x, thread);
     auto residual = [&](int row, int panel, const float* sums) {
         float* x = work.x + row * ldx + panel * PANEL;
-        for (int i = 0; i < PANEL; i += W) st(x + i, add(ld(x + i), ld(sums + i)));
+        if (model->sum)
+            memcpy(work.part + row * ldx + panel * PANEL, sums, PANEL * sizeof(float));
+        else
+            for (int i = 0; i < PANEL; i += W) st(x + i, add(ld(x + i), ld(sums + i)));
+    };
+    auto add_parts = [&]() {
+        if (!model->sum) return;
+        sum_over_processes(call, work.part, thread);
+        for (long i = mine.from * ldx; i < mine.to * ldx; i += W) st(work.x + i, add(ld(work.x + i), ld(work.part + i)));
+        wait(call);
     };
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
@@ -459,6 +482,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         product<Wt>((const Act*)work.attended, padded(shape.heads * shape.head_dim), tokens, layer.o,
                     part(layer.o.panels, thread, threads), residual);
         wait(call);
+        add_parts();
         normed = normalised<Act>(call, layer.post_norm, thread, s);
         product<Wt>(normed, ldx, tokens, layer.gate_up, part(layer.gate_up.panels, thread, threads),
                     [&](int row, int panel, const float* sums) {
@@ -472,6 +496,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         product<Wt>((const Act*)work.gated, ld_gated, tokens, layer.down, part(layer.down.panels, thread, threads),
                     residual);
         wait(call);
+        add_parts();
     }
 }
 

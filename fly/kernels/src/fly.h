@@ -44,6 +44,7 @@ struct Layer {
 struct Workspace {
     int tile;            // tokens they are for
     float* x;            // [T, C] the residual stream
+    float* part;         // [T, C] what this process adds to it, where others add theirs
     float* qkv;          // [T, (H + 2G)·D]
     void* normed;        // [T, C], in the type of activations
     void* attended;      // [T, H·D]
@@ -65,6 +66,10 @@ struct Model {
     float* norm;
     Matrix head;
     const void* embedding;  // [V, C], its owner's; null where the head's panels serve as well
+    // Where several processes share a model, each holds a part of every matrix and ``shape.vocab`` of all ``tokens``,
+    // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
+    void (*sum)(float* values, int64_t count);
+    int32_t tokens, first_token;
     float *cos, *sin;       // [positions, D/2]
     Workspace work;
     pthread_mutex_t lock;  // of the workspace

@@ -265,7 +265,7 @@ bool make_room(Model* model, int tokens, int last_rows, int longest, int threads
         tile = tile <= 32 ? 32 : MAX_TILE;
         work.tile = 0;
         const Layer& layer = model->layers[0];
-        if (!grow(&work.x, tile * width * 4) || !grow(&work.qkv, (long)tile * layer.qkv.panels * PANEL * 4) ||
+        if (!grow(&work.x, tile * width * 4) || (model->sum && !grow(&work.part, tile * width * 4)) || !grow(&work.qkv, (long)tile * layer.qkv.panels * PANEL * 4) ||
             !grow(&work.normed, tile * width * act) ||
             !grow(&work.attended, tile * padded(shape.heads * shape.head_dim) * act) ||
             !grow(&work.gated, (long)tile * layer.gate_up.panels * (PANEL / 2) * act))
@@ -304,9 +304,9 @@ struct Arena {
     }
 };
 
-int32_t check(const Shape& shape, const int64_t* token, const int64_t* position, int tokens) {
+int32_t check(const Shape& shape, int vocab, const int64_t* token, const int64_t* position, int tokens) {
     for (int t = 0; t < tokens; t++) {
-        if (token[t] < 0 || token[t] >= shape.vocab) return BAD_TOKEN;
+        if (token[t] < 0 || token[t] >= vocab) return BAD_TOKEN;
         if (position[t] < 0 || position[t] >= shape.positions) return BAD_POSITION;
     }
     return OK;
@@ -336,7 +336,7 @@ namespace {
 int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last_rows, int extra) {
     memset((void*)call, 0, sizeof(Call));
     if (!arena->memory) return NO_MEMORY;
-    if (const int error = check(model->shape, batch->token, batch->position, batch->tokens)) return error;
+    if (const int error = check(model->shape, model->tokens, batch->token, batch->position, batch->tokens)) return error;
     call->model = model;
     call->cache = {batch->keys, batch->values, batch->layer_stride, batch->cache_type, batch->page};
     call->rows = batch->rows, call->tokens = batch->tokens;
@@ -370,7 +370,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 1; }
+EXPORT int fly_abi() { return 2; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -390,6 +390,7 @@ EXPORT void fly_free(Model* model) {
     }
     drop(&model->head);
     void* buffers[] = {model->layers,    model->norm,         model->cos,        model->sin,       model->work.x,
+                       model->work.part,
                        model->work.qkv,  model->work.normed,  model->work.attended, model->work.gated, model->work.last,
                        model->work.logits};
     for (void* buffer : buffers) free(buffer);
@@ -408,6 +409,7 @@ EXPORT Model* fly_new(int variant, const Shape* shape, const float* norm, const 
     model->shape = *shape;
     model->variant = variants[variant];
     model->embedding = embedding;
+    model->tokens = shape->vocab;
     model->layers = (Layer*)allocate(shape->layers * (long)sizeof(Layer));
     model->norm = vector_of(norm, shape->width, padded(shape->width));
     model->cos = vector_of(cos, table, table);
@@ -415,6 +417,11 @@ EXPORT Model* fly_new(int variant, const Shape* shape, const float* norm, const 
     if (model->layers && model->norm && model->cos && model->sin) return model;
     fly_free(model);
     return nullptr;
+}
+
+// Share the model with other processes, before its first call: of all ``tokens`` it holds those from ``first`` on.
+EXPORT void fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int first) {
+    model->sum = sum, model->tokens = tokens, model->first_token = first;
 }
 
 // The norms of a layer, float32 [C].
@@ -443,7 +450,7 @@ EXPORT int64_t fly_workspace(Model* model) {
     const Workspace& work = model->work;
     const Layer& layer = model->layers[0];
     const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
-    int64_t bytes = work.tile * (width * (4 + act) + (long)layer.qkv.panels * PANEL * 4 +
+    int64_t bytes = work.tile * (width * ((model->sum ? 8 : 4) + act) + (long)layer.qkv.panels * PANEL * 4 +
                                  padded(shape.heads * shape.head_dim) * act + (long)layer.gate_up.panels * 16 * act);
     bytes += work.last_rows * (width * act + shape.vocab * 4L);
     for (const char* scratch : work.scratch) bytes += scratch ? work.scratch_bytes : 0;

@@ -1,0 +1,64 @@
+"""A rank's part of a Llama on compiled kernels. Knows nothing of the engine or policies.
+
+Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fly.kernels.llama import CompiledLlama
+from fly.models import Llama
+from fly.models.llama import KV
+from fly.parallel.logits import VocabularyShards
+from fly.parallel.plan import Part
+from fly.parallel.ranks import Ranks
+
+__all__ = ["CompiledPart"]
+
+_Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
+class CompiledPart(CompiledLlama):
+    """A loaded ``part`` of a model, whose forwards ask this process for each sum over ranks; all ranks call alike.
+
+    Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks compare what they
+    are about to compute (``Ranks.check``).
+    """
+
+    batch_invariant = False  # the order in which ranks are added up depends on a value's place among all of a call
+    greedy = None  # type: ignore[assignment]  # the whole loop in one call knows only this rank's logits
+
+    def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
+        super().__init__(model, variant)
+        self.ranks, self._gather_logits = ranks, gather_logits
+        self._error: Exception | None = None
+        self._sum = _Sum(self._sum_over_ranks)  # must live as long as the model
+        first = part.slots("vocab_size").start
+        self._library.fly_share(self._model, self._sum, part.config.vocab_size, first)
+
+    def _sum_over_ranks(self, address: int, count: int) -> None:
+        """Called from within a forward, which cannot be left by an error: what is wrong is raised behind it."""
+        if self._error is None:
+            try:
+                values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
+                self.ranks.sum_(values)
+            except Exception as error:
+                self._error = error
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+        self.ranks.check(tokens_T, positions_T)
+        hidden_TC = super().__call__(tokens_T, positions_T, kv, layers)
+        if (error := self._error) is not None:
+            self._error = None
+            raise error
+        return hidden_TC
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """Shards [T, ranks * W] of the logits, in float32."""
+        logits_TW = super().logits(hidden_TC)
+        return self.ranks.join(logits_TW) if self._gather_logits else VocabularyShards(logits_TW, self.ranks)
