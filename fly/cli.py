@@ -50,12 +50,17 @@ LEGEND = {
 
 
 @contextmanager
-def _plain_errors() -> Iterator[None]:
+def _plain_errors(alone: bool = False) -> Iterator[None]:
     """Bad input is one clear line and exit status 2, not a traceback; so is an error of somebody's plug-in, with its
-    place. What is left over is ours, and shows all it can."""
+    place. What is left over is ours, and shows all it can. ``alone``: not for the ranks of torchrun, each of which
+    would do all of it for itself."""
     if "" not in sys.path:  # modules in the working directory are found, as with python -m
         sys.path.insert(0, "")
     try:
+        if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+            raise ValueError(
+                "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
+            )
         yield
     except (typer.Exit, typer.Abort):
         raise
@@ -496,7 +501,7 @@ def check(
 
     With --draft the same for a draft strategy.
     """
-    with _plain_errors():
+    with _plain_errors(alone=True):
         import torch
 
         from fly.drafts.check import DRAFT_CHECKS
@@ -569,7 +574,7 @@ def bench_policy(
     device: Device = "auto",
 ) -> None:
     """What a decision costs, for B × K × V, beside the verification forward it follows (12 layers of width 768)."""
-    with _plain_errors():
+    with _plain_errors(alone=True):
         from fly.bench.policy import measure_decisions
         from fly.models.loading import resolve_device, resolve_dtype
         from fly.policies import parse_policy
@@ -613,7 +618,7 @@ def bench_drafts(
     kernels: Kernels = "auto",
 ) -> None:
     """Every draft strategy on every kind of task; and adaptive ones where nothing can be predicted."""
-    with _plain_errors():
+    with _plain_errors(alone=True):
         from fly.bench.drafts import STRATEGIES
 
         names = tuple(draft or STRATEGIES)
@@ -799,6 +804,7 @@ def _show_drafts(
 
 @bench.command("batch")
 def bench_batch(
+    context: typer.Context,
     size: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be given several times.")
     ] = None,
@@ -810,15 +816,16 @@ def bench_batch(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
     json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
 ) -> None:
     """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
-    with _plain_errors():
+    with _plain_errors(), _ranks(context) as ranks:
         from fly.bench.batch import measure_load
         from fly.bench.plot import check_plot, save_lines
         from fly.bundled.tasks import KINDS, problems
-        from fly.drafts import parse_draft
         from fly.eval import Setting
         from fly.llm import LLM
         from fly.policies import Exact, parse_policy
@@ -827,10 +834,9 @@ def bench_batch(
         check_plot(plot)
         sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-        options["cache_tokens"] = max(sizes) * 1024
-        plain = LLM(model, **options)
-        strategy = parse_draft(draft, trusted=True, dtype=dtype, device=device, kernels=kernels)
-        fast = LLM(model, draft=strategy, **options)
+        options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
+        plain, fast = LLM(model, **options), LLM(model, draft, **options)
+        _loaded(ranks)
         settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
         if rule != Exact():
             settings.append(Setting(rule_name(rule), fast, k, rule))
@@ -849,13 +855,14 @@ def bench_batch(
             "unused: share of the pages in use in which no token stands[/]",
             highlight=False,
         )
-        if plot is not None:
+        leads = ranks is None or ranks.leads
+        if plot is not None and leads:
             lines = {
                 setting.name: [(load.size, load.tokens_per_second) for load in loads if load.setting is setting]
                 for setting in settings
             }
             save_lines(plot, title, "requests at a time", "tokens/s", lines, log_x=True)
-        if json_ is not None:
+        if json_ is not None and leads:
             json_.write_text(json.dumps([_load_as_json(load) for load in loads], indent=2), encoding="utf-8")
 
 
@@ -990,7 +997,7 @@ def demo(
     kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
-    with _plain_errors():
+    with _plain_errors(alone=True):
         from fly.bundled.tasks import problems as draw_problems
         from fly.llm import LLM
         from fly.policies import parse_policy

@@ -17,6 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -435,7 +436,7 @@ def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
     def make(load: Any = load_model) -> Any:
         return parse_draft(draft, load=load)
 
-    strategy = place_draft(make, ranks, placement)
+    strategy = place_draft(make, ranks, placement, partial(load, kernels="auto"))
     shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy._model)]
     return [type(strategy).__name__, str(shapes)]
 
@@ -691,6 +692,51 @@ def test_torchrun_starts_again_what_was_killed(tmp_path: Path) -> None:
     expected = llm.generate([llm.chat_prompt(question)], policy=parse_policy("fly"), k=15)[0].text
     assert done.returncode == 0 and done.stdout.strip() == expected.strip(), done.stderr
     assert len(re.findall("^fly: rank 1 .* ended without a word", done.stderr, flags=re.MULTILINE)) == 1, done.stderr
+
+
+def test_timeouts_come_from_the_command_line_or_else_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, float]] = []
+
+    def launched(**options: Any) -> Any:
+        given.append({name: options[name] for name in Config.of_ranks})
+        raise ValueError("far enough")
+
+    monkeypatch.setattr("fly.parallel.launch", launched)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    (tmp_path / "fly.yaml").write_text("heartbeat_timeout: 9\ncollective_timeout: 99")
+    for command in ("generate", "serve", "eval", "bench plan", "bench batch"):
+        options = ["--config", str(tmp_path / "fly.yaml")] if command in ("generate", "serve") else []
+        for arguments in ([], ["--collective-timeout", "7"], [*options, "--collective-timeout", "7"], options):
+            shown = CliRunner().invoke(cli.app, [*command.split(), *arguments])
+            assert "far enough" in shown.output, shown.output
+    assert given[:4] == [
+        {"heartbeat_timeout": 5.0, "collective_timeout": 60.0},
+        {"heartbeat_timeout": 5.0, "collective_timeout": 7.0},
+        {"heartbeat_timeout": 9.0, "collective_timeout": 7.0},
+        {"heartbeat_timeout": 9.0, "collective_timeout": 99.0},
+    ]
+    assert given[4:8] == given[:4] and len(given) == 20
+    assert "0.5" in CliRunner().invoke(cli.app, ["generate", "--heartbeat-timeout", "0.1"]).output
+    (tmp_path / "fly.yaml").write_text("heartbeat_timeout: 0.1")
+    with pytest.raises(ValueError, match=r"heartbeat_timeout: .* 0\.5, got 0\.1"):
+        Config.read(tmp_path / "fly.yaml")
+    for seconds in (0.0, -1.0, math.nan, math.inf):
+        with (
+            pytest.raises(ValueError, match=f"collective_timeout {seconds} must be"),
+            launch(collective_timeout=seconds),
+        ):
+            pass
+
+
+def test_commands_for_one_process_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "some")
+    for command in (
+        ["demo"],
+        ["check", "fly"],
+        *(["bench", name] for name in ("speed", "peers", "twins", "drafts", "policy")),
+    ):
+        shown = CliRunner().invoke(cli.app, command)
+        assert shown.exit_code == 2 and "this command is for one process" in shown.output, command
 
 
 # The plan past one machine

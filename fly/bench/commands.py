@@ -53,7 +53,7 @@ def bench_speed(
     json_: Json = None,
 ) -> None:
     """The machine's limits, and every forward and every round held against them."""
-    with cli._plain_errors():
+    with cli._plain_errors(alone=True):
         from fly.bench.limits import measure_limits
         from fly.bench.plot import check_plot
         from fly.bench.shapes import random_model, shape_config
@@ -317,7 +317,7 @@ def bench_peers(
     json_: Json = None,
 ) -> None:
     """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side."""
-    with cli._plain_errors(), TemporaryDirectory() as temporary:
+    with cli._plain_errors(alone=True), TemporaryDirectory() as temporary:
         import random
 
         from fly.bench.limits import measure_limits
@@ -452,7 +452,7 @@ def bench_twins(
 
     Acceptance and answers are those of the small pair; only the time is a larger pair's.
     """
-    with cli._plain_errors():
+    with cli._plain_errors(alone=True):
         from fly.bench.twins import PAIRS, measure_twins, parse_pair
         from fly.policies import parse_policy
 

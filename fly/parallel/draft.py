@@ -16,10 +16,9 @@ from typing import Any, Literal, Protocol, get_args
 
 import torch
 
-from fly.cache import BlockAllocator, OutOfBlocks
-from fly.drafts import DraftStrategy, LayerSkipDraft
-from fly.engine import Runner
-from fly.models import DenseCausal, Llama, load_model
+from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from fly.drafts import DraftStrategy, LayerSkipDraft, SingleDraft
+from fly.engine import Model, Runner
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.model import load
 from fly.parallel.plan import PlanError
@@ -62,37 +61,34 @@ def place_draft(
     divided = partial(load_part, ranks=ranks)
     if placement == "sharded":
         return _by_one_clock(make(divided), ranks)
-    whole: list[Llama] = []
-    strategy = ranks.together(lambda: make(_noting(whole, load_model)), "the draft")
-    if placement == "auto" and whole:
-        parts: list[Llama] = []
+    strategy = ranks.together(make, "the draft")
+    if placement == "auto" and (whole := _models(strategy)):
         try:
-            other = make(_noting(parts, divided))
+            other = make(divided)
         except PlanError:
             return _by_one_clock(strategy, ranks)
-        if ranks.share(_decode_seconds(parts) < _decode_seconds(whole)):
+        if ranks.share(_decode_seconds(_models(other)) < _decode_seconds(whole)):
             strategy = other
     return _by_one_clock(strategy, ranks)
 
 
-def _noting(models: list[Llama], load: Callable[..., Any]) -> Callable[..., Any]:
-    def loading(*args: Any, **options: Any) -> Any:
-        models.append(model := load(*args, **options))
-        return model
-
-    return loading
+def _models(strategy: DraftStrategy | None) -> list[Model]:
+    """Those that a strategy drafts with, its target aside."""
+    return [part._model for part in _nested(strategy) if isinstance(part, SingleDraft)] if strategy else []
 
 
 @torch.inference_mode()
-def _decode_seconds(models: list[Llama]) -> float:
+def _decode_seconds(models: list[Model]) -> float:
     """Seconds in which each of ``models`` gives one token, together; medians."""
     total = 0.0
     for model in models:
         token_T = torch.zeros(1, dtype=torch.int64, device=model.device)
+        cache = PagedKVCache.for_model(model, 1)
+        cache.resize(0, 1)
         times = []
         for _ in range(_STEPS + 1):
             start = time.perf_counter()
-            model.logits(model(token_T, token_T, DenseCausal(1, 1)))[:, :1].tolist()
+            model.logits(model(token_T, token_T, cache.batch([0], [0], [1])))[:, :1].tolist()
             times.append(time.perf_counter() - start)
         total += statistics.median(times[1:])
     return total
