@@ -111,7 +111,7 @@ class _Timed:
 
     @property
     def seconds(self) -> float:
-        return statistics.median(self.times)
+        return _middle(self.times)
 
 
 class _Timer:
@@ -129,7 +129,7 @@ class _Timer:
             nonlocal count
             if not count:
                 each = min(_seconds(run) for _ in range(5))
-                count = min(200, max(2, int(_WINDOW / each)))
+                count = min(200, max(8, int(_WINDOW / each)))  # ranks that have waited for one another begin unevenly
                 count = count if self.ranks is None else self.ranks.share(count)
             if self.ranks is not None:
                 self.ranks.collect(None)  # so that all begin together
@@ -149,6 +149,12 @@ class _Timer:
         times = [timing.times for timing in timings]
         for (timed, _), each in zip(self._timed, times if self.ranks is None else self.ranks.share(times)):
             timed.times = each
+
+
+def _middle(times: Rows[float]) -> float:
+    """The mean but for the least and the most: a median would show short runs a machine that is free in between, and
+    long ones one that is not."""
+    return statistics.mean(sorted(times)[1:-1])
 
 
 def _seconds(run: Callable[[], object]) -> float:
@@ -334,8 +340,8 @@ class _Rounds:
         for alone, together, step, verify, draft in taken:  # turn by turn: what slows one down slows all
             beside.append(alone * plain.stats.generated - rounds * step)
             besides.append(together * count.generated - step - count.rounds * (verify + judged) - count.drafted * draft)
-        round_seconds = max(statistics.median(beside) / rounds, 0.0)
-        left = statistics.median(besides) - (count.rounds + 1) * round_seconds
+        round_seconds = max(_middle(beside) / rounds, 0.0)
+        left = _middle(besides) - (count.rounds + 1) * round_seconds
         device = replace(machines.device, round=round_seconds, drafted=max(left / count.drafted, 0.0))
         return replace(machines, device=device)
 
