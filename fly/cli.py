@@ -216,7 +216,8 @@ def generate(
             deterministic=deterministic,
         )
         llm = LLM.from_config(setup, ranks)
-        _loaded(ranks, quiet=not console.is_terminal)
+        if ranks is not None:
+            _loaded(ranks, quiet=not console.is_terminal)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
@@ -836,7 +837,8 @@ def bench_batch(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
         plain, fast = LLM(model, **options), LLM(model, draft, **options)
-        _loaded(ranks)
+        if ranks is not None:
+            _loaded(ranks)
         settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
         if rule != Exact():
             settings.append(Setting(rule_name(rule), fast, k, rule))
@@ -1100,7 +1102,8 @@ def evaluate(
             raise ValueError("rules judge what is drafted; --draft none leaves nothing to compare")
         rules: list[Any] = [parse_policy(text, trusted=True) for text in policy or ["fly"]]
         llm = LLM(model, draft, k=k, dtype=dtype, device=device, kernels=kernels, ranks=ranks)
-        _loaded(ranks)
+        if ranks is not None:
+            _loaded(ranks)
         results = _compare(_settings(llm, k, rules), kind, split, seed, problems)
         if json_ is not None and (ranks is None or ranks.leads):
             json_.write_text(json.dumps([_result_as_json(result) for result in results], indent=2), encoding="utf-8")
