@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -524,6 +523,6 @@ def _explained(log_JV: Tensor, tokens: list[Token]) -> list[Token]:
     ids = [[token.id, token.id if token.target_choice is None else token.target_choice] for token in tokens]
     own_J2 = probs_JV.gather(1, torch.tensor(ids, device=log_JV.device))
     return [
-        replace(token, prob=own, choice_prob=choice, entropy=entropy)
+        token._replace(prob=own, choice_prob=choice, entropy=entropy)
         for token, (own, choice), entropy in zip(tokens, own_J2.tolist(), entropy_J.tolist())
     ]

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
-from fly.vocabulary import top
+from fly.vocabulary import log_mass, top
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -45,17 +46,21 @@ class Block:
         For conditions that read the whole vocabulary. On the CPU only the mismatches are read; an accelerator reads
         every position, since asking it where they are would make it wait.
         """
-        rows, longest = self.agree_BK.shape
-        device = self.agree_BK.device
-        if device.type == "cpu":
-            rows_N, positions_N = (~self.agree_BK & self.draft.mask_BK()).nonzero(as_tuple=True)
-        else:
-            rows_N = torch.arange(rows, device=device).repeat_interleave(longest)
-            positions_N = torch.arange(longest, device=device).repeat(rows)
+        rows_N, positions_N = self._read
         found_N = measure(rows_N, positions_N)
-        found_BK = torch.zeros(rows, longest, dtype=found_N.dtype, device=device)
-        found_BK[rows_N, positions_N] = found_N
-        return found_BK
+        found_BK = torch.zeros(self.agree_BK.shape, dtype=found_N.dtype, device=self.agree_BK.device)
+        return found_BK.index_put_((rows_N, positions_N), found_N)
+
+    @cached_property
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """[N] int64 each: rows and positions that ``at_mismatches`` reads."""
+        (count, longest), device = self.agree_BK.shape, self.agree_BK.device
+        if device.type == "cpu":
+            drafted_BK = np.arange(longest) < self.draft.lengths_B.numpy()[:, None]
+            rows, positions = (~self.agree_BK.numpy() & drafted_BK).nonzero()
+            return torch.from_numpy(rows), torch.from_numpy(positions)
+        rows_N = torch.arange(count, device=device).repeat_interleave(longest)
+        return rows_N, torch.arange(longest, device=device).repeat(rows)
 
 
 class Condition(ABC):
@@ -270,8 +275,9 @@ class EntropyGate(Condition):
         target = block.target
 
         def entropy(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            top_N3 = top(target.logits_BKV[rows_N, positions_N], 3).values
-            log_share_N3 = top_N3 - top_N3[:, :1] - target.log_mass(rows_N, positions_N).unsqueeze(1)
+            logits_NV = target.logits_BKV[rows_N, positions_N]
+            top_N3 = top(logits_NV, 3).values
+            log_share_N3 = top_N3 - (top_N3[:, 0] + log_mass(logits_NV, top_N3[:, 0])).unsqueeze(1)
             return _entropy(log_share_N3.exp())
 
         return block.at_mismatches(entropy)

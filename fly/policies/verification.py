@@ -6,10 +6,11 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fly.policies.base import AcceptancePolicy, exact_accept_probs
+from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why, first_branch
@@ -43,10 +44,34 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise)
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
     if draft.parents_BK is None:
+        if target.all_greedy and target.logits_BKV.device.type == "cpu" and accepts_exactly(policy):
+            return _verify_greedily(policy, target, draft)
         return policy.verdict(target, draft, noise)
     if type(policy).verdict is AcceptancePolicy.verdict:
         return _verify_tree(policy, target, draft, noise)
     return _verify_first_path(policy, target, draft, noise)
+
+
+def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> Verdict:
+    """``policy.verdict`` where it comes to comparing ids: at temperature 0, of a policy that ``accepts_exactly``. It
+    takes a tenth of the time, as arrays do on the CPU, and asks a relaxation only where there is a mismatch."""
+    tokens_BK, lengths_B1 = draft.tokens_BK.numpy(), draft.lengths_B.numpy()[:, None]
+    choice_BM, columns_K = target.argmax_BK.numpy(), np.arange(tokens_BK.shape[1])
+    mask_BK = columns_K < lengths_B1
+    agree_BK = (tokens_BK == choice_BM[:, :-1]) & mask_BK
+    stands_BK, clauses = agree_BK, {}
+    differ_BK = agree_BK != mask_BK
+    if policy.relaxation is not None and differ_BK.any():
+        block = Block(target, draft, torch.from_numpy(agree_BK))
+        excused_BK = policy.relaxation.holds(block) & (pick(target.logits_BKV[:, :-1], draft.tokens_BK) > -torch.inf)
+        stands_BK, clauses = agree_BK | (excused_BK.numpy() & mask_BK), block.clauses
+    accepted_B1 = np.logical_and.accumulate(stands_BK, axis=1).sum(1, keepdims=True)
+    following_B = choice_BM[np.arange(len(choice_BM)), accepted_B1[:, 0]]
+    codes_BK = np.where(agree_BK, np.int8(Why.MATCH), np.int8(Why.RELAXED))
+    why_BK = np.where(columns_K < accepted_B1, codes_BK, np.int8(Why.REJECTED))
+    asked_BK = differ_BK & (columns_K <= accepted_B1)
+    accepted, following = torch.from_numpy(accepted_B1[:, 0]), torch.from_numpy(following_B)
+    return Verdict(accepted, following, torch.from_numpy(why_BK), torch.from_numpy(asked_BK), clauses)
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
