@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
@@ -476,7 +476,7 @@ class Token(NamedTuple):
     entropy: float | None = None  # in nats
 
 
-@dataclass(frozen=True)
+@dataclass
 class Gate:
     """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
     it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
@@ -530,17 +530,19 @@ class Stats:
         """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
-    def count_gates(self, decide: Callable[[dict[str, bool]], bool], held: dict[str, bool]) -> None:
-        """Note what clauses said of one mismatch (``held``), and which of them decided it: ``decide`` gives the outcome
-        of a relaxation from what its clauses say."""
-        excused = decide(held)
+    def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str]) -> None:
+        """Note what clauses said of one mismatch (``held``), whether that ``excused`` it, and which of them decided it
+        (``Condition.deciding``)."""
         for name, passed in held.items():
-            decided = decide({**held, name: not passed}) != excused
-            gate = Gate(1, passed, decided and excused, decided and not excused)
-            self.gates[name] = self.gates.get(name, Gate()) + gate
+            gate = self.gates.setdefault(name, Gate())
+            gate.asked += 1
+            gate.passed += passed
+            if name in turns:
+                gate.excused += excused
+                gate.refused += not excused
 
     def __add__(self, other: Stats) -> Stats:
-        gates = dict(self.gates)
+        gates = {name: replace(gate) for name, gate in self.gates.items()}
         for name, gate in other.gates.items():
             gates[name] = gates.get(name, Gate()) + gate
         return Stats(

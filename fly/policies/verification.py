@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
-from fly.policies.conditions import Block
+from fly.policies.conditions import Block, Condition
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why, first_branch
 from fly.vocabulary import pick
@@ -44,7 +45,14 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise)
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
     if draft.parents_BK is None:
-        if target.all_greedy and target.logits_BKV.device.type == "cpu" and accepts_exactly(policy):
+        logits_BKV = target.logits_BKV
+        # of a vocabulary in one place, on the CPU
+        if (
+            target.all_greedy
+            and logits_BKV.device.type == "cpu"
+            and type(logits_BKV) is Tensor
+            and accepts_exactly(policy)
+        ):
             return _verify_greedily(policy, target, draft)
         return policy.verdict(target, draft, noise)
     if type(policy).verdict is AcceptancePolicy.verdict:
@@ -59,12 +67,13 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
     choice_BM, columns_K = target.argmax_BK.numpy(), np.arange(tokens_BK.shape[1])
     mask_BK = columns_K < lengths_B1
     agree_BK = (tokens_BK == choice_BM[:, :-1]) & mask_BK
-    stands_BK, clauses = agree_BK, {}
+    clauses: dict[str, Tensor] = {}
+    stands_BK = agree_BK
     differ_BK = agree_BK != mask_BK
     if policy.relaxation is not None and differ_BK.any():
         block = Block(target, draft, torch.from_numpy(agree_BK))
-        excused_BK = policy.relaxation.holds(block) & (pick(target.logits_BKV[:, :-1], draft.tokens_BK) > -torch.inf)
-        stands_BK, clauses = agree_BK | (excused_BK.numpy() & mask_BK), block.clauses
+        excused_BK, clauses = _excuse_in_turn(policy.relaxation, block, differ_BK)
+        stands_BK = agree_BK | excused_BK
     accepted_B1 = np.logical_and.accumulate(stands_BK, axis=1).sum(1, keepdims=True)
     following_B = choice_BM[np.arange(len(choice_BM)), accepted_B1[:, 0]]
     codes_BK = np.where(agree_BK, np.int8(Why.MATCH), np.int8(Why.RELAXED))
@@ -72,6 +81,26 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
     asked_BK = differ_BK & (columns_K <= accepted_B1)
     accepted, following = torch.from_numpy(accepted_B1[:, 0]), torch.from_numpy(following_B)
     return Verdict(accepted, following, torch.from_numpy(why_BK), torch.from_numpy(asked_BK), clauses)
+
+
+def _excuse_in_turn(
+    relaxation: Condition, block: Block, differ_BK: NDArray[np.bool_]
+) -> tuple[NDArray[np.bool_], dict[str, Tensor]]:
+    """[B, K] which mismatches are excused, in every row up to the first that is not, and where clauses held there."""
+    tokens, logits_BMV = block.draft.chains, block.target.logits_BKV.numpy()
+    held = {clause.label: np.zeros_like(differ_BK) for clause in relaxation.clauses}
+    excused_BK = np.zeros_like(differ_BK)
+    over = -1  # the row that nothing more is asked of
+    for b, j in zip(*(places.tolist() for places in differ_BK.nonzero())):
+        if b == over:
+            continue
+        said = {clause.label: clause.at(block, b, j) for clause in relaxation.clauses}
+        for label, yes in said.items():
+            held[label][b, j] = yes
+        # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
+        excused_BK[b, j] = stands = relaxation.decide(said) and logits_BMV[b, j, tokens[b][j]] > -np.inf
+        over = over if stands else b
+    return excused_BK, {label: torch.from_numpy(held_BK) for label, held_BK in held.items()}
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
