@@ -148,12 +148,12 @@ class Runner:
         if not rows:
             return torch.zeros(0, 1, self.model.config.vocab_size, device=device)
         longest = max(map(len, drafts))
-        kept, end = [], 0
-        for draft, count in zip(drafts, counts):
-            end += count
-            first = end - 1 - len(draft)
-            kept += [min(first + j, end - 1) for j in range(longest + 1)]
-        if kept != list(range(len(tokens_T))):
+        if prefill or not all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts)):
+            kept, end = [], 0
+            for draft, count in zip(drafts, counts):
+                end += count
+                first = end - 1 - len(draft)
+                kept += [min(first + j, end - 1) for j in range(longest + 1)]
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 

@@ -188,19 +188,24 @@ class SingleDraft(DraftStrategy):
         if self.policy.guarantee is not Guarantee.LOSSLESS and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
         self._attach_below()  # where nobody attached this level itself
-        scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
-        self.runner.commit(scratch)  # what was drafted last may still be cached, even for a fork of other tokens
-        starts = [len(row.tokens) for row in rows]
-        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         way, begin = None, 0.0
-        if self._may_go_at_once(scratch):
+        if self._may_go_at_once([rows[b] for b in active]):
             if self.draft is not None:
                 way, begin = self._ways.choose(), self.clock()
             if way != 0:
-                drafted = self.runner.greedy([scratch[b] for b in active], [most[b] for b in active])
-                for b, tokens in zip(active, drafted or ()):
-                    scratch[b].tokens += tokens
-                active = [] if drafted is not None else active
+                self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
+                drafted = self.runner.greedy([rows[b] for b in active], [most[b] for b in active])
+                if drafted is not None:
+                    if way is not None:
+                        self._ways.add(way, (self.clock() - begin) / max(sum(map(len, drafted)), 1))
+                    found: list[list[int]] = [[] for _ in rows]
+                    for b, tokens in zip(active, drafted):
+                        found[b] = tokens
+                    return pad(found, self.runner.model.device)
+        scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
+        self.runner.commit(scratch)
+        starts = [len(row.tokens) for row in rows]
+        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
             new_laws, sure = self._advance([scratch[b] for b in active], left)

@@ -17,7 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fly.cache import PagedBatch
+from fly.cache import PagedBatch, PagedKVCache
 from fly.kernels.library import TORCH, Batch, Shape, chosen, load, number
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
@@ -115,6 +115,8 @@ class CompiledLlama:
                 self._pack(i, which, linear)
         self._pack(0, 4, model.lm_head)
         self._every_layer = array("i", range(config.num_hidden_layers))
+        self._cache: PagedKVCache | None = None  # the one last attended over
+        self._call = Batch()  # what is the same from one call to the next stays in it
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         weight_NK = linear.weight.detach().contiguous()
@@ -193,47 +195,43 @@ class CompiledLlama:
         """What the library takes, and what must live as long."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
-        cache = kv.cache
-        keys = cache.keys
-        heads = self.config.num_key_value_heads, self.config.head_dim
-        if keys.dtype not in _TYPES or keys.shape[2:] != heads or keys.device.type != "cpu":
-            raise ValueError(
-                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
-                f"take {[*_TYPES]} on the CPU, this model heads of {heads}"
-            )
+        if kv.cache is not self._cache:
+            self._attend_over(kv.cache)
         count = len(tokens_T)
         if not count == len(positions_T) == sum(kv.counts):
             raise ValueError(f"{count} tokens, {len(positions_T)} positions, {sum(kv.counts)} slots")
         tables, table_at = array("i"), array("i")
         for table in kv.tables():
             table_at.append(len(tables))
-            tables.extend(table)
+            tables.fromlist(table)
         starts, counts = array("i", kv.starts), array("i", kv.counts)
         masks, kept_masks = None, None
         if kv.masks is not None:
             kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
             masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
         which = self._every_layer if layers is None else array("i", layers)
-        batch = Batch(
-            len(starts),
-            count,
-            tokens_T.data_ptr(),
-            positions_T.data_ptr(),
-            starts.buffer_info()[0],
-            counts.buffer_info()[0],
-            tables.buffer_info()[0],
-            table_at.buffer_info()[0],
-            None if masks is None else masks.buffer_info()[0],
-            keys.data_ptr(),
-            cache.values.data_ptr(),
-            keys.stride(0),
-            _TYPES[keys.dtype],
-            cache.allocator.block_size,
-            which.buffer_info()[0],
-            len(which),
-            torch.get_num_threads(),
-        )
-        return batch, (starts, counts, tables, table_at, masks, kept_masks, which)
+        call = self._call
+        call.rows, call.tokens = len(starts), count
+        call.token, call.position = tokens_T.data_ptr(), positions_T.data_ptr()
+        call.start, call.count = starts.buffer_info()[0], counts.buffer_info()[0]
+        call.tables, call.table_at = tables.buffer_info()[0], table_at.buffer_info()[0]
+        call.masks = None if masks is None else masks.buffer_info()[0]
+        call.layer, call.layers = which.buffer_info()[0], len(which)
+        call.threads = torch.get_num_threads()
+        return call, (starts, counts, tables, table_at, masks, kept_masks, which)
+
+    def _attend_over(self, cache: PagedKVCache) -> None:
+        """Go by the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
+        keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
+        if keys.dtype not in _TYPES or keys.shape[2:] != heads or keys.device.type != "cpu":
+            raise ValueError(
+                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
+                f"take {[*_TYPES]} on the CPU, this model heads of {heads}"
+            )
+        call = self._call
+        call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
+        call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
+        self._cache = cache
 
 
 def _float(weight: Tensor) -> Tensor:
