@@ -157,13 +157,16 @@ class Runner:
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
-    def greedy(self, rows: Rows[Sequence], most: Rows[int]) -> list[list[int]] | None:
-        """What the model says of every row at temperature 0, token after token, up to ``most[b]`` (at least 1) or one
-        that ends the row; all but the last are then cached. As ``feed`` and an argmax, again and again, in one call.
+    def draft(
+        self, rows: Rows[Sequence], most: Rows[int], law: Law | None = None, uniform_BK: Tensor | None = None
+    ) -> tuple[list[list[int]], Tensor | None] | None:
+        """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
+        all but the last are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
+        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
-        if (draft := getattr(self.model, "greedy", None)) is None:
+        if (draft := getattr(self.model, "draft", None)) is None:
             return None
         strange = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
@@ -175,13 +178,14 @@ class Runner:
             return None
         tokens_T = torch.tensor([token for tokens in new for token in tokens])
         positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
-        drafts: list[list[int]] = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows])
-        for row, tokens, drafted, n in zip(rows, new, drafts, most):
+        found: tuple[list[list[int]], Tensor | None]
+        found = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows], law, uniform_BK)
+        for row, tokens, drafted, n in zip(rows, new, found[0], most):
             cached = self._cached[row.id]
             cached += tokens + drafted[:-1]
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
-        return drafts
+        return found
 
     def _reserve(
         self,

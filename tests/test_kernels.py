@@ -16,12 +16,13 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
-from fly.drafts import SingleDraft
+from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
 from fly.kernels import CompiledLlama, available, chosen, compiled, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.policies import Exact
+from fly.sampling import Law, draw
 from fly.types import Sequence
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
@@ -228,9 +229,21 @@ def test_some_layers_only(variant: str, layers: list[int]) -> None:
     torch.testing.assert_close(hidden(model), hidden(reference), rtol=1e-4, atol=1e-4)
 
 
-def make_row(tokens: list[int], max_tokens: int = 64, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return Sequence(tokens, len(tokens), params, Exact(), seed=0, k=8, stop_ids=stop_ids)
+GREEDY = SamplingParams(temperature=0.0)
+
+sampled = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5, 1e-30, 1e30]),
+    top_k=st.sampled_from([0, 0, 1, 3, 10, 99]),
+    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.01]),
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+)
+
+
+def make_row(
+    tokens: list[int], stop_ids: frozenset[int] = frozenset(), params: SamplingParams = GREEDY, seed: int = 0
+) -> Sequence:
+    return Sequence(tokens, len(tokens), params, Exact(), seed=seed, k=8, stop_ids=stop_ids)
 
 
 def stepwise(model: Llama | CompiledLlama) -> object:
@@ -256,7 +269,10 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
     stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=2))) for _ in range(rows_n)]
     prompts = [text(data.draw(st.integers(1, 40)), b, vocab).tolist() for b in range(rows_n)]
-    rows = [make_row(prompt, stop_ids=stop) for prompt, stop in zip(prompts, stops)]
+    drawn = st.lists(st.one_of(st.just(GREEDY), sampled), min_size=rows_n, max_size=rows_n)
+    every_params = [GREEDY] * rows_n if data.draw(st.booleans()) else data.draw(drawn)
+    seeds = [data.draw(st.integers(0, 2**62)) for _ in range(rows_n)]
+    rows = [make_row(*row) for row in zip(prompts, stops, every_params, seeds)]
     tokens = data.draw(st.sampled_from([48, 96, 400]))  # a small cache makes drafting at once give way
     fast, slow = (
         SingleDraft(some, cache_tokens=tokens, block_size=4)  # type: ignore[arg-type]
@@ -264,14 +280,19 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     )
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
-        outcomes = []
+        outcomes, laws = [], []
         for strategy in (fast, slow):
             try:
                 draft = strategy.propose(rows, most)
                 outcomes.append((draft.tokens_BK.tolist(), draft.lengths_B.tolist()))
+                laws.append(None if draft.probs_BKV is None else draft.probs_BKV[draft.mask_BK()])
             except RuntimeError as error:
                 outcomes.append(type(error))
         assert outcomes[0] == outcomes[1]
+        if laws and laws[0] is None:
+            assert laws[1] is None
+        elif laws:
+            torch.testing.assert_close(laws[0], laws[1], rtol=2e-5, atol=1e-7)
         if isinstance(outcomes[0], type):
             return
         caches = [{row.id: strategy.runner._cached.get(row.id) for row in rows} for strategy in (fast, slow)]
@@ -286,11 +307,35 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
 
 
 @built
+@given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject) -> None:
+    """Of any vocabulary, with ties and far logits; and the token is what that law and the uniform number give."""
+    vocab = data.draw(st.sampled_from([2, 11, 32, 33, 100]))
+    reference = random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab)
+    with torch.no_grad():
+        weight = reference.lm_head.weight
+        weight.copy_(
+            weight[torch.arange(vocab) % data.draw(st.integers(1, vocab))] * data.draw(st.sampled_from([1, 40]))
+        )
+    model, params = CompiledLlama(reference, variant), data.draw(sampled)
+    cache = PagedKVCache.for_model(model, 16)
+    cache.resize(0, 1)
+    tokens_T, positions_T, kv = torch.tensor([1]), torch.tensor([0]), cache.batch([0], [0], [1])
+    law, uniform_BK = Law.of([params]), torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]])
+    drafted, laws_BKV = model.draft(tokens_T, positions_T, kv, [1], [()], law, uniform_BK)
+    wanted_BKV = law.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
+    assert laws_BKV is not None
+    torch.testing.assert_close(laws_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
+    assert drafted == draw(laws_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
+
+
+@built
 def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     model = CompiledLlama(random_llama(1), VARIANTS[0])
-    honest = model.greedy
-    monkeypatch.setattr(model, "greedy", lambda *args, **named: calls.append(1) or honest(*args, **named))
+    honest = model.draft
+    monkeypatch.setattr(model, "draft", lambda *args, **named: calls.append(1) or honest(*args, **named))
     row = make_row([1, 2, 3])
 
     def proposes(strategy: SingleDraft, row: Sequence) -> bool:
@@ -302,7 +347,10 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     assert proposes(SingleDraft(model), row)
     assert not proposes(SingleDraft(model, confidence=0.1), row)
     assert not proposes(SingleDraft(model, entropy=9.0), row)
-    for changed in ({"temperature": 1.0}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
+    other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
+    assert proposes(SingleDraft(model), other)
+    assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
+    for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
         assert not proposes(SingleDraft(model), other)
@@ -362,7 +410,7 @@ def test_what_is_out_of_range_is_an_index_error_and_writes_nothing() -> None:
         with pytest.raises(IndexError, match=r"vocabulary of 37|context of 16"):
             model(torch.tensor([token]), torch.tensor([position]), cache.batch([0], [0], [1]))
     with pytest.raises(IndexError, match="context of 16"):
-        model.greedy(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
+        model.draft(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
     assert not cache.keys.any() and not cache.values.any()
 
 

@@ -136,10 +136,10 @@ class Forwards:
     def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
         """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
         one. Logits are part of it."""
-        greedy: Callable[..., Any] | None = getattr(self.model, "greedy", None)
-        if drafting and greedy is not None:
+        draft: Callable[..., Any] | None = getattr(self.model, "draft", None)
+        if drafting and draft is not None:
             batch = self._batch(1, context, 1, tokens)
-            return self._timed(partial(greedy, *batch, [tokens], [()]), 1)
+            return self._timed(partial(draft, *batch, [tokens], [()]), 1)
         if drafting:
             return sum(self.seconds(1, context + n, 1) for n in range(tokens))
         batch = self._batch(rows, context, tokens, tokens)
@@ -197,9 +197,9 @@ class Clock:
         self._model = model
         self.seconds, self.calls = 0.0, 0
 
-    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``greedy``
+    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
         value = getattr(self._model, name)
-        return self._clocked(value) if name == "greedy" else value
+        return self._clocked(value) if name == "draft" else value
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.calls += 1

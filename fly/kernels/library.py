@@ -11,9 +11,9 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["Batch", "Shape", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 1  # of src/library.cpp: what was built from other sources is not called
+_ABI = 2  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 
@@ -42,6 +42,12 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Sampling(ctypes.Structure):
+    """src/fly.h: Sampling."""
+
+    _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
+
+
 _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
@@ -51,7 +57,7 @@ _FUNCTIONS = {
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "fly_greedy": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 5),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 8),
 }
 
 

@@ -1,6 +1,7 @@
 """A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
 
-Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, N new tokens of a row, D head width.
+Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, K longest draft, N new tokens of a row, D head
+width.
 
 A result does not depend on what else is in the call, on how a text is cut into calls, or on threads: sums run in one
 fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at other places, no more.
@@ -9,6 +10,7 @@ fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
@@ -18,9 +20,10 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Shape, chosen, load, number
+from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
+from fly.sampling import Law
 
 __all__ = ["CompiledLlama", "compiled"]
 
@@ -162,17 +165,23 @@ class CompiledLlama:
         self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV
 
-    def greedy(
+    def draft(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         kv: KV,
         most: Sequence[int],
         stop_ids: Sequence[Collection[int]],
+        law: Law | None = None,
+        uniform_BK: Tensor | None = None,
         layers: Sequence[int] | None = None,
-    ) -> list[list[int]]:
-        """Feed the tokens, then for each row the most likely next token (the lowest id among equals), again and again,
-        until it has ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row.
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """Feed the tokens, then for each row its next token, again and again, until it has ``most[b]`` of them (at
+        least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn from.
+
+        Without a ``law`` a token is the most likely one (the lowest id among equals). With one, it is drawn by
+        ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the law that ``law``
+        makes of the logits, which is then given as well: [B, K, V], zeros behind a row's last token.
 
         ``kv`` is a causal batch of the tokens fed, and the rows must have room for ``most[b]`` - 1 tokens behind them;
         of what a row drafts, all but the last is stored then. Errors as for a forward.
@@ -185,9 +194,17 @@ class CompiledLlama:
             stops.extend(ids)
             at.append(len(stops))
         drafted, counts = array("q", bytes(8 * rows * longest)), array("i", bytes(4 * rows))
-        addresses = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
-        self._done(self._library.fly_greedy(self._model, ctypes.byref(batch), longest, *addresses))
-        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
+        addresses: list[int | None] = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
+        laws_BKV: Tensor | None = None
+        if law is None:
+            addresses += [None, None, None]
+        else:
+            assert uniform_BK is not None and uniform_BK.shape == (rows, longest)
+            sampling, uniform_BK = _sampling(law), uniform_BK.contiguous()
+            laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
+            addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
+        self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
+        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
     def _batch(
         self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None
@@ -232,6 +249,17 @@ class CompiledLlama:
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
         call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
         self._cache = cache
+
+
+def _sampling(law: Law) -> ctypes.Array[Sampling]:
+    """The library's form of it, a row each."""
+    columns = law.temperature_B, law.top_p_B, law.min_p_B, law.top_k_B, law.greedy_B
+    rows = list(zip(*(column.tolist() for column in columns)))
+    made = (Sampling * len(rows))()
+    for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
+        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, top_k
+        row.floor = temperature * math.log(min_p) if min_p else -math.inf
+    return made
 
 
 def _float(weight: Tensor) -> Tensor:

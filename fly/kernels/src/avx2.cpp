@@ -43,6 +43,8 @@ inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays o
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+inline Vec where_above(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x); }
+inline Vec where_from(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
 inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
@@ -160,5 +162,5 @@ inline void score(const float* q, long ldq, const void* block, int words, float*
 }  // namespace
 
 namespace fly {
-const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, greedy};
+const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, draft};
 }

@@ -27,6 +27,8 @@ inline Vec ld(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline Vec where_above(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x); }
+inline Vec where_from(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -189,5 +191,5 @@ inline void score(const typename Keys<K>::Query* q, long ldq, const void* block,
 }  // namespace
 
 namespace fly {
-const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, greedy};
+const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, draft};
 }

@@ -544,13 +544,107 @@ inline int64_t best(const float* logits, int vocab) {
     return 0;
 }
 
+// Floats in ascending order are these numbers in ascending order.
+inline int32_t rank_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+inline float of_rank(int32_t rank) {
+    const int32_t bits = rank ^ ((rank >> 31) & 0x7fffffff);
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// The least x such that what lies above it adds up to less than ``limit``: of ``mass``, or of ones where that is null.
+inline float least_kept(const float* logits, const float* mass, int room, float peak, float limit) {
+    int64_t low = rank_of(-__builtin_inff()), high = rank_of(peak);
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        const Vec cut = set1(of_rank((int32_t)middle));
+        Vec above = zero();
+        for (int v = 0; v < room; v += W)
+            above = add(above, where_above(ld(logits + v), cut, mass ? ld(mass + v) : set1(1.0f)));
+        if (sum(above) < limit)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return of_rank((int32_t)high);
+}
+
+// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: ProcessedLaw and
+// draw). ``spread`` [2, room] is for the time between; counts of tokens are exact in floats up to 2^24.
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread) {
+    const int room = padded(vocab);
+    float *logits = spread, *mass = spread + room;
+    memcpy(logits, given, vocab * sizeof(float));
+    for (int v = vocab; v < room; v++) logits[v] = -__builtin_inff();
+    Vec most = set1(-__builtin_inff());
+    for (int v = 0; v < room; v += W) most = larger(most, ld(logits + v));
+    const float peak = largest(most);
+    float least = -__builtin_inff();
+    if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)(how.top_k < vocab ? how.top_k : vocab));
+    Vec all = zero();
+    const Vec top = set1(-peak), temperature = set1(how.temperature), cut = set1(least);
+    for (int v = 0; v < room; v += W) {
+        const Vec logit = ld(logits + v);
+        const Vec kept = where_from(logit, cut, exponential(div(add(logit, top), temperature)));
+        st(mass + v, kept);
+        all = add(all, kept);
+    }
+    float total = sum(all);
+    float kept_from = least;
+    if (how.top_p < 1) {
+        const float nucleus = least_kept(logits, mass, room, peak, how.top_p * total);
+        kept_from = nucleus > kept_from ? nucleus : kept_from;
+    }
+    if (peak + how.floor > kept_from) kept_from = peak + how.floor;
+    if (kept_from > least) {
+        all = zero();
+        for (int v = 0; v < room; v += W) {
+            const Vec kept = where_from(ld(logits + v), set1(kept_from), ld(mass + v));
+            st(mass + v, kept);
+            all = add(all, kept);
+        }
+        total = sum(all);
+    }
+    for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), set1(total)));
+    for (int v = vocab; v < room; v++) mass[v] = 0;
+    memcpy(law, mass, vocab * sizeof(float));
+    double whole = 0, so_far = 0;
+    for (int v = 0; v < vocab; v++) whole += law[v];
+    const double wanted = (double)uniform * whole;
+    for (int v = 0; v < vocab; v++) {
+        so_far += law[v];
+        if (so_far > wanted) return v;
+    }
+    return 0;
+}
+
+// The next token of row ``b``, by the logits of its last.
+inline int64_t next_token(Call* call, int b, const float* logits) {
+    const int vocab = call->model->shape.vocab;
+    if (!call->sampling) return best(logits, vocab);
+    const long at = (long)b * call->most + call->drafted_count[b];
+    float* law = call->laws + at * vocab;
+    if (call->sampling[b].temperature > 0)
+        return sample(call->sampling[b], logits, vocab, call->uniform[at], law, call->model->work.spread);
+    const int64_t token = best(logits, vocab);
+    memset(law, 0, vocab * sizeof(float));
+    law[token] = 1;
+    return token;
+}
+
 // What each live row drafts next, and the step after it.
 inline void advance(Call* call) {
     const Model* model = call->model;
     int live = 0;
     for (int i = 0; i < call->live_rows; i++) {
         const int b = call->live_row[i];
-        const int64_t token = best(model->work.logits + (long)i * model->shape.vocab, model->shape.vocab);
+        const int64_t token = next_token(call, b, model->work.logits + (long)i * model->shape.vocab);
         call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
         bool ends = call->drafted_count[b] == call->limit[b];
         for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
@@ -601,12 +695,12 @@ void project_all(Call* call, int thread) {
 }
 
 // From the types of a call to the code for them.
-enum Job { FORWARD, GREEDY, LOGITS };
+enum Job { FORWARD, DRAFT, LOGITS };
 
 template <class Wt, class H, class K>
 void dispatch(Job job, Call* call, int thread) {
     if (job == FORWARD) return tiles<Wt, K, H>(call, thread, nullptr);
-    if (job == GREEDY) return draft<Wt, K, H>(call, thread);
+    if (job == DRAFT) return draft<Wt, K, H>(call, thread);
     return project_all<Wt, H>(call, thread);
 }
 
@@ -625,7 +719,7 @@ void dispatch(Job job, Call* call, int thread) {
 }
 
 void forward(Call* call, int thread) { dispatch(FORWARD, call, thread); }
-void greedy(Call* call, int thread) { dispatch(GREEDY, call, thread); }
+void draft(Call* call, int thread) { dispatch(DRAFT, call, thread); }
 void logits(Call* call, int thread) { dispatch(LOGITS, call, thread); }
 
 int activation_bytes(int weights) {
