@@ -235,7 +235,7 @@ sampled = st.builds(
     SamplingParams,
     temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5, 1e-30, 1e30]),
     top_k=st.sampled_from([0, 0, 1, 3, 10, 99]),
-    top_p=st.sampled_from([1.0, 1.0, 0.9, 0.5, 0.01]),
+    top_p=st.sampled_from([1.0, 1.0, 0.87, 0.53, 0.01]),  # no sum of equal shares, which rounding would decide
     min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
 )
 
