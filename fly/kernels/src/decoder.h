@@ -1,5 +1,5 @@
 // The decoder, written once for all variants: each includes this in a namespace of its own, behind its vector type
-// ``Vec`` of ``W`` floats, its products ``micro`` and its scores. Threads run the same code side by side, each on its
+// ``Vec`` of ``W`` floats, its products ``micro`` and what it makes of stored keys and values. Threads run the same code side by side, each on its
 // part, and meet at barriers.
 //
 // The law of this file: a value is computed by the same operations in the same order, however many tokens, rows and
@@ -124,37 +124,40 @@ inline void product(const typename Wt::Act* a, long lda, int rows, const Matrix&
 }
 
 // Buffers of a thread's own, for attention over at most S stored tokens.
-constexpr int QUERIES = 16;         // queries that share a pass over the keys
-constexpr int OWN_NORMS = 16;       // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int QUERIES = 16;             // queries whose scores are held at once
+constexpr int OWN_NORMS = 16;           // tokens up to which every thread normalises all by itself, to spare a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
+constexpr int BLOCK = 16;               // stored tokens that are scored at once
 
 struct Scratch {
-    float *scores, *out, *sums, *values;
-    char *queries, *keys;
+    float *scores, *out, *sums;
+    char* queries;
     void* normed;
     long stride;  // of scores
 };
 
+// New tokens whose queries for one key/value head share a pass, and key/value heads that do.
 inline int query_tokens(const Shape& shape) {
-    const int group = shape.heads / shape.kv_heads;
-    return group >= QUERIES ? 1 : QUERIES / group;
+    const int per = shape.heads / shape.kv_heads;
+    return per >= QUERIES ? 1 : QUERIES / per;
 }
 
+inline int query_groups(int queries) { return queries >= QUERIES ? 1 : QUERIES / queries; }
+
 inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
-    const long queries = query_tokens(shape) * (shape.heads / shape.kv_heads), width = padded(shape.head_dim);
+    const int per = shape.heads / shape.kv_heads;
+    const long queries = per > QUERIES ? per : QUERIES, width = padded(shape.head_dim);
     char* at = base;
     auto take = [&at](long bytes) {
         char* mine = at;
         at += (bytes + 63) / 64 * 64;
         return mine;
     };
-    s->stride = padded(longest, 16);
+    s->stride = padded(longest, BLOCK);
     s->scores = (float*)take(queries * s->stride * 4);
     s->out = (float*)take(queries * width * 4);
     s->sums = (float*)take(queries * 4);
-    s->values = (float*)take(16 * width * 4);
     s->queries = take(queries * width * 4);
-    s->keys = take(width * 16 * 4);
     s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
     return at - base;
 }
@@ -182,19 +185,17 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int stor
     return (K*)base + layer * call->cache.layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
-// Where one head's keys (or values) of 16 stored tokens lie, from ``from`` on; behind the end, the last again. They lie
-// far apart, at a stride that the processor does not foresee, so they are asked for at once.
+// Where the keys (or values) of a block's tokens lie, from those of head ``group`` on; behind the end, the last again.
 template <class K>
 inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
-                   const K* found[16]) {
+                   const K* found[BLOCK]) {
     const Shape& shape = call->model->shape;
-    const int page = call->cache.page, bytes = shape.head_dim * (int)sizeof(K);
+    const int page = call->cache.page;
     const long apart = (long)shape.kv_heads * shape.head_dim;  // of two tokens of a page
     int number = from / page, within = from % page;  // a division takes as long as a token's dot product
     const K* at = slot<K>(call, base, layer, row, from, group);
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         found[i] = at;
-        for (int j = 0; j < bytes; j += 64) _mm_prefetch((const char*)at + j, _MM_HINT_T0);
         if (from + i + 1 >= end) continue;
         if (++within < page) {
             at += apart;
@@ -202,6 +203,39 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
             within = 0;
             at = (const K*)base + layer * call->cache.layer_stride +
                  ((long)row.table[++number] * page * shape.kv_heads + group) * shape.head_dim;
+        }
+    }
+}
+
+// Goes over the stored tokens up to ``end``, block by block and head by head of ``groups``, as a token's heads lie side
+// by side: ``use(group, from, count, where)``, with the number of the head in ``groups``, the tokens, and where their
+// keys (or values) lie. Pages may lie anywhere, which no processor foresees, so memory is asked for some blocks ahead.
+template <class K, class Use>
+inline void walk(const Call* call, void* base, int layer, const Row& row, Range groups, int end, Use use) {
+    constexpr int RING = 8;
+    const K* ring[RING][BLOCK];
+    const int d = call->model->shape.head_dim, count = groups.to - groups.from, bytes = d * (int)sizeof(K);
+    const int blocks = (end + BLOCK - 1) / BLOCK, ahead = count >= 4 ? 2 : count >= 2 ? 4 : RING - 1;
+    auto ask = [&](int block, int group) {
+        for (int i = 0; i < BLOCK; i++)
+            for (int at = 0; at < bytes; at += 64)
+                _mm_prefetch((const char*)(ring[block % RING][i] + group * d) + at, _MM_HINT_T0);
+    };
+    auto find = [&](int block) {
+        if (block < blocks) locate(call, base, layer, row, groups.from, block * BLOCK, end, ring[block % RING]);
+    };
+    for (int block = 0; block < ahead; block++) {
+        find(block);
+        for (int group = 0; group < count && block < blocks; group++) ask(block, group);
+    }
+    for (int block = 0; block < blocks; block++) {
+        const int from = block * BLOCK, tokens = end - from < BLOCK ? end - from : BLOCK;
+        find(block + ahead);
+        for (int group = 0; group < count; group++) {
+            if (block + ahead < blocks) ask(block + ahead, group);
+            const K* where[BLOCK];
+            UNROLL for (int i = 0; i < BLOCK; i++) where[i] = ring[block % RING][i] + group * d;
+            use(group, from, tokens, where);
         }
     }
 }
@@ -224,27 +258,40 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
-template <class K, int NQ>
-inline void score_group(const Scratch& s, long ldq, int query, int words, int key) {
-    typedef typename Keys<K>::Query Query;
-    score<K, NQ>((const Query*)s.queries + query * ldq, ldq, s.keys, words, s.scores + query * s.stride + key,
-                 s.stride);
+// Scores of a query with W keys: W chains over the head, and one tree over each chain's lanes.
+template <class K>
+inline Vec score(const typename Stored<K>::Query* query, const K* const* key, int d) {
+    Vec acc[W];
+    UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
+    int at = 0;
+    for (; at + 2 * W <= d; at += 2 * W)
+        UNROLL for (int i = 0; i < W; i++) acc[i] = Stored<K>::dot(query + at, key[i] + at, acc[i]);
+    if (at < d)
+        UNROLL for (int i = 0; i < W; i++) acc[i] = Stored<K>::dot(query + at, key[i] + at, d - at, acc[i]);
+    return sums(acc);
 }
 
-// Adds 16 values of NV vectors, weighed by each of NQ queries; ``SUM`` adds up the weights as well.
-template <int NQ, int NV, bool SUM>
-inline void weigh(const Scratch& s, long width, int query, int key, int at) {
+// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; ``SUM`` adds up the weights as well. Of
+// the last two vectors only ``rest`` values are there, where that is less than they hold.
+template <class K, int NQ, int NV, bool SUM>
+inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, int at,
+                  int rest) {
     Vec acc[NQ][NV], total[NQ];
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
         if (SUM) total[i] = set1(s.sums[query + i]);
     }
-    for (int j = 0; j < 16; j++) {
-        Vec value[NV];
-        UNROLL for (int v = 0; v < NV; v++) value[v] = ld(s.values + j * width + at + v * W);
+    const float* weights = s.scores + query * s.stride + key;
+    for (int j = 0; j < count; j++) {
+        Pair x[NV / 2];
+        UNROLL for (int v = 0; v < NV / 2; v++)
+            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + at, rest) : pair(value[j] + at + v * 2 * W);
         UNROLL for (int i = 0; i < NQ; i++) {
-            const Vec weight = set1(s.scores[(query + i) * s.stride + key + j]);
-            UNROLL for (int v = 0; v < NV; v++) acc[i][v] = fma(weight, value[v], acc[i][v]);
+            const Vec weight = set1(weights[i * s.stride + j]);
+            UNROLL for (int v = 0; v < NV / 2; v++) {
+                acc[i][2 * v] = fma(weight, x[v].first, acc[i][2 * v]);
+                acc[i][2 * v + 1] = fma(weight, x[v].second, acc[i][2 * v + 1]);
+            }
             if (SUM) total[i] = add(total[i], weight);
         }
     }
@@ -258,94 +305,89 @@ inline void weigh(const Scratch& s, long width, int query, int key, int at) {
     }
 }
 
-template <int NQ>
-inline void weigh_group(const Scratch& s, int d, int query, int key) {
+template <class K, int NQ>
+inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value) {
     const long width = padded(d);
     int at = 0;
-    if (d > 2 * W) {
-        weigh<NQ, 4, true>(s, width, query, key, 0);
+    if (d >= 4 * W) {
+        weigh<K, NQ, 4, true>(s, width, query, key, count, value, 0, 4 * W);
         at = 4 * W;
     } else {
-        weigh<NQ, 2, true>(s, width, query, key, 0);
+        weigh<K, NQ, 2, true>(s, width, query, key, count, value, 0, d);
         at = 2 * W;
     }
-    for (; at + 2 * W < d; at += 4 * W) weigh<NQ, 4, false>(s, width, query, key, at);
-    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, at);
+    for (; at + 4 * W <= d; at += 4 * W) weigh<K, NQ, 4, false>(s, width, query, key, count, value, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, at, d - at);
 }
 
-// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of one key/value head.
+// Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
+inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
+    alignas(64) uint8_t last[W] = {};  // the end is no multiple of a vector, and nobody else's memory may be read
+    const int whole = sees / W * W;
+    for (int j = whole; j < sees; j++) last[j - whole] = mask ? mask[j] : 1;
+    const Vec none = set1(-__builtin_inff());
+    Vec most = none;
+    for (int j = 0; j < whole; j += W) most = larger(most, mask ? where(mask + j, ld(score + j), none) : ld(score + j));
+    if (whole < sees) most = larger(most, where(last, ld(score + whole), none));
+    const Vec offset = set1(-largest(most));
+    for (int j = 0; j < sees; j += W) {
+        const Vec weight = exponential(mul(add(ld(score + j), offset), scale));
+        st(score + j, j == whole ? where(last, weight, zero()) : mask ? where(mask + j, weight, zero()) : weight);
+    }
+    for (int j = padded(sees, W); j < end; j++) score[j] = 0;
+}
+
+// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES
+// of them, or those of a single token and head.
 template <class K, class Act>
-void attend(const Call* call, const Piece& piece, int layer, int group, int from, int to, const Scratch& s) {
-    typedef typename Keys<K>::Query Query;
+void attend(const Call* call, const Piece& piece, int layer, Range groups, int from, int to, const Scratch& s) {
+    typedef typename Stored<K>::Query Query;
     const Model* model = call->model;
     const Shape& shape = model->shape;
     const Row& row = call->row[piece.row];
-    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, queries = (to - from) * per;
+    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = row.start + to;
+    const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // of a key/value head, of all
     const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
     const long ld_out = padded(shape.heads * d);
-    const int longest = row.start + to, blocks = (longest + 15) / 16, words = Keys<K>::words(d);
-    // Query q is head q % per of token q / per.
-    alignas(64) float rotated[1024];
+    // Query q is of key/value head q / each, of token (q % each) / per.
+    auto token = [&](int q) { return from + q % each / per; };
+    auto head = [&](int q) { return (groups.from + q / each) * per + q % per; };
+    alignas(64) float vector[1024 + 2 * W];
+    for (int i = d; i < width; i++) vector[i] = 0;
     for (int q = 0; q < queries; q++) {
-        const int at = piece.at + from + q / per - piece.from;
-        rotate(model, model->work.qkv + at * ld_qkv + (long)(group * per + q % per) * d,
-               call->position[call->tile_at + at], rotated);
-        convert(rotated, d, (Query*)s.queries + q * width, (int)width);
+        const int at = piece.at + token(q) - piece.from;
+        rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
+        for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    constexpr int AHEAD = 2, RING = AHEAD + 1;  // blocks
-    const K* places[RING][16];
-    auto soon = [&](void* base, int block) {
-        if (block < blocks) locate(call, base, layer, row, group, block * 16, longest, places[block % RING]);
-    };
-    for (int block = 0; block < AHEAD; block++) soon(call->cache.keys, block);
-    for (int block = 0; block < blocks; block++) {
-        soon(call->cache.keys, block + AHEAD);
-        const K* const* key = places[block % RING];
-        Keys<K>::block(key, d, s.keys);
-        int q = 0;
-        for (; q + GROUP <= queries; q += GROUP) score_group<K, GROUP>(s, width, q, words, block * 16);
-        for (; q < queries; q++) score_group<K, 1>(s, width, q, words, block * 16);
-    }
-    for (int block = 0; block < AHEAD; block++) soon(call->cache.values, block);
+    walk<K>(call, call->cache.keys, layer, row, groups, end,
+            [&](int group, int key, int, const K* const* keys) {
+                for (int q = group * each; q < (group + 1) * each; q++)
+                    for (int i = 0; i < BLOCK; i += W)
+                        st(s.scores + q * s.stride + key + i,
+                           score<K>((const Query*)s.queries + q * width, keys + i, d));
+            });
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
-        const int n = from + q / per, sees = row.start + n + 1;
-        float* score = s.scores + q * s.stride;
-        const uint8_t* mask = row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
-        for (int j = sees; j < blocks * 16; j++) score[j] = -__builtin_inff();
-        if (mask)
-            for (int j = 0; j < sees; j++)
-                if (!mask[j]) score[j] = -__builtin_inff();
-        Vec most = set1(-__builtin_inff());
-        for (int j = 0; j < sees; j += W) most = larger(most, ld(score + j));
-        const Vec peak = set1(largest(most));
-        for (int j = 0; j < sees; j += W)
-            st(score + j, exponential(mul(add(ld(score + j), mul(peak, set1(-1.0f))), scale)));
-        for (int j = sees; j < blocks * 16; j++) score[j] = 0;
-        if (mask)
-            for (int j = 0; j < sees; j++)
-                if (!mask[j]) score[j] = 0;
+        const uint8_t* mask = row.mask ? row.mask + (long)token(q) * (row.start + row.count) : nullptr;
+        weights_of(s.scores + q * s.stride, row.start + token(q) + 1, end, mask, scale);
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    for (int block = 0; block < blocks; block++) {
-        soon(call->cache.values, block + AHEAD);
-        const K* const* value = places[block % RING];
-        for (int i = 0; i < 16; i++)
-            if (block * 16 + i < longest)
-                convert(value[i], d, s.values + i * width, (int)width);
-            else
-                memset(s.values + i * width, 0, width * sizeof(float));
-        int q = 0;
-        for (; q + GROUP <= queries; q += GROUP) weigh_group<GROUP>(s, d, q, block * 16);
-        for (; q < queries; q++) weigh_group<1>(s, d, q, block * 16);
-    }
+    walk<K>(call, call->cache.values, layer, row, groups, end,
+            [&](int group, int key, int count, const K* const* values) {
+                int q = group * each, last = q + each;
+                for (; q + GROUP <= last; q += GROUP) weigh<K, GROUP>(s, d, q, key, count, values);
+                for (; q + 2 <= last; q += 2) weigh<K, 2>(s, d, q, key, count, values);
+                for (; q < last; q++) weigh<K, 1>(s, d, q, key, count, values);
+            });
     for (int q = 0; q < queries; q++) {
-        const int at = piece.at + from + q / per - piece.from;
-        float* out = s.out + q * width;
+        const float* out = s.out + q * width;
         const Vec all = set1(s.sums[q]);
-        for (int i = 0; i < width; i += W) st(out + i, div(ld(out + i), all));
-        convert(out, d, (Act*)model->work.attended + at * ld_out + (long)(group * per + q % per) * d);
+        for (int i = 0; i < width; i += 2 * W)
+            Stored<K>::join({div(ld(out + i), all), div(ld(out + i + W), all)}, vector + i);
+        const int at = piece.at + token(q) - piece.from;
+        convert(vector, d, (Act*)model->work.attended + at * ld_out + (long)head(q) * d);
+        for (int i = d; i < width; i++) vector[i] = 0;
     }
 }
 
@@ -362,10 +404,14 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     }
     if (longest <= per_pass) {  // whoever attends stores what is new as well
         const Range range = part(call->piece_count * groups, thread, call->threads);
-        for (int task = range.from; task < range.to; task++) {
+        for (int task = range.from, most; task < range.to; task += most) {
             const Piece& piece = call->pieces[task / groups];
-            store<K>(call, piece, layer, task % groups);
-            attend<K, Act>(call, piece, layer, task % groups, piece.from, piece.to, s);
+            const int first = task % groups;
+            most = query_groups((piece.to - piece.from) * (shape.heads / groups));
+            most = most < groups - first ? most : groups - first;
+            most = most < range.to - task ? most : range.to - task;
+            for (int group = first; group < first + most; group++) store<K>(call, piece, layer, group);
+            attend<K, Act>(call, piece, layer, {first, first + most}, piece.from, piece.to, s);
         }
         return;
     }
@@ -381,7 +427,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
             for (int group = 0; group < groups; group++, task++)
                 if (task % call->threads == thread) {
                     const int to = from + per_pass < piece.to ? from + per_pass : piece.to;
-                    attend<K, Act>(call, piece, layer, group, from, to, s);
+                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, to, s);
                 }
     }
 }
