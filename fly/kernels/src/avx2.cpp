@@ -21,6 +21,7 @@ inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float first(Vec x) { return _mm256_cvtss_f32(x); }
 inline float sum(Vec x) {
     __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
@@ -125,6 +126,12 @@ inline Vec sums(Vec r[8]) {
     for (int i = 0; i < 2; i++)
         four[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[4 * i], r[4 * i + 1]), _mm256_hadd_ps(r[4 * i + 2], r[4 * i + 3]));
     return add(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
+}
+
+// Four values to each of two places.
+inline void fours(Vec x, float* const to[2]) {
+    _mm_storeu_ps(to[0], _mm256_castps256_ps128(x));
+    _mm_storeu_ps(to[1], _mm256_extractf128_ps(x, 1));
 }
 
 // Where ``keep`` is not 0, ``x``; elsewhere ``other``.

@@ -21,6 +21,7 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float first(Vec x) { return _mm512_cvtss_f32(x); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 inline Vec ld(const uint16_t* p) {
@@ -116,6 +117,14 @@ inline Vec sums(Vec r[16]) {
     for (int i = 0; i < 16; i += 8)
         r[i] = add(_mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd));
     return add(_mm512_shuffle_f32x4(r[0], r[8], 0x88), _mm512_shuffle_f32x4(r[0], r[8], 0xdd));
+}
+
+// Four values to each of four places.
+inline void fours(Vec x, float* const to[4]) {
+    _mm_storeu_ps(to[0], _mm512_castps512_ps128(x));
+    _mm_storeu_ps(to[1], _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(to[2], _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(to[3], _mm512_extractf32x4_ps(x, 3));
 }
 
 // Where ``keep`` is not 0, ``x``; elsewhere ``other``.

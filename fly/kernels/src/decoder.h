@@ -38,6 +38,9 @@ inline Range part(int count, int thread, int threads) {
     return {(int)((long)count * thread / threads), (int)((long)count * (thread + 1) / threads)};
 }
 
+// Brings a line of memory closer. Not by the builtin: GCC takes what only calls that for free of effects, and drops it.
+inline void fetch(const void* at) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)at)); }
+
 inline Vec exponential(Vec x) {
     x = larger(set1(-104.0f), x);  // in this order a nan stays one
     Vec n = nearest(mul(x, set1(1.44269504f)));
@@ -124,7 +127,7 @@ inline void product(const typename Wt::Act* a, long lda, int rows, const Matrix&
 }
 
 // Buffers of a thread's own, for attention over at most S stored tokens.
-constexpr int QUERIES = 16;             // queries whose scores are held at once
+constexpr int QUERIES = 32;             // queries whose scores are held at once
 constexpr int OWN_NORMS = 16;           // tokens up to which every thread normalises all by itself, to spare a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
 constexpr int BLOCK = 16;               // stored tokens that are scored at once
@@ -207,36 +210,36 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
     }
 }
 
-// Goes over the stored tokens up to ``end``, block by block and head by head of ``groups``, as a token's heads lie side
-// by side: ``use(group, from, count, where)``, with the number of the head in ``groups``, the tokens, and where their
-// keys (or values) lie. Pages may lie anywhere, which no processor foresees, so memory is asked for some blocks ahead.
+// Goes over the stored tokens up to ``end``, ``some`` (which divides BLOCK) at a time: ``use(from, count, where, soon)``,
+// with the place of each token's keys (or values), those of all of ``groups`` side by side. ``soon(group)`` asks for what
+// a head will need some blocks later, into the second level of the caches: the first waits for too few lines at once to
+// keep memory busy, and none should be asked for many at once.
 template <class K, class Use>
-inline void walk(const Call* call, void* base, int layer, const Row& row, Range groups, int end, Use use) {
-    constexpr int RING = 8;
+inline void walk(const Call* call, void* base, int layer, const Row& row, Range groups, int end, int some, Use use) {
+    constexpr int RING = 5;
     const K* ring[RING][BLOCK];
-    const int d = call->model->shape.head_dim, count = groups.to - groups.from, bytes = d * (int)sizeof(K);
-    const int blocks = (end + BLOCK - 1) / BLOCK, ahead = count >= 4 ? 2 : count >= 2 ? 4 : RING - 1;
-    auto ask = [&](int block, int group) {
-        for (int i = 0; i < BLOCK; i++)
-            for (int at = 0; at < bytes; at += 64)
-                _mm_prefetch((const char*)(ring[block % RING][i] + group * d) + at, _MM_HINT_T0);
-    };
+    const int d = call->model->shape.head_dim, bytes = d * (int)sizeof(K), count = groups.to - groups.from;
+    const int ahead = count >= 4 ? 1 : 4;  // blocks
     auto find = [&](int block) {
-        if (block < blocks) locate(call, base, layer, row, groups.from, block * BLOCK, end, ring[block % RING]);
+        if (block * BLOCK >= end) return;
+        locate(call, base, layer, row, groups.from, block * BLOCK, end, ring[block % RING]);
+    };
+    auto ask = [&](int block, int from, int group) {
+        if (block * BLOCK >= end) return;
+        for (int i = from; i < from + some; i++)
+            for (int at = 0; at < bytes; at += 64)
+                fetch((const char*)(ring[block % RING][i] + group * d) + at);
     };
     for (int block = 0; block < ahead; block++) {
         find(block);
-        for (int group = 0; group < count && block < blocks; group++) ask(block, group);
+        for (int from = 0; from < BLOCK; from += some)
+            for (int group = 0; group < count; group++) ask(block, from, group);
     }
-    for (int block = 0; block < blocks; block++) {
-        const int from = block * BLOCK, tokens = end - from < BLOCK ? end - from : BLOCK;
+    for (int block = 0; block * BLOCK < end; block++) {
         find(block + ahead);
-        for (int group = 0; group < count; group++) {
-            if (block + ahead < blocks) ask(block + ahead, group);
-            const K* where[BLOCK];
-            UNROLL for (int i = 0; i < BLOCK; i++) where[i] = ring[block % RING][i] + group * d;
-            use(group, from, tokens, where);
-        }
+        for (int from = 0, left; from < BLOCK && (left = end - block * BLOCK - from) > 0; from += some)
+            use(block * BLOCK + from, left < some ? left : some, ring[block % RING] + from,
+                [&](int group) { ask(block + ahead, from, group); });
     }
 }
 
@@ -258,24 +261,33 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
-// Scores of a query with W keys: W chains over the head, and one tree over each chain's lanes.
-template <class K>
-inline Vec score(const typename Stored<K>::Query* query, const K* const* key, int d) {
+// Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
+// summed up lane by lane over the head's width, then by one tree over the lanes.
+template <class K, int NQ>
+inline void score(const typename Stored<K>::Query* const query[NQ], const int offset[NQ], const K* const* key, int d,
+                  float* const out[NQ]) {
+    constexpr int NK = W / NQ;
     Vec acc[W];
     UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
     int at = 0;
     for (; at + 2 * W <= d; at += 2 * W)
-        UNROLL for (int i = 0; i < W; i++) acc[i] = Stored<K>::dot(query + at, key[i] + at, acc[i]);
+        UNROLL for (int i = 0; i < W; i++)
+            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, acc[i]);
     if (at < d)
-        UNROLL for (int i = 0; i < W; i++) acc[i] = Stored<K>::dot(query + at, key[i] + at, d - at, acc[i]);
-    return sums(acc);
+        UNROLL for (int i = 0; i < W; i++)
+            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, d - at, acc[i]);
+    const Vec all = sums(acc);
+    if constexpr (NQ == 1)
+        st(out[0], all);
+    else
+        fours(all, out);
 }
 
 // Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; ``SUM`` adds up the weights as well. Of
 // the last two vectors only ``rest`` values are there, where that is less than they hold.
 template <class K, int NQ, int NV, bool SUM>
-inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, int at,
-                  int rest) {
+inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value,
+                  int offset, int at, int rest) {
     Vec acc[NQ][NV], total[NQ];
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
@@ -285,7 +297,7 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     for (int j = 0; j < count; j++) {
         Pair x[NV / 2];
         UNROLL for (int v = 0; v < NV / 2; v++)
-            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + at, rest) : pair(value[j] + at + v * 2 * W);
+            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
         UNROLL for (int i = 0; i < NQ; i++) {
             const Vec weight = set1(weights[i * s.stride + j]);
             UNROLL for (int v = 0; v < NV / 2; v++) {
@@ -298,26 +310,24 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
         if (SUM) {
-            alignas(64) float same[W];
-            st(same, total[i]);
-            s.sums[query + i] = same[0];
+            s.sums[query + i] = first(total[i]);
         }
     }
 }
 
 template <class K, int NQ>
-inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value) {
+inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, int offset) {
     const long width = padded(d);
     int at = 0;
     if (d >= 4 * W) {
-        weigh<K, NQ, 4, true>(s, width, query, key, count, value, 0, 4 * W);
+        weigh<K, NQ, 4, true>(s, width, query, key, count, value, offset, 0, 4 * W);
         at = 4 * W;
     } else {
-        weigh<K, NQ, 2, true>(s, width, query, key, count, value, 0, d);
+        weigh<K, NQ, 2, true>(s, width, query, key, count, value, offset, 0, d);
         at = 2 * W;
     }
-    for (; at + 4 * W <= d; at += 4 * W) weigh<K, NQ, 4, false>(s, width, query, key, count, value, at, 4 * W);
-    for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, at, d - at);
+    for (; at + 4 * W <= d; at += 4 * W) weigh<K, NQ, 4, false>(s, width, query, key, count, value, offset, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
 }
 
 // Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
@@ -359,12 +369,32 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    walk<K>(call, call->cache.keys, layer, row, groups, end,
-            [&](int group, int key, int, const K* const* keys) {
-                for (int q = group * each; q < (group + 1) * each; q++)
-                    for (int i = 0; i < BLOCK; i += W)
-                        st(s.scores + q * s.stride + key + i,
-                           score<K>((const Query*)s.queries + q * width, keys + i, d));
+    // Heads of few queries take turns after few tokens, which is the order of memory.
+    constexpr int FEW = 4, SIDE = W / FEW;
+    const bool together = each < SIDE && queries >= SIDE;
+    walk<K>(call, call->cache.keys, layer, row, groups, end, together ? FEW : BLOCK,
+            [&](int key, int, const K* const* keys, auto soon) {
+                const Query* query[SIDE];
+                float* out[SIDE];
+                int offset[SIDE], asked = 0;
+                auto choose = [&](int i, int q) {
+                    query[i] = (const Query*)s.queries + q * width;
+                    out[i] = s.scores + q * s.stride + key;
+                    offset[i] = q / each * d;
+                    for (; asked <= q / each; asked++) soon(asked);
+                };
+                if (together) {
+                    for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
+                        const int first = q + SIDE <= queries ? q : queries - SIDE;
+                        for (int i = 0; i < SIDE; i++) choose(i, first + i);
+                        score<K, SIDE>(query, offset, keys, d, out);
+                    }
+                } else {
+                    for (int q = 0; q < queries; q++) {
+                        choose(0, q);
+                        for (int i = 0; i < BLOCK; i += W, out[0] += W) score<K, 1>(query, offset, keys + i, d, out);
+                    }
+                }
             });
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
@@ -373,12 +403,18 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    walk<K>(call, call->cache.values, layer, row, groups, end,
-            [&](int group, int key, int count, const K* const* values) {
-                int q = group * each, last = q + each;
-                for (; q + GROUP <= last; q += GROUP) weigh<K, GROUP>(s, d, q, key, count, values);
-                for (; q + 2 <= last; q += 2) weigh<K, 2>(s, d, q, key, count, values);
-                for (; q < last; q++) weigh<K, 1>(s, d, q, key, count, values);
+    walk<K>(call, call->cache.values, layer, row, groups, end, each >= GROUP ? BLOCK : FEW,
+            [&](int key, int count, const K* const* values, auto soon) {
+                for (int q = 0; q < queries;) {
+                    const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
+                    if (left == each) soon(q / each);
+                    if (left >= GROUP)
+                        weigh<K, GROUP>(s, d, q, key, count, values, offset), q += GROUP;
+                    else if (left >= 2)
+                        weigh<K, 2>(s, d, q, key, count, values, offset), q += 2;
+                    else
+                        weigh<K, 1>(s, d, q, key, count, values, offset), q++;
+                }
             });
     for (int q = 0; q < queries; q++) {
         const float* out = s.out + q * width;
