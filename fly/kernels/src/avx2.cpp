@@ -99,7 +99,7 @@ struct BFloat16 {
 
 struct Int8 {
     typedef float Act;
-    static constexpr int STEP = 1;
+    static constexpr int STEP = 2;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
         Vec acc[M][4 * P];
@@ -107,9 +107,14 @@ struct Int8 {
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++)
             for (int j = 0; j < 4 * P; j++) {
-                __m128i bytes = _mm_loadl_epi64((const __m128i*)(w + (j / 4) * panel + k * 32L + (j % 4) * 8));
-                Vec b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-                for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
+                const char* at = w + (j / 4) * panel + k * 64L + (j % 4) * 16;
+                __m256i two = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)at));
+                Vec first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(two, 24), 24));
+                Vec second = _mm256_cvtepi32_ps(_mm256_srai_epi32(two, 8));
+                for (int m = 0; m < M; m++) {
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
+                }
             }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);

@@ -26,7 +26,8 @@ struct Shape {
     float eps;
 };
 
-// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input (of two, for bfloat16) lie together.
+// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input (of two, for types narrower than
+// float32) lie together.
 struct Matrix {
     char* data;
     long panel_bytes;

@@ -199,7 +199,7 @@ float* vector_of(const float* from, int n, int room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, int type, bool pairs) {
-    const int k = matrix->k, steps = type == BFLOAT16 ? (k + 1) / 2 : k, step = type == BFLOAT16 ? 2 : 1;
+    const int k = matrix->k, step = type == FLOAT32 ? 1 : 2, steps = (k + step - 1) / step;
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         for (int lane = 0; lane < PANEL; lane++) {
@@ -218,7 +218,7 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
-    const int inputs = type == BFLOAT16 ? padded(k, 2) : k;
+    const int inputs = type == FLOAT32 ? k : padded(k, 2);
     matrix->panel_bytes = (long)inputs * PANEL * value_bytes(type);
     matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels);
     if (!matrix->data) return false;
@@ -370,7 +370,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 1; }
+EXPORT int fly_abi() { return 2; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
