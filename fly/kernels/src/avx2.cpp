@@ -107,10 +107,9 @@ struct Int8 {
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++)
             for (int j = 0; j < 4 * P; j++) {
-                const char* at = w + (j / 4) * panel + k * 64L + (j % 4) * 16;
-                __m256i two = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i*)at));
-                Vec first = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(two, 24), 24));
-                Vec second = _mm256_cvtepi32_ps(_mm256_srai_epi32(two, 8));
+                const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
+                Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+                Vec second = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 16))));
                 for (int m = 0; m < M; m++) {
                     acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
                     acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);

@@ -83,9 +83,11 @@ struct Int8 {
     typedef uint16_t Act;
     static constexpr int STEP = 2;
     static inline __m512bh widened(const char* w) {
-        const __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w));
-        const __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + 16)));
-        return _mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(high), _mm512_cvtepi32_ps(low));
+        const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+        const Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + 16))));
+        const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+        const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+        return (__m512bh)_mm512_ternarylogic_epi32(_mm512_castps_si512(high), upper, below, 0xea);  // a & b | c
     }
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {

@@ -489,7 +489,8 @@ inline void embed(const Model* model, int64_t token, float* x) {
         } else if (shape.weights == FLOAT32) {
             x[i] = ((const float*)panel)[i * PANEL + lane];
         } else {
-            x[i] = (float)((const int8_t*)panel)[(i / 2 * PANEL + lane) * 2 + i % 2] * model->head.scale[token];
+            x[i] = (float)((const int8_t*)panel)[i / 2 * 64 + lane / 16 * 32 + i % 2 * 16 + lane % 16] *
+                   model->head.scale[token];
         }
     }
     memset(x + width, 0, (padded(width) - width) * sizeof(float));

@@ -200,6 +200,7 @@ float* vector_of(const float* from, int n, int room) {
 template <class T>
 void pack(Matrix* matrix, const T* from, int type, bool pairs) {
     const int k = matrix->k, step = type == FLOAT32 ? 1 : 2, steps = (k + step - 1) / step;
+    const int together = type == BFLOAT16 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         for (int lane = 0; lane < PANEL; lane++) {
@@ -208,9 +209,10 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
         }
         T* to = (T*)(matrix->data + panel * matrix->panel_bytes);
         for (int s = 0; s < steps; s++)
-            for (int lane = 0; lane < PANEL; lane++)
-                for (int j = 0; j < step; j++, to++)
-                    *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
+            for (int first = 0; first < PANEL; first += together)
+                for (int j = 0; j < step; j++)
+                    for (int lane = first; lane < first + together; lane++, to++)
+                        *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
     }
 }
 
