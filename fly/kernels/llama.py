@@ -69,7 +69,8 @@ class CompiledLlama:
 
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.kernels.available``), with ``-int8`` behind for int8 weights.
+        variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
+            ``-int8`` behind.
     """
 
     layer_subsets = True  # a call may go through some layers only
