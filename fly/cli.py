@@ -105,7 +105,10 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
-Kernels = Annotated[str, typer.Option(help="What runs on the CPU: auto, torch, avx512bf16 or avx2.")]
+Kernels = Annotated[
+    str,
+    typer.Option(help="What runs on the CPU: auto, torch, avx512bf16, avx2, or int8 (avx2-int8): weights of 8 bits."),
+]
 
 
 @app.command()

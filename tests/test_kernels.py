@@ -6,20 +6,21 @@ Skipped as a whole where the library was not built, save what must hold then.
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
-from fly.kernels import CompiledLlama, available, chosen, compiled, library, why_not
+from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.policies import Exact
 from fly.sampling import Law, draw
@@ -27,6 +28,7 @@ from fly.types import Sequence
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
+INT8 = [f"{name}-int8" for name in VARIANTS]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -83,6 +85,16 @@ def paged(
     return [torch.cat(part) for part in parts]
 
 
+def rounded_to_int8(model: Llama) -> Llama:
+    """A copy whose matrices (and the embedding that one of them is) are what int8 weights stand for."""
+    twin = deepcopy(model)
+    with torch.no_grad():
+        for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
+            whole_NK, scale_N = int8_weights(linear.weight)
+            linear.weight.copy_(whole_NK * scale_N.unsqueeze(1))
+    return twin
+
+
 @st.composite
 def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
     """A length as a sum of parts."""
@@ -127,6 +139,35 @@ def test_it_is_the_function_of_the_pytorch_model(
         close(logits, dense_logits(reference, row), dtype)
 
 
+@built
+@given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", INT8)
+def test_on_int8_weights_it_is_the_function_of_the_rounded_pytorch_model(
+    variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
+) -> None:
+    reference = build_llama(config, seed, scale=0.1).to(dtype)
+    rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
+    cuts = [data.draw(cut(len(row))) for row in rows]
+    model = CompiledLlama(reference, variant)
+    assert model.kernels == variant and model.weight_bytes == 1
+    # activations are bfloat16 on AVX-512, whatever the model's dtype
+    tolerance = torch.float32 if dtype == torch.float32 and variant.startswith("avx2") else torch.bfloat16
+    for row, logits in zip(rows, paged(model, rows, cuts)):
+        close(logits, dense_logits(rounded_to_int8(reference), row), tolerance)
+
+
+@given(n=st.integers(1, 5), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
+def test_int8_weights_are_the_nearest_of_their_scale(n: int, k: int, seed: int, scale: float) -> None:
+    weight_NK = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * scale
+    weight_NK[0] = 0.0
+    whole_NK, scale_N = int8_weights(weight_NK)
+    assert whole_NK.dtype == torch.int8 and not whole_NK[0].any()
+    assert (whole_NK[1:].int().abs().amax(1) == 127).all()
+    error_NK = (whole_NK * scale_N.unsqueeze(1) - weight_NK).abs()
+    assert (error_NK <= 0.501 * scale_N.unsqueeze(1)).all()
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of one variant and dtype, and the logits of each text fed token by token, alone, on one thread."""
@@ -136,7 +177,10 @@ class Case:
     alone: list[Tensor]
 
 
-@pytest.fixture(scope="module", params=[(v, d) for v in VARIANTS for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
+CASES = [(v, d) for v in VARIANTS for d in DTYPES] + [(v, torch.bfloat16) for v in INT8]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
 def case(request: pytest.FixtureRequest) -> Case:
     variant, dtype = request.param
     model = CompiledLlama(build_llama(WIDE).to(dtype), variant)
@@ -169,6 +213,9 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     weight_VC = build_llama(WIDE).to(case.model.dtype).lm_head.weight
+    if case.model.kernels.endswith("int8"):
+        whole_VC, scale_V = int8_weights(weight_VC)
+        weight_VC = whole_VC * scale_V.unsqueeze(1)
     torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
 
 
@@ -471,6 +518,11 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         assert chosen(name) == name
         monkeypatch.setenv("FLY_KERNELS", name)
         assert chosen() == name and chosen("torch") == "torch"
+    for name in VARIANTS:
+        assert chosen(f"{name}-int8") == f"{name}-int8" and chosen("int8") == f"{VARIANTS[0]}-int8"
+    for wrong in ("torch-int8", "int4", "int8-int8") if VARIANTS else ("int8",):
+        with pytest.raises(ValueError, match=rf"kernels '{wrong}' is not available here; choices: .*'torch'\]"):
+            chosen(wrong)
     with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
         chosen("neon")
     monkeypatch.setenv("FLY_KERNELS", "sse")
@@ -478,13 +530,26 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         LLM("fly-tiny")
 
 
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize("name", [*available(), *INT8])
 def test_the_choice_reaches_target_and_draft(name: str) -> None:
     llm = LLM("fly-tiny", "fly-tiny", device="cpu", kernels=name)
     assert isinstance(llm.draft, SingleDraft)
     for model in (llm.engine.runner.model, llm.draft.runner.model):
         assert getattr(model, "kernels", "torch") == name
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids
+
+
+@built
+def test_the_draft_alone_may_have_int8_weights() -> None:
+    llm = LLM("fly-tiny", "model(fly-tiny, kernels=int8)", device="cpu")
+    assert isinstance(llm.draft, SingleDraft)
+    kernels = [model.kernels for model in (llm.engine.runner.model, llm.draft.runner.model)]  # type: ignore[attr-defined]
+    assert kernels == [VARIANTS[0], INT8[0]]
+    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
+    plain = LLM("fly-tiny", device="cpu").generate(prompt, params)[0].token_ids
+    assert llm.generate(prompt, params)[0].token_ids == plain
+    with pytest.raises(ValueError, match=r"kernels 'int8': compiled kernels take .*float16"):
+        LLM("fly-tiny", dtype="float16", kernels="int8", device="cpu")
 
 
 def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

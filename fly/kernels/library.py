@@ -16,6 +16,7 @@ __all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not
 _ABI = 2  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
+INT8 = "int8"
 
 
 class Shape(ctypes.Structure):
@@ -123,9 +124,16 @@ def why_not() -> str:
     return _open()[1] or "this processor has neither AVX-512 with bfloat16 nor AVX2 with FMA"
 
 
+def split(kernels: str) -> tuple[str, bool]:
+    """The variant that ``chosen`` kernels name, and whether it is to run on int8 weights."""
+    variant = kernels.removesuffix(f"-{INT8}")
+    return variant, variant != kernels
+
+
 def chosen(kernels: str = "auto") -> str:
     """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
-    the best available where it says nothing.
+    the best available where it says nothing. Each compiled one is also there with int8 weights, by its name with
+    ``-int8`` behind; ``"int8"`` is the best of those.
 
     Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
     """
@@ -133,9 +141,13 @@ def chosen(kernels: str = "auto") -> str:
     if wanted == "auto" and (variable := os.environ.get(_VARIABLE, "").strip()):
         source, wanted = f"{_VARIABLE}={variable}", variable
     choices = available()
+    narrow = [f"{name}-{INT8}" for name in choices[:-1]]
     if wanted == "auto":
         return choices[0]
-    if wanted not in choices:
+    if wanted == INT8 and narrow:
+        return narrow[0]
+    if wanted not in (*choices, *narrow):
         reason = f" ({why_not()})" if why_not() else ""
-        raise ValueError(f"{source} is not available here; choices: {['auto', *choices]}{reason}")
+        known = ["auto", *choices[:-1], *([INT8] if narrow else []), *narrow, TORCH]
+        raise ValueError(f"{source} is not available here; choices: {known}{reason}")
     return wanted

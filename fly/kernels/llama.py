@@ -20,14 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number
+from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
 
-__all__ = ["CompiledLlama", "compiled"]
+__all__ = ["CompiledLlama", "compiled", "int8_weights"]
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
+_FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 
 
@@ -35,8 +36,8 @@ def _refusal(model: Llama) -> str | None:
     """Why there is no compiled code for ``model``; None where there is."""
     if model.device.type != "cpu":
         return f"compiled kernels run on the CPU, not on {model.device}"
-    if model.dtype not in _TYPES:
-        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _TYPES]}, not {model.dtype}"
+    if model.dtype not in _FLOATS:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
     if model.config.head_dim > _WIDEST_HEAD:
         return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
@@ -65,11 +66,14 @@ def compiled(model: Any, kernels: str = "auto") -> Any:
 class CompiledLlama:
     """The function of a loaded ``Llama``, its weights packed for one kind of processor.
 
-    Nothing of ``model`` is kept, save an embedding table that is not the head's as well.
+    Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
+    is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
+    AVX-512 with activations in bfloat16 even where the model is in float32.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.kernels.available``).
+        variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
+            ``-int8`` behind.
     """
 
     layer_subsets = True  # a call may go through some layers only
@@ -80,6 +84,8 @@ class CompiledLlama:
             raise ValueError(refusal if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
         self.kernels = chosen(variant)
+        variant, self._int8 = split(self.kernels)
+        self.weight_bytes = 1 if self._int8 else self.dtype.itemsize  # of each
         config, self._library = model.config, load()
         angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
         tied = model.lm_head.weight is model.embed_tokens.weight
@@ -93,7 +99,7 @@ class CompiledLlama:
             config.head_dim,
             config.vocab_size,
             config.max_position_embeddings,
-            _TYPES[self.dtype],
+            _TYPES[torch.int8 if self._int8 else self.dtype],
             _TYPES[self.dtype],
             config.rms_norm_eps,
         )
@@ -122,11 +128,14 @@ class CompiledLlama:
         self._call = Batch()  # what is the same from one call to the next stays in it
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
-        weight_NK = linear.weight.detach().contiguous()
+        weight_NK, scale = linear.weight.detach().contiguous(), None
+        if self._int8:
+            weight_NK, scale_N = int8_weights(weight_NK)
+            scale = scale_N.data_ptr()
         bias_N = None if linear.bias is None else _float(linear.bias)
         bias = None if bias_N is None else bias_N.data_ptr()
         n, k = weight_NK.shape
-        self._done(self._library.fly_set_matrix(self._model, layer, which, n, k, weight_NK.data_ptr(), bias, None))
+        self._done(self._library.fly_set_matrix(self._model, layer, which, n, k, weight_NK.data_ptr(), bias, scale))
 
     def _done(self, error: int) -> None:
         if error == 1:
@@ -240,10 +249,10 @@ class CompiledLlama:
     def _attend_over(self, cache: PagedKVCache) -> None:
         """Go by the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
         keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
-        if keys.dtype not in _TYPES or keys.shape[2:] != heads or keys.device.type != "cpu":
+        if keys.dtype not in _FLOATS or keys.shape[2:] != heads or keys.device.type != "cpu":
             raise ValueError(
                 f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
-                f"take {[*_TYPES]} on the CPU, this model heads of {heads}"
+                f"take {_FLOATS} on the CPU, this model heads of {heads}"
             )
         call = self._call
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
@@ -260,6 +269,16 @@ def _sampling(law: Law) -> ctypes.Array[Sampling]:
         row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, top_k
         row.floor = temperature * math.log(min_p) if min_p else -math.inf
     return made
+
+
+def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of -127 to 127, int8 [N, K], and the scale of each output, float32 [N]: their product is the
+    nearest to ``weight_NK`` of that form whose scale takes the largest weight of an output to 127 (symmetric absolute
+    maximum quantisation by output channel, as in Dettmers et al., arXiv 2208.07339, section 2.1)."""
+    weight_NK = weight_NK.detach().float()
+    scale_N = weight_NK.abs().amax(1) / 127
+    scale_N[scale_N == 0] = 1.0
+    return (weight_NK / scale_N.unsqueeze(1)).round_().to(torch.int8).contiguous(), scale_N
 
 
 def _float(weight: Tensor) -> Tensor:

@@ -26,7 +26,8 @@ struct Shape {
     float eps;
 };
 
-// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input (of two, for bfloat16) lie together.
+// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input lie together. Narrower types than float32
+// take two inputs at once: bfloat16 output by output, int8 both of 16 outputs, then those of the other 16.
 struct Matrix {
     char* data;
     long panel_bytes;

@@ -199,7 +199,8 @@ float* vector_of(const float* from, int n, int room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, int type, bool pairs) {
-    const int k = matrix->k, steps = type == BFLOAT16 ? (k + 1) / 2 : k, step = type == BFLOAT16 ? 2 : 1;
+    const int k = matrix->k, step = type == FLOAT32 ? 1 : 2, steps = (k + step - 1) / step;
+    const int together = type == BFLOAT16 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         for (int lane = 0; lane < PANEL; lane++) {
@@ -208,9 +209,10 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
         }
         T* to = (T*)(matrix->data + panel * matrix->panel_bytes);
         for (int s = 0; s < steps; s++)
-            for (int lane = 0; lane < PANEL; lane++)
-                for (int j = 0; j < step; j++, to++)
-                    *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
+            for (int first = 0; first < PANEL; first += together)
+                for (int j = 0; j < step; j++)
+                    for (int lane = first; lane < first + together; lane++, to++)
+                        *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
     }
 }
 
@@ -218,7 +220,7 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
-    const int inputs = type == BFLOAT16 ? padded(k, 2) : k;
+    const int inputs = type == FLOAT32 ? k : padded(k, 2);
     matrix->panel_bytes = (long)inputs * PANEL * value_bytes(type);
     matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels);
     if (!matrix->data) return false;
