@@ -125,7 +125,10 @@ CollectiveTimeout = Annotated[
     float,
     typer.Option(min=SHORTEST, max=LONGEST, help="With torchrun: seconds a rank waits in a collective for the others."),
 ]
-Kernels = Annotated[str, typer.Option(help="What runs on the CPU: auto, torch, avx512bf16 or avx2.")]
+Kernels = Annotated[
+    str,
+    typer.Option(help="What runs on the CPU: auto, torch, avx512bf16, avx2, or int8 (avx2-int8): weights of 8 bits."),
+]
 
 
 @app.command()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
+
+
+_WHY = tuple(Why)  # by its number
 
 
 class Model(Protocol):
@@ -126,17 +128,18 @@ class Runner:
         new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
         counts = [len(tokens) for tokens in new]
         device = self.model.device
-        positions = [list(range(start, start + count)) for start, count in zip(starts, counts)]
+        positions = [at for start, count in zip(starts, counts) for at in range(start, start + count)]
         masks: list[Tensor | None] | None = None
         if parents is not None:
-            masks = [None] * len(fed)
-            for b, (at, row, start, tree) in enumerate(zip(positions, rows, starts, parents)):
+            masks, end = [None] * len(fed), 0
+            for b, (row, start, count, tree) in enumerate(zip(rows, starts, counts, parents)):
+                end += count
                 if tree:
-                    at[len(at) - len(tree) :] = [len(row.tokens) + depth for depth in depths(tree)]
+                    positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
                     masks[b] = _tree_mask(start, len(row.tokens), tree).to(device)
         kv = self._reserve(fed, starts, counts, masks, counts, strange)
         tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
-        positions_T = torch.tensor([at for row_positions in positions for at in row_positions], device=device)
+        positions_T = torch.tensor(positions, device=device)
         hidden_TC = self.model(tokens_T, positions_T, kv)
         for b, (row, tokens) in enumerate(zip(fed, new)):
             self._cached[row.id].extend(tokens)
@@ -145,22 +148,25 @@ class Runner:
         if not rows:
             return torch.zeros(0, 1, self.model.config.vocab_size, device=device)
         longest = max(map(len, drafts))
-        kept, end = [], 0
-        for draft, count in zip(drafts, counts):
-            end += count
-            first = end - 1 - len(draft)
-            kept += [min(first + j, end - 1) for j in range(longest + 1)]
-        if kept != list(range(len(tokens_T))):
+        if prefill or not all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts)):
+            kept, end = [], 0
+            for draft, count in zip(drafts, counts):
+                end += count
+                first = end - 1 - len(draft)
+                kept += [min(first + j, end - 1) for j in range(longest + 1)]
             hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
-    def greedy(self, rows: Rows[Sequence], most: Rows[int]) -> list[list[int]] | None:
-        """What the model says of every row at temperature 0, token after token, up to ``most[b]`` (at least 1) or one
-        that ends the row; all but the last are then cached. As ``feed`` and an argmax, again and again, in one call.
+    def draft(
+        self, rows: Rows[Sequence], most: Rows[int], law: Law | None = None, uniform_BK: Tensor | None = None
+    ) -> tuple[list[list[int]], Tensor | None] | None:
+        """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
+        all but the last are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
+        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
-        if (draft := getattr(self.model, "greedy", None)) is None:
+        if (draft := getattr(self.model, "draft", None)) is None:
             return None
         strange = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
@@ -172,13 +178,14 @@ class Runner:
             return None
         tokens_T = torch.tensor([token for tokens in new for token in tokens])
         positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
-        drafts: list[list[int]] = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows])
-        for row, tokens, drafted, n in zip(rows, new, drafts, most):
+        found: tuple[list[list[int]], Tensor | None]
+        found = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows], law, uniform_BK)
+        for row, tokens, drafted, n in zip(rows, new, found[0], most):
             cached = self._cached[row.id]
             cached += tokens + drafted[:-1]
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
-        return drafts
+        return found
 
     def _reserve(
         self,
@@ -240,8 +247,9 @@ class Runner:
                 cached[start:] = [cached[start + node] for node in path]
                 self.cache.keep(row.id, start, path)
             keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
-            del cached[keep:]
-            self.cache.resize(row.id, keep)
+            if keep < len(cached) or keep != self.cache.allocator.length(row.id):
+                del cached[keep:]
+                self.cache.resize(row.id, keep)
             if self.share:
                 self.cache.allocator.publish(row.id, cached, keep)
 
@@ -291,11 +299,11 @@ def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list
         round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         accept_BK = uniforms(seed_B, round_B, Stream.ACCEPT, longest)
         noise = Noise(accept_BK, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1))
+    if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
+        return [(list(range(len(rows))), verify(rows[0].policy, target, draft, noise))]
     groups: dict[object, list[int]] = {}
     for b, row in enumerate(rows):
         groups.setdefault(row.policy, []).append(b)
-    if len(groups) == 1:
-        return [(list(range(len(rows))), verify(rows[0].policy, target, draft, noise))]
     verdicts = []
     for numbers in groups.values():
         index_B = torch.tensor(numbers, device=device)
@@ -358,10 +366,10 @@ class Engine:
         places: list[list[int]] = [[] for _ in rows]  # of the logits that each emitted token was drawn from
         for numbers, verdict in verdicts:
             self._account(rows, numbers, verdict, target, draft, prompts, stopped, emitted, places)
-        for row, tokens, at, raw_JV in zip(rows, emitted, places, raw_BJV):
+        for b, (row, tokens, at) in enumerate(zip(rows, emitted, places)):
             if row.params.logprobs is None and not row.params.explain:
                 continue
-            log_JV = raw_JV[at].log_softmax(-1)
+            log_JV = raw_BJV[b, at].log_softmax(-1)
             if row.params.logprobs is not None:
                 row.logprobs += _logprobs(log_JV, tokens, row.params.logprobs)
             if row.params.explain:
@@ -408,7 +416,8 @@ class Engine:
                 raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
         for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):
             n = len(tokens)
-            if bad := [token for token in tokens if not 0 <= token < vocabulary]:
+            if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+                bad = [token for token in tokens if not 0 <= token < vocabulary]
                 raise ValueError(f"{name} proposed the ids {bad[:5]}, outside the vocabulary of {vocabulary}")
             tree = None if draft.trees is None else draft.trees[b]
             if tree is not None and not all(-1 <= parent < node for node, parent in enumerate(tree)):
@@ -433,63 +442,50 @@ class Engine:
         accepted, following = verdict.paths(), verdict.next_token_B.tolist()
         whys, choices = verdict.why_BK.tolist(), target.argmax_BK.tolist()
         tokens, trees = draft.chains, draft.trees
-        names = list(verdict.clauses)
-        held_CBK = torch.stack([verdict.clauses[name] for name in names]).tolist() if names else []
-        asked = verdict.asked_BK.tolist()
+        held = {name: held_BK.tolist() for name, held_BK in verdict.clauses.items()}
+        asked = verdict.asked_BK.tolist() if held else []
         relaxation = rows[numbers[0]].policy.relaxation
         relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
-            row, path = rows[b], accepted[i]
-            drafted = range(len(tokens[b]))
-            tree = [node - 1 for node in drafted] if trees is None else trees[b]
+            row, path, stats, chain, why = rows[b], accepted[i], rows[b].stats, tokens[b], whys[i]
+            tree = range(-1, len(chain) - 1) if trees is None else trees[b]
             end = path[-1] if path else -1
             # Position 0 follows the row's last token, position j + 1 the drafted token j.
-            positions = [0 if tree[node] < 0 else tree[node] + 1 for node in path] + [end + 1]
-            block = [
-                Token(
-                    tokens[b][node],
-                    Why(whys[i][node]),
-                    (" & ".join(name for name, held in zip(names, held_CBK) if held[i][node]) or str(row.policy))
-                    if whys[i][node] == Why.RELAXED
-                    else None,
-                    choices[b][position],
-                )
-                for node, position in zip(path, positions)
-            ]
-            last = Why.CORRECTION if end in tree else Why.BONUS
-            block.append(Token(following[i], last, None, choices[b][end + 1]))
-            left = self.left(row)
-            for token in block:
+            positions = [*(tree[node] + 1 for node in path), end + 1]
+            block = [Token(chain[n], _WHY[why[n]], None, choices[b][at]) for n, at in zip(path, positions)]
+            for at, node in enumerate(path):
+                if why[node] == Why.RELAXED:
+                    clause = " & ".join(name for name, held_BK in held.items() if held_BK[i][node]) or str(row.policy)
+                    block[at] = block[at]._replace(clause=clause)
+            block.append(Token(following[i], Why.CORRECTION if end in tree else Why.BONUS, None, choices[b][end + 1]))
+            left, count = self.left(row), 0
+            for count, token in enumerate(block, start=1):
                 row.tokens.append(token.id)
                 row.provenance.append(token)
-                emitted[b].append(token)
                 ended = stopped is not None and stopped(row, token.id)  # it hears of every token, ends included
                 if ended or token.id in row.stop_ids:
                     row.finish_reason = "stop"
-                elif len(emitted[b]) == left:
+                elif count == left:
                     row.finish_reason = "length"
                 if row.finish_reason:
                     break
-            stats, count = row.stats, len(emitted[b])
-            places[b] = positions[:count]
+            emitted[b], places[b] = block[:count], positions[:count]
+            excused = [(b, at, token.id) for at, token in zip(positions, emitted[b]) if token.why is Why.RELAXED]
+            relaxed += excused
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1
                 stats.emitted += count
-            stats.drafted += len(tokens[b])
+            stats.drafted += len(chain)
             stats.accepted += min(count, len(path))
-            excused = [
-                (b, position, token.id) for position, token in zip(positions, emitted[b]) if token.why == Why.RELAXED
-            ]
             stats.relaxed += len(excused)
-            relaxed += excused
-            if relaxation is not None and names:
+            if relaxation is not None and held and True in asked[i]:
                 emitted_here = set(path[:count])
-                tried = set() if count <= len(path) else set(drafted) - set(path)  # unless the row ended before them
-                for node in drafted:
+                tried = set() if count <= len(path) else set(range(len(chain))) - set(path)  # unless it ended before
+                for node in range(len(chain)):
                     if asked[i][node] and (node in emitted_here or node in tried):
-                        said = {name: held[i][node] for name, held in zip(names, held_CBK)}
-                        stats.count_gates(relaxation.decide, said)
+                        said = {name: held_BK[i][node] for name, held_BK in held.items()}
+                        stats.count_gates(said, *relaxation.deciding(said))
         if relaxed:
             b_N, j_N, token_N = torch.tensor(relaxed, device=target.logits_BKV.device).unbind(1)
             log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)
@@ -524,6 +520,6 @@ def _explained(log_JV: Tensor, tokens: list[Token]) -> list[Token]:
     ids = [[token.id, token.id if token.target_choice is None else token.target_choice] for token in tokens]
     own_J2 = probs_JV.gather(1, torch.tensor(ids, device=log_JV.device))
     return [
-        replace(token, prob=own, choice_prob=choice, entropy=entropy)
+        token._replace(prob=own, choice_prob=choice, entropy=entropy)
         for token, (own, choice), entropy in zip(tokens, own_J2.tolist(), entropy_J.tolist())
     ]

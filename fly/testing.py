@@ -680,7 +680,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
         if relaxation is not None and verdict.clauses:
             for b, j in verdict.asked_BK.nonzero().tolist():
                 held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
-                stats.count_gates(relaxation.decide, held)
+                stats.count_gates(held, *relaxation.deciding(held))
     if not stats.gates and not relaxed:
         return "excuses nothing"
     shares = [

@@ -3,7 +3,7 @@
 Shape legend: R positions, N of them, V vocabulary, "..." any leading dimensions.
 
 On the CPU, fresh memory of the size of the logits costs more than the arithmetic done in it, and a selection over
-the vocabulary more than ten plain passes. So maxima are taken by chunks first, and sums in a small buffer.
+the vocabulary more than ten plain passes. So the largest are looked for by chunks, and sums taken in a small buffer.
 Accelerators have neither trouble, and must not be asked for intermediate results: there it is torch's own kernels.
 
 A tensor with ways of its own (a vocabulary that is not all in one place) overrides these functions as it would torch's
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
@@ -22,25 +23,16 @@ __all__ = ["Top", "argmax", "log_mass", "pick", "top"]
 
 _CHUNK = 64
 _SMALL = 8192  # vocabularies up to this are done in one go
+_FEW = 1 << 15  # values that are looked through sooner than they are cut into chunks
 
 
 def argmax(values: Tensor) -> Tensor:
     """[...] int64: the index of the largest of the last dimension, the lowest among equals."""
     if has_torch_function_unary(values):
         return handle_torch_function(argmax, (values,), values)
-    width = values.shape[-1]
-    if values.device.type != "cpu" or width < 8 * _CHUNK:
+    if values.device.type != "cpu" or values.dtype != torch.float32:
         return values.argmax(-1)
-    whole = width - width % _CHUNK
-    chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
-    best = chunks.amax(-1).argmax(-1, keepdim=True)
-    inside = chunks.gather(-2, best.unsqueeze(-1).expand(*best.shape, _CHUNK)).squeeze(-2)
-    peak, at = inside.max(-1, keepdim=True)
-    at = best * _CHUNK + at
-    if whole < width:
-        last, last_at = values[..., whole:].max(-1, keepdim=True)
-        at = torch.where(last > peak, whole + last_at, at)
-    return at.squeeze(-1)
+    return torch.from_numpy(np.asarray(values.numpy(force=True).argmax(-1)))  # vectorised, which torch's is not
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
@@ -66,7 +58,7 @@ def top(values: Tensor, n: int) -> Top:
     if has_torch_function_unary(values):
         return handle_torch_function(top, (values,), values, n)
     width = values.shape[-1]
-    if values.device.type != "cpu" or width < 4 * n * _CHUNK:
+    if values.device.type != "cpu" or width < 4 * n * _CHUNK or values.numel() <= _FEW:
         return Top(*values.topk(min(n, width), dim=-1))
     whole = width - width % _CHUNK
     chunks = values[..., :whole].unflatten(-1, (-1, _CHUNK))
@@ -101,8 +93,18 @@ def log_mass(
         return logits_NV if cut_NV is None else logits_NV.masked_fill_(cut_NV, -torch.inf)
 
     width = logits_RV.shape[1]
-    if logits_RV.device.type != "cpu" or width <= _SMALL:
+    if logits_RV.device.type != "cpu":
         return scale(logits_RV.clone() if at_N is None else logits_RV[at_N], slice(None)).logsumexp(-1)
+    if width <= _SMALL:
+        logits_NV = logits_RV.numpy() if at_N is None else logits_RV.numpy()[at_N.numpy()]
+        scaled_NV = logits_NV - peak_N.numpy()[:, None]
+        if temperature_N is not None:
+            with np.errstate(over="ignore"):  # of one next to 0
+                scaled_NV /= temperature_N.numpy()[:, None]
+        mass_NV = np.exp(scaled_NV, out=scaled_NV)
+        if least_N is not None:
+            mass_NV[logits_NV < least_N.numpy()[:, None]] = 0.0
+        return torch.from_numpy(np.log(mass_NV.sum(-1)))
     positions = len(peak_N)
     at_N = torch.arange(positions) if at_N is None else at_N
     step = torch.get_num_threads()

@@ -353,7 +353,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
         def __call__(self, *args):  # type: ignore[no-untyped-def]
             return model(*args)
 
-        def greedy(self, tokens_T, positions_T, kv, most, stop_ids):  # type: ignore[no-untyped-def]
+        def draft(self, tokens_T, positions_T, kv, most, stop_ids, law, uniform_BK):  # type: ignore[no-untyped-def]
             """As the compiled kernels do, for one row."""
             alone[0] += 1
             now[0] += 1.0
@@ -363,7 +363,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
             while True:
                 drafted.append(int(model.logits(hidden[-1:]).argmax()))
                 if len(drafted) == most[0] or drafted[-1] in stop_ids[0]:
-                    return [drafted]
+                    return [drafted], None
                 hidden = model(torch.tensor(drafted[-1:]), torch.tensor([at]), text.batch([seq], [at], [1]))
                 at += 1
 

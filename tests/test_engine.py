@@ -366,7 +366,7 @@ def test_a_clause_decides_where_another_answer_would_change_the_outcome(said: li
     held = dict(zip([gate.label, window.label, room.label], said))
     stats = fly.Stats()
     rule = (gate & window) | ~(gate | room)
-    stats.count_gates(rule.decide, held)
+    stats.count_gates(held, *rule.deciding(held))
 
     def outcome(g: bool, w: bool, r: bool) -> bool:
         return (g and w) or not (g or r)

@@ -6,26 +6,29 @@ Skipped as a whole where the library was not built, save what must hold then.
 from __future__ import annotations
 
 import os
+from copy import deepcopy
 from dataclasses import dataclass
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
-from fly.drafts import SingleDraft
+from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
-from fly.kernels import CompiledLlama, available, chosen, compiled, library, why_not
+from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.policies import Exact
+from fly.sampling import Law, draw
 from fly.types import Sequence
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
+INT8 = [f"{name}-int8" for name in VARIANTS]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -82,6 +85,16 @@ def paged(
     return [torch.cat(part) for part in parts]
 
 
+def rounded_to_int8(model: Llama) -> Llama:
+    """A copy whose matrices (and the embedding that one of them is) are what int8 weights stand for."""
+    twin = deepcopy(model)
+    with torch.no_grad():
+        for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
+            whole_NK, scale_N = int8_weights(linear.weight)
+            linear.weight.copy_(whole_NK * scale_N.unsqueeze(1))
+    return twin
+
+
 @st.composite
 def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
     """A length as a sum of parts."""
@@ -126,6 +139,35 @@ def test_it_is_the_function_of_the_pytorch_model(
         close(logits, dense_logits(reference, row), dtype)
 
 
+@built
+@given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("variant", INT8)
+def test_on_int8_weights_it_is_the_function_of_the_rounded_pytorch_model(
+    variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
+) -> None:
+    reference = build_llama(config, seed, scale=0.1).to(dtype)
+    rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
+    cuts = [data.draw(cut(len(row))) for row in rows]
+    model = CompiledLlama(reference, variant)
+    assert model.kernels == variant and model.weight_bytes == 1
+    # activations are bfloat16 on AVX-512, whatever the model's dtype
+    tolerance = torch.float32 if dtype == torch.float32 and variant.startswith("avx2") else torch.bfloat16
+    for row, logits in zip(rows, paged(model, rows, cuts)):
+        close(logits, dense_logits(rounded_to_int8(reference), row), tolerance)
+
+
+@given(n=st.integers(1, 5), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
+def test_int8_weights_are_the_nearest_of_their_scale(n: int, k: int, seed: int, scale: float) -> None:
+    weight_NK = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * scale
+    weight_NK[0] = 0.0
+    whole_NK, scale_N = int8_weights(weight_NK)
+    assert whole_NK.dtype == torch.int8 and not whole_NK[0].any()
+    assert (whole_NK[1:].int().abs().amax(1) == 127).all()
+    error_NK = (whole_NK * scale_N.unsqueeze(1) - weight_NK).abs()
+    assert (error_NK <= 0.501 * scale_N.unsqueeze(1)).all()
+
+
 @dataclass(frozen=True)
 class Case:
     """A model of one variant and dtype, and the logits of each text fed token by token, alone, on one thread."""
@@ -135,7 +177,10 @@ class Case:
     alone: list[Tensor]
 
 
-@pytest.fixture(scope="module", params=[(v, d) for v in VARIANTS for d in DTYPES], ids=lambda p: f"{p[0]}-{p[1]}")
+CASES = [(v, d) for v in VARIANTS for d in DTYPES] + [(v, torch.bfloat16) for v in INT8]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
 def case(request: pytest.FixtureRequest) -> Case:
     variant, dtype = request.param
     model = CompiledLlama(build_llama(WIDE).to(dtype), variant)
@@ -168,6 +213,9 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     weight_VC = build_llama(WIDE).to(case.model.dtype).lm_head.weight
+    if case.model.kernels.endswith("int8"):
+        whole_VC, scale_V = int8_weights(weight_VC)
+        weight_VC = whole_VC * scale_V.unsqueeze(1)
     torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
 
 
@@ -228,9 +276,21 @@ def test_some_layers_only(variant: str, layers: list[int]) -> None:
     torch.testing.assert_close(hidden(model), hidden(reference), rtol=1e-4, atol=1e-4)
 
 
-def make_row(tokens: list[int], max_tokens: int = 64, stop_ids: frozenset[int] = frozenset()) -> Sequence:
-    params = SamplingParams(temperature=0.0, max_tokens=max_tokens)
-    return Sequence(tokens, len(tokens), params, Exact(), seed=0, k=8, stop_ids=stop_ids)
+GREEDY = SamplingParams(temperature=0.0)
+
+sampled = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from([0.0, 0.4, 1.0, 2.5, 1e-30, 1e30]),
+    top_k=st.sampled_from([0, 0, 1, 3, 10, 99]),
+    top_p=st.sampled_from([1.0, 1.0, 0.87, 0.53, 0.01]),  # no sum of equal shares, which rounding would decide
+    min_p=st.sampled_from([0.0, 0.0, 0.05, 0.5, 1.0]),
+)
+
+
+def make_row(
+    tokens: list[int], stop_ids: frozenset[int] = frozenset(), params: SamplingParams = GREEDY, seed: int = 0
+) -> Sequence:
+    return Sequence(tokens, len(tokens), params, Exact(), seed=seed, k=8, stop_ids=stop_ids)
 
 
 def stepwise(model: Llama | CompiledLlama) -> object:
@@ -256,7 +316,10 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
     stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=2))) for _ in range(rows_n)]
     prompts = [text(data.draw(st.integers(1, 40)), b, vocab).tolist() for b in range(rows_n)]
-    rows = [make_row(prompt, stop_ids=stop) for prompt, stop in zip(prompts, stops)]
+    drawn = st.lists(st.one_of(st.just(GREEDY), sampled), min_size=rows_n, max_size=rows_n)
+    every_params = [GREEDY] * rows_n if data.draw(st.booleans()) else data.draw(drawn)
+    seeds = [data.draw(st.integers(0, 2**62)) for _ in range(rows_n)]
+    rows = [make_row(*row) for row in zip(prompts, stops, every_params, seeds)]
     tokens = data.draw(st.sampled_from([48, 96, 400]))  # a small cache makes drafting at once give way
     fast, slow = (
         SingleDraft(some, cache_tokens=tokens, block_size=4)  # type: ignore[arg-type]
@@ -264,14 +327,19 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     )
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
-        outcomes = []
+        outcomes, laws = [], []
         for strategy in (fast, slow):
             try:
                 draft = strategy.propose(rows, most)
                 outcomes.append((draft.tokens_BK.tolist(), draft.lengths_B.tolist()))
+                laws.append(None if draft.probs_BKV is None else draft.probs_BKV[draft.mask_BK()])
             except RuntimeError as error:
                 outcomes.append(type(error))
         assert outcomes[0] == outcomes[1]
+        if laws and laws[0] is None:
+            assert laws[1] is None
+        elif laws:
+            torch.testing.assert_close(laws[0], laws[1], rtol=2e-5, atol=1e-7)
         if isinstance(outcomes[0], type):
             return
         caches = [{row.id: strategy.runner._cached.get(row.id) for row in rows} for strategy in (fast, slow)]
@@ -286,11 +354,35 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
 
 
 @built
+@given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject) -> None:
+    """Of any vocabulary, with ties and far logits; and the token is what that law and the uniform number give."""
+    vocab = data.draw(st.sampled_from([2, 11, 32, 33, 100]))
+    reference = random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab)
+    with torch.no_grad():
+        weight = reference.lm_head.weight
+        weight.copy_(
+            weight[torch.arange(vocab) % data.draw(st.integers(1, vocab))] * data.draw(st.sampled_from([1, 40]))
+        )
+    model, params = CompiledLlama(reference, variant), data.draw(sampled)
+    cache = PagedKVCache.for_model(model, 16)
+    cache.resize(0, 1)
+    tokens_T, positions_T, kv = torch.tensor([1]), torch.tensor([0]), cache.batch([0], [0], [1])
+    law, uniform_BK = Law.of([params]), torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]])
+    drafted, laws_BKV = model.draft(tokens_T, positions_T, kv, [1], [()], law, uniform_BK)
+    wanted_BKV = law.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
+    assert laws_BKV is not None
+    torch.testing.assert_close(laws_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
+    assert drafted == draw(laws_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
+
+
+@built
 def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     model = CompiledLlama(random_llama(1), VARIANTS[0])
-    honest = model.greedy
-    monkeypatch.setattr(model, "greedy", lambda *args, **named: calls.append(1) or honest(*args, **named))
+    honest = model.draft
+    monkeypatch.setattr(model, "draft", lambda *args, **named: calls.append(1) or honest(*args, **named))
     row = make_row([1, 2, 3])
 
     def proposes(strategy: SingleDraft, row: Sequence) -> bool:
@@ -302,7 +394,10 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     assert proposes(SingleDraft(model), row)
     assert not proposes(SingleDraft(model, confidence=0.1), row)
     assert not proposes(SingleDraft(model, entropy=9.0), row)
-    for changed in ({"temperature": 1.0}, {"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
+    other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
+    assert proposes(SingleDraft(model), other)
+    assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
+    for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
         assert not proposes(SingleDraft(model), other)
@@ -362,7 +457,7 @@ def test_what_is_out_of_range_is_an_index_error_and_writes_nothing() -> None:
         with pytest.raises(IndexError, match=r"vocabulary of 37|context of 16"):
             model(torch.tensor([token]), torch.tensor([position]), cache.batch([0], [0], [1]))
     with pytest.raises(IndexError, match="context of 16"):
-        model.greedy(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
+        model.draft(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
     assert not cache.keys.any() and not cache.values.any()
 
 
@@ -423,6 +518,11 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         assert chosen(name) == name
         monkeypatch.setenv("FLY_KERNELS", name)
         assert chosen() == name and chosen("torch") == "torch"
+    for name in VARIANTS:
+        assert chosen(f"{name}-int8") == f"{name}-int8" and chosen("int8") == f"{VARIANTS[0]}-int8"
+    for wrong in ("torch-int8", "int4", "int8-int8") if VARIANTS else ("int8",):
+        with pytest.raises(ValueError, match=rf"kernels '{wrong}' is not available here; choices: .*'torch'\]"):
+            chosen(wrong)
     with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
         chosen("neon")
     monkeypatch.setenv("FLY_KERNELS", "sse")
@@ -430,13 +530,26 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         LLM("fly-tiny")
 
 
-@pytest.mark.parametrize("name", available())
+@pytest.mark.parametrize("name", [*available(), *INT8])
 def test_the_choice_reaches_target_and_draft(name: str) -> None:
     llm = LLM("fly-tiny", "fly-tiny", device="cpu", kernels=name)
     assert isinstance(llm.draft, SingleDraft)
     for model in (llm.engine.runner.model, llm.draft.runner.model):
         assert getattr(model, "kernels", "torch") == name
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids
+
+
+@built
+def test_the_draft_alone_may_have_int8_weights() -> None:
+    llm = LLM("fly-tiny", "model(fly-tiny, kernels=int8)", device="cpu")
+    assert isinstance(llm.draft, SingleDraft)
+    kernels = [model.kernels for model in (llm.engine.runner.model, llm.draft.runner.model)]  # type: ignore[attr-defined]
+    assert kernels == [VARIANTS[0], INT8[0]]
+    prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
+    plain = LLM("fly-tiny", device="cpu").generate(prompt, params)[0].token_ids
+    assert llm.generate(prompt, params)[0].token_ids == plain
+    with pytest.raises(ValueError, match=r"kernels 'int8': compiled kernels take .*float16"):
+        LLM("fly-tiny", dtype="float16", kernels="int8", device="cpu")
 
 
 def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:

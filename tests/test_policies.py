@@ -33,6 +33,7 @@ from fly.policies import (
     parse_policy,
     verify,
 )
+from fly.policies.base import accepts_exactly
 from fly.sampling import Law
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
 
@@ -404,10 +405,47 @@ def test_fly_equals_its_twin(case: Case, policy: FLy) -> None:
     twin = Twin(case)
     got = twin.check(policy, 1.0, lambda b, j: twin.fly(policy, b, j))
     event(f"relaxed: {bool((got.why_BK == Why.RELAXED).any())}")
-    assert len(got.clauses) == (4 if case.draft.tokens_BK.shape[1] else 0)  # nothing drafted, nothing asked
+    assert len(got.clauses) == 4 or not got.asked_BK.any()
     relaxed_BK = got.why_BK == Why.RELAXED
     for held_BK in got.clauses.values():
         assert held_BK[relaxed_BK].all()
+
+
+@given(st.integers(0, 2**32), st.one_of(st.just(Exact()), flys, flys.map(lambda rule: Exact() | rule.relaxation)))
+def test_comparing_ids_is_the_verdict_at_temperature_0(seed: int, policy: AcceptancePolicy) -> None:
+    case = random_case(seed, temperatures="greedy")
+    assert accepts_exactly(policy)
+    got, wanted = case.verify(policy), policy.verdict(case.target, case.draft, case.noise)
+    for name in ("accepted_B", "next_token_B", "why_BK", "asked_BK"):
+        mine, theirs = getattr(got, name), getattr(wanted, name)
+        assert mine.dtype == theirs.dtype and torch.equal(mine, theirs), name
+    asked_BK = wanted.asked_BK
+    if asked_BK.any():
+        assert list(got.clauses) == list(wanted.clauses)
+        assert all(torch.equal(got.clauses[name][asked_BK], wanted.clauses[name][asked_BK]) for name in got.clauses)
+
+
+def test_what_else_a_rule_does_is_no_matter_of_ids() -> None:
+    class Looser(Exact):
+        def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+            return torch.ones(draft.tokens_BK.shape)
+
+    class Excuses(Exact):
+        def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
+            return ~agree_BK
+
+    class Whole(Exact):
+        def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+            return super().verdict(target, draft, noise)
+
+    for rule in (Looser(), Excuses(), Whole(), LossySampling(), Looser() | EntropyGate()):
+        assert not accepts_exactly(rule)
+    for seed in range(20):
+        case = random_case(seed, temperatures="greedy")
+        for rule in (Looser(), Excuses()):
+            banned = case.target.logits_BKV[:, :-1].gather(-1, case.draft.tokens_BK[..., None]).isinf().any()
+            if not banned:  # which nothing excuses
+                assert torch.equal(case.verify(rule).accepted_B, case.draft.lengths_B)
 
 
 @pytest.mark.parametrize("temperatures", ["greedy", "sampled", "mixed"])

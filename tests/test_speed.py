@@ -145,16 +145,16 @@ def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
     assert torch.equal(clock.logits(hidden), model.logits(hidden))
     assert clock.seconds > 0
     assert clock.config is model.config
-    assert not hasattr(clock, "greedy")
+    assert not hasattr(clock, "draft")
 
     class Drafting:
         device = CPU
 
-        def greedy(self, most: int) -> list[int]:
+        def draft(self, most: int) -> list[int]:
             return [3] * most
 
     drafting = Clock(Drafting())
-    assert drafting.greedy(2) == [3, 3] and drafting.seconds > 0
+    assert drafting.draft(2) == [3, 3] and drafting.seconds > 0
 
 
 def test_the_models_of_a_draft() -> None:

@@ -65,11 +65,14 @@ def _matrix_parameters(config: LlamaConfig) -> int:
     return config.num_hidden_layers * (attention + 3 * width * config.intermediate_size) + width * config.vocab_size
 
 
-def forward_bytes(config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0) -> int:
-    """Bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once, and of
-    each row the keys and values of the ``context`` tokens before. Norms and what is written are left out."""
+def forward_bytes(
+    config: LlamaConfig, dtype: torch.dtype, rows: int = 1, context: int = 0, weight_bytes: int | None = None
+) -> int:
+    """Bytes that a forward of ``rows`` rows has to read, however many new tokens they have: every weight once, of
+    ``weight_bytes`` or (None) as many as a stored number, and of each row the keys and values of the ``context`` tokens
+    before. Norms and what is written are left out."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
-    return _matrix_parameters(config) * dtype.itemsize + stored
+    return _matrix_parameters(config) * (weight_bytes or dtype.itemsize) + stored
 
 
 def forward_operations(config: LlamaConfig, rows: int = 1, context: int = 0, tokens: int = 1) -> int:

@@ -54,23 +54,27 @@ class Forward:
     tokens: int
     timing: Timing
     drafting: bool = False
+    weight_bytes: int | None = None  # of one; None is as many as the dtype's
 
     @property
     def weights(self) -> int:
         """Bytes of weights that one forward has to read."""
-        return forward_bytes(self.config, self.dtype)
+        return self._bytes(0, 0)
 
     @property
     def context_bytes(self) -> int:
         """Bytes of stored keys and values that one forward has to read."""
-        return forward_bytes(self.config, self.dtype, self.rows, self.context) - self.weights
+        return self._bytes(self.rows, self.context) - self.weights
 
     @property
     def bytes(self) -> int:
         """Bytes it has to read."""
         if self.drafting:
-            return sum(forward_bytes(self.config, self.dtype, 1, self.context + n) for n in range(self.tokens))
-        return forward_bytes(self.config, self.dtype, self.rows, self.context)
+            return sum(self._bytes(1, self.context + n) for n in range(self.tokens))
+        return self._bytes(self.rows, self.context)
+
+    def _bytes(self, rows: int, context: int) -> int:
+        return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
 
     @property
     def operations(self) -> int:
@@ -109,6 +113,7 @@ class Forwards:
     def __init__(self, name: str, model: Model, tokens: int, block_size: int = 16) -> None:
         self.name, self.model = name, model
         self.dtype: torch.dtype = getattr(model, "dtype", torch.float32)
+        self.weight_bytes: int | None = getattr(model, "weight_bytes", None)
         self.cache = PagedKVCache.for_model(model, tokens, block_size)
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
@@ -136,10 +141,10 @@ class Forwards:
     def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
         """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
         one. Logits are part of it."""
-        greedy: Callable[..., Any] | None = getattr(self.model, "greedy", None)
-        if drafting and greedy is not None:
+        draft: Callable[..., Any] | None = getattr(self.model, "draft", None)
+        if drafting and draft is not None:
             batch = self._batch(1, context, 1, tokens)
-            return self._timed(partial(greedy, *batch, [tokens], [()]), 1)
+            return self._timed(partial(draft, *batch, [tokens], [()]), 1)
         if drafting:
             return sum(self.seconds(1, context + n, 1) for n in range(tokens))
         batch = self._batch(rows, context, tokens, tokens)
@@ -185,8 +190,18 @@ def measure_forwards(
     runs = [lambda one=one, shape=shape: one.forwards.seconds(*shape) for one, shape in zip(wanted, each)]
     timings = take_turns(runs, repeats, wanted[0].forwards.model.device, advance)
     return [
-        Forward(one.forwards.name, one.forwards.model.config, one.forwards.dtype, *shape[:3], timing, shape[3])
-        for one, shape, timing in zip(wanted, each, timings)
+        Forward(
+            one.forwards.name,
+            one.forwards.model.config,
+            one.forwards.dtype,
+            one.rows,
+            one.context,
+            one.tokens,
+            timing,
+            one.drafting,
+            one.forwards.weight_bytes,
+        )
+        for one, timing in zip(wanted, timings)
     ]
 
 
@@ -197,9 +212,9 @@ class Clock:
         self._model = model
         self.seconds, self.calls = 0.0, 0
 
-    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``greedy``
+    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
         value = getattr(self._model, name)
-        return self._clocked(value) if name == "greedy" else value
+        return self._clocked(value) if name == "draft" else value
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         self.calls += 1

@@ -188,19 +188,18 @@ class SingleDraft(DraftStrategy):
         if self.policy.guarantee is not Guarantee.LOSSLESS and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
         self._attach_below()  # where nobody attached this level itself
-        scratch = [row.fork(self.policy, 0 if row.greedy else derive(row.seed, len(row.tokens))) for row in rows]
-        self.runner.commit(scratch)  # what was drafted last may still be cached, even for a fork of other tokens
-        starts = [len(row.tokens) for row in rows]
-        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         way, begin = None, 0.0
-        if self._may_go_at_once(scratch):
+        if self._may_go_at_once([rows[b] for b in active]):
             if self.draft is not None:
                 way, begin = self._ways.choose(), self.clock()
-            if way != 0:
-                drafted = self.runner.greedy([scratch[b] for b in active], [most[b] for b in active])
-                for b, tokens in zip(active, drafted or ()):
-                    scratch[b].tokens += tokens
-                active = [] if drafted is not None else active
+            if way != 0 and (proposal := self._at_once(rows, active, most)) is not None:
+                if way is not None:
+                    self._ways.add(way, (self.clock() - begin) / max(sum(map(len, proposal.chains)), 1))
+                return proposal
+        scratch = [row.fork(self.policy, self._seed(row)) for row in rows]
+        self.runner.commit(scratch)
+        starts = [len(row.tokens) for row in rows]
+        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
             new_laws, sure = self._advance([scratch[b] for b in active], left)
@@ -248,10 +247,42 @@ class SingleDraft(DraftStrategy):
 
     def _may_go_at_once(self, rows: list[Sequence]) -> bool:
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
-        if self._stops or getattr(self.runner.model, "greedy", None) is None:
+        if self._stops or getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
             return False
-        exact = self.draft is None or self.policy.guarantee is Guarantee.LOSSLESS
-        return exact and all(row.greedy and not constrains(row) for row in rows)
+        # with a level below, what is drawn would depend on which way was faster
+        lossless = self.policy.guarantee is Guarantee.LOSSLESS
+        return self.draft is None or (lossless and all(row.greedy for row in rows))
+
+    def _at_once(self, rows: Rows[Sequence], active: list[int], most: list[int]) -> Draft | None:
+        """The proposal in one call of the model, for rows ``active``; None where the cache has no room for it."""
+        self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
+        going, wanted = [rows[b] for b in active], [most[b] for b in active]
+        law, uniform_BK = None, None
+        if not all(row.greedy for row in rows):
+            law = Law.of([row.params for row in going])
+            longest, starts_B1 = max(wanted), torch.tensor([[len(row.tokens)] for row in going])
+            seeds_B1 = torch.tensor([[self._seed(row)] for row in going]).expand(-1, longest)
+            steps_BK = (starts_B1 + torch.arange(longest)).flatten()
+            uniform_BK = uniforms(seeds_B1.flatten(), steps_BK, Stream.SAMPLE, 1).view(len(going), longest)
+        if (found := self.runner.draft(going, wanted, law, uniform_BK)) is None:
+            return None
+        drafted: list[list[int]] = [[] for _ in rows]
+        for b, tokens in zip(active, found[0]):
+            drafted[b] = tokens
+        proposal, laws_AKV = pad(drafted), found[1]
+        if laws_AKV is None:
+            return proposal
+        laws_AKV = laws_AKV[:, : proposal.tokens_BK.shape[1]]
+        if len(active) < len(rows):
+            probs_BKV = laws_AKV.new_zeros(len(rows), *laws_AKV.shape[1:])
+            probs_BKV[active] = laws_AKV
+            laws_AKV = probs_BKV
+        return Draft(proposal.tokens_BK, proposal.lengths_B, laws_AKV)
+
+    @staticmethod
+    def _seed(row: Sequence) -> int:
+        """Of what is drawn for a row in this round."""
+        return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
     def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws

@@ -46,8 +46,8 @@ class _Part:
 
     def __init__(self, model: _Layered, layers: list[int]) -> None:
         self.model, self.layers, self.config = model, layers, model.config
-        if (greedy := getattr(model, "greedy", None)) is not None:
-            self.greedy = partial(greedy, layers=layers)
+        if (draft := getattr(model, "draft", None)) is not None:
+            self.draft = partial(draft, layers=layers)
 
     @property
     def device(self) -> torch.device:

@@ -11,11 +11,12 @@ from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
-__all__ = ["Batch", "Shape", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 2  # of src/library.cpp: what was built from other sources is not called
+_ABI = 3  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
+INT8 = "int8"
 
 
 class Shape(ctypes.Structure):
@@ -42,6 +43,12 @@ class Batch(ctypes.Structure):
     ]
 
 
+class Sampling(ctypes.Structure):
+    """src/fly.h: Sampling."""
+
+    _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
+
+
 _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
@@ -52,7 +59,7 @@ _FUNCTIONS = {
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "fly_greedy": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 5),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 8),
 }
 
 
@@ -118,9 +125,16 @@ def why_not() -> str:
     return _open()[1] or "this processor has neither AVX-512 with bfloat16 nor AVX2 with FMA"
 
 
+def split(kernels: str) -> tuple[str, bool]:
+    """The variant that ``chosen`` kernels name, and whether it is to run on int8 weights."""
+    variant = kernels.removesuffix(f"-{INT8}")
+    return variant, variant != kernels
+
+
 def chosen(kernels: str = "auto") -> str:
     """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
-    the best available where it says nothing.
+    the best available where it says nothing. Each compiled one is also there with int8 weights, by its name with
+    ``-int8`` behind; ``"int8"`` is the best of those.
 
     Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
     """
@@ -128,9 +142,13 @@ def chosen(kernels: str = "auto") -> str:
     if wanted == "auto" and (variable := os.environ.get(_VARIABLE, "").strip()):
         source, wanted = f"{_VARIABLE}={variable}", variable
     choices = available()
+    narrow = [f"{name}-{INT8}" for name in choices[:-1]]
     if wanted == "auto":
         return choices[0]
-    if wanted not in choices:
+    if wanted == INT8 and narrow:
+        return narrow[0]
+    if wanted not in (*choices, *narrow):
         reason = f" ({why_not()})" if why_not() else ""
-        raise ValueError(f"{source} is not available here; choices: {['auto', *choices]}{reason}")
+        known = ["auto", *choices[:-1], *([INT8] if narrow else []), *narrow, TORCH]
+        raise ValueError(f"{source} is not available here; choices: {known}{reason}")
     return wanted

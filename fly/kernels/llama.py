@@ -1,6 +1,7 @@
 """A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
 
-Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, N new tokens of a row, D head width.
+Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, K longest draft, N new tokens of a row, D head
+width.
 
 A result does not depend on what else is in the call, on how a text is cut into calls, or on threads: sums run in one
 fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at other places, no more.
@@ -9,6 +10,7 @@ fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at
 from __future__ import annotations
 
 import ctypes
+import math
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
@@ -17,14 +19,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fly.cache import PagedBatch
-from fly.kernels.library import TORCH, Batch, Shape, chosen, load, number
+from fly.cache import PagedBatch, PagedKVCache
+from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
+from fly.sampling import Law
 
-__all__ = ["CompiledLlama", "compiled"]
+__all__ = ["CompiledLlama", "compiled", "int8_weights"]
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
+_FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 
 
@@ -32,8 +36,8 @@ def refusal(model: Llama) -> str | None:
     """Why there is no compiled code for ``model``; None where there is."""
     if model.device.type != "cpu":
         return f"compiled kernels run on the CPU, not on {model.device}"
-    if model.dtype not in _TYPES:
-        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _TYPES]}, not {model.dtype}"
+    if model.dtype not in _FLOATS:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
     if model.config.head_dim > _WIDEST_HEAD:
         return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
@@ -63,11 +67,14 @@ def compiled(model: Any, kernels: str = "auto") -> Any:
 class CompiledLlama:
     """The function of a loaded ``Llama``, its weights packed for one kind of processor.
 
-    Nothing of ``model`` is kept, save an embedding table that is not the head's as well.
+    Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
+    is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
+    AVX-512 with activations in bfloat16 even where the model is in float32.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.kernels.available``).
+        variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
+            ``-int8`` behind.
     """
 
     layer_subsets = True  # a call may go through some layers only
@@ -78,6 +85,8 @@ class CompiledLlama:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
         self.kernels = chosen(variant)
+        variant, self._int8 = split(self.kernels)
+        self.weight_bytes = 1 if self._int8 else self.dtype.itemsize  # of each
         config, self._library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
@@ -92,7 +101,7 @@ class CompiledLlama:
             config.head_dim,
             self.vocab,
             config.max_position_embeddings,
-            _TYPES[self.dtype],
+            _TYPES[torch.int8 if self._int8 else self.dtype],
             _TYPES[self.dtype],
             config.rms_norm_eps,
         )
@@ -117,13 +126,18 @@ class CompiledLlama:
                 self._pack(i, which, linear)
         self._pack(0, 4, model.lm_head)
         self._every_layer = array("i", range(config.num_hidden_layers))
+        self._cache: PagedKVCache | None = None  # the one last attended over
+        self._call = Batch()  # what is the same from one call to the next stays in it
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
-        weight_NK = linear.weight.detach().contiguous()
+        weight_NK, scale = linear.weight.detach().contiguous(), None
+        if self._int8:
+            weight_NK, scale_N = int8_weights(weight_NK)
+            scale = scale_N.data_ptr()
         bias_N = None if linear.bias is None else _float(linear.bias)
         bias = None if bias_N is None else bias_N.data_ptr()
         n, k = weight_NK.shape
-        self._done(self._library.fly_set_matrix(self._model, layer, which, n, k, weight_NK.data_ptr(), bias, None))
+        self._done(self._library.fly_set_matrix(self._model, layer, which, n, k, weight_NK.data_ptr(), bias, scale))
 
     def _done(self, error: int) -> None:
         if error == 1:
@@ -162,17 +176,23 @@ class CompiledLlama:
         self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV
 
-    def greedy(
+    def draft(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         kv: KV,
         most: Sequence[int],
         stop_ids: Sequence[Collection[int]],
+        law: Law | None = None,
+        uniform_BK: Tensor | None = None,
         layers: Sequence[int] | None = None,
-    ) -> list[list[int]]:
-        """Feed the tokens, then for each row the most likely next token (the lowest id among equals), again and again,
-        until it has ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row.
+    ) -> tuple[list[list[int]], Tensor | None]:
+        """Feed the tokens, then for each row its next token, again and again, until it has ``most[b]`` of them (at
+        least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn from.
+
+        Without a ``law`` a token is the most likely one (the lowest id among equals). With one, it is drawn by
+        ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the law that ``law``
+        makes of the logits, which is then given as well: [B, K, V], zeros behind a row's last token.
 
         ``kv`` is a causal batch of the tokens fed, and the rows must have room for ``most[b]`` - 1 tokens behind them;
         of what a row drafts, all but the last is stored then. Errors as for a forward.
@@ -185,9 +205,17 @@ class CompiledLlama:
             stops.extend(ids)
             at.append(len(stops))
         drafted, counts = array("q", bytes(8 * rows * longest)), array("i", bytes(4 * rows))
-        addresses = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
-        self._done(self._library.fly_greedy(self._model, ctypes.byref(batch), longest, *addresses))
-        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
+        addresses: list[int | None] = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
+        laws_BKV: Tensor | None = None
+        if law is None:
+            addresses += [None, None, None]
+        else:
+            assert uniform_BK is not None and uniform_BK.shape == (rows, longest)
+            sampling, uniform_BK = _sampling(law), uniform_BK.contiguous()
+            laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
+            addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
+        self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
+        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
     def _batch(
         self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None
@@ -195,47 +223,64 @@ class CompiledLlama:
         """What the library takes, and what must live as long."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
-        cache = kv.cache
-        keys = cache.keys
-        heads = self.config.num_key_value_heads, self.config.head_dim
-        if keys.dtype not in _TYPES or keys.shape[2:] != heads or keys.device.type != "cpu":
-            raise ValueError(
-                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
-                f"take {[*_TYPES]} on the CPU, this model heads of {heads}"
-            )
+        if kv.cache is not self._cache:
+            self._attend_over(kv.cache)
         count = len(tokens_T)
         if not count == len(positions_T) == sum(kv.counts):
             raise ValueError(f"{count} tokens, {len(positions_T)} positions, {sum(kv.counts)} slots")
         tables, table_at = array("i"), array("i")
         for table in kv.tables():
             table_at.append(len(tables))
-            tables.extend(table)
+            tables.fromlist(table)
         starts, counts = array("i", kv.starts), array("i", kv.counts)
         masks, kept_masks = None, None
         if kv.masks is not None:
             kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
             masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
         which = self._every_layer if layers is None else array("i", layers)
-        batch = Batch(
-            len(starts),
-            count,
-            tokens_T.data_ptr(),
-            positions_T.data_ptr(),
-            starts.buffer_info()[0],
-            counts.buffer_info()[0],
-            tables.buffer_info()[0],
-            table_at.buffer_info()[0],
-            None if masks is None else masks.buffer_info()[0],
-            keys.data_ptr(),
-            cache.values.data_ptr(),
-            keys.stride(0),
-            _TYPES[keys.dtype],
-            cache.allocator.block_size,
-            which.buffer_info()[0],
-            len(which),
-            torch.get_num_threads(),
-        )
-        return batch, (starts, counts, tables, table_at, masks, kept_masks, which)
+        call = self._call
+        call.rows, call.tokens = len(starts), count
+        call.token, call.position = tokens_T.data_ptr(), positions_T.data_ptr()
+        call.start, call.count = starts.buffer_info()[0], counts.buffer_info()[0]
+        call.tables, call.table_at = tables.buffer_info()[0], table_at.buffer_info()[0]
+        call.masks = None if masks is None else masks.buffer_info()[0]
+        call.layer, call.layers = which.buffer_info()[0], len(which)
+        call.threads = torch.get_num_threads()
+        return call, (starts, counts, tables, table_at, masks, kept_masks, which)
+
+    def _attend_over(self, cache: PagedKVCache) -> None:
+        """Go by the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
+        keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
+        if keys.dtype not in _FLOATS or keys.shape[2:] != heads or keys.device.type != "cpu":
+            raise ValueError(
+                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
+                f"take {_FLOATS} on the CPU, this model heads of {heads}"
+            )
+        call = self._call
+        call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
+        call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
+        self._cache = cache
+
+
+def _sampling(law: Law) -> ctypes.Array[Sampling]:
+    """The library's form of it, a row each."""
+    columns = law.temperature_B, law.top_p_B, law.min_p_B, law.top_k_B, law.greedy_B
+    rows = list(zip(*(column.tolist() for column in columns)))
+    made = (Sampling * len(rows))()
+    for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
+        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, top_k
+        row.floor = temperature * math.log(min_p) if min_p else -math.inf
+    return made
+
+
+def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of -127 to 127, int8 [N, K], and the scale of each output, float32 [N]: their product is the
+    nearest to ``weight_NK`` of that form whose scale takes the largest weight of an output to 127 (symmetric absolute
+    maximum quantisation by output channel, as in Dettmers et al., arXiv 2208.07339, section 2.1)."""
+    weight_NK = weight_NK.detach().float()
+    scale_N = weight_NK.abs().amax(1) / 127
+    scale_N[scale_N == 0] = 1.0
+    return (weight_NK / scale_N.unsqueeze(1)).round_().to(torch.int8).contiguous(), scale_N
 
 
 def _float(weight: Tensor) -> Tensor:

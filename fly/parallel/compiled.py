@@ -31,7 +31,7 @@ class CompiledPart(CompiledLlama):
     """
 
     batch_invariant = False  # the order in which ranks are added up depends on a value's place among all of a call
-    greedy = None  # type: ignore[assignment]  # the whole loop in one call knows only this rank's logits
+    draft = None  # type: ignore[assignment]  # the whole loop in one call knows only this rank's logits
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
         super().__init__(model, variant)

@@ -18,7 +18,16 @@ from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import pick
 
-__all__ = ["AcceptancePolicy", "Bound", "Relaxed", "decide", "exact_accept_probs", "verdict_of"]
+__all__ = [
+    "AcceptancePolicy",
+    "Bound",
+    "ExactCore",
+    "Relaxed",
+    "accepts_exactly",
+    "decide",
+    "exact_accept_probs",
+    "verdict_of",
+]
 
 
 @dataclass(frozen=True)
@@ -173,6 +182,13 @@ class AcceptancePolicy(ABC):
             cls.name = cls.__name__
 
 
+class ExactCore(AcceptancePolicy):
+    """A policy that keeps what the exact rule keeps, and may excuse mismatches besides."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, draft)
+
+
 @dataclass(frozen=True)
 class Relaxed(AcceptancePolicy):
     """A core whose mismatches are excused under a condition: ``Exact() | condition``."""
@@ -218,6 +234,13 @@ def exact_accept_probs(target: Target, draft: Draft) -> Tensor:
     """min(1, target/draft) at each drafted token [B, K]; at temperature 0 this is 1 where it is the argmax, else 0."""
     target_BK = target.probs_of(draft.tokens_BK)
     return target_BK if draft.probs_BKV is None else (target_BK / draft.own_probs_BK()).clamp_max(1.0)
+
+
+def accepts_exactly(policy: AcceptancePolicy) -> bool:
+    """Whether ``policy`` keeps just what the exact rule keeps, and what its ``relaxation`` (if any) excuses."""
+    kind, core = type(policy), policy.base if type(policy) is Relaxed else policy
+    steps = kind.verdict is AcceptancePolicy.verdict and kind.relax is AcceptancePolicy.relax
+    return steps and type(core).accept_probs is ExactCore.accept_probs
 
 
 def decide(

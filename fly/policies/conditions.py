@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
-from fly.vocabulary import top
+from fly.vocabulary import log_mass, top
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -39,23 +40,33 @@ class Block:
     agree_BK: Tensor  # bool, where the lossless core accepts; False on padding
     clauses: dict[str, Tensor] = field(default_factory=dict)
 
+    @cached_property
+    def agree(self) -> list[list[bool]]:
+        """``agree_BK`` on the host. Asks for it, once."""
+        found: list[list[bool]] = self.agree_BK.tolist()
+        return found
+
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """[B, K]: ``measure(rows_N, positions_N)`` [N] at mismatches; elsewhere False or 0 on the CPU.
 
         For conditions that read the whole vocabulary. On the CPU only the mismatches are read; an accelerator reads
         every position, since asking it where they are would make it wait.
         """
-        rows, longest = self.agree_BK.shape
-        device = self.agree_BK.device
-        if device.type == "cpu":
-            rows_N, positions_N = (~self.agree_BK & self.draft.mask_BK()).nonzero(as_tuple=True)
-        else:
-            rows_N = torch.arange(rows, device=device).repeat_interleave(longest)
-            positions_N = torch.arange(longest, device=device).repeat(rows)
+        rows_N, positions_N = self._read
         found_N = measure(rows_N, positions_N)
-        found_BK = torch.zeros(rows, longest, dtype=found_N.dtype, device=device)
-        found_BK[rows_N, positions_N] = found_N
-        return found_BK
+        found_BK = torch.zeros(self.agree_BK.shape, dtype=found_N.dtype, device=self.agree_BK.device)
+        return found_BK.index_put_((rows_N, positions_N), found_N)
+
+    @cached_property
+    def _read(self) -> tuple[Tensor, Tensor]:
+        """[N] int64 each: rows and positions that ``at_mismatches`` reads."""
+        (count, longest), device = self.agree_BK.shape, self.agree_BK.device
+        if device.type == "cpu":
+            drafted_BK = np.arange(longest) < self.draft.lengths_B.numpy()[:, None]
+            found = (~self.agree_BK.numpy() & drafted_BK).nonzero()
+            return torch.from_numpy(found[0]), torch.from_numpy(found[1])
+        rows_N = torch.arange(count, device=device).repeat_interleave(longest)
+        return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
 class Condition(ABC):
@@ -89,9 +100,32 @@ class Condition(ABC):
             block.clauses[self.label] = self.evaluate(block)
         return block.clauses[self.label]
 
+    def at(self, block: Block, b: int, j: int) -> bool:
+        """What it says of position ``j`` of row ``b`` alone, a mismatch. For rows on the CPU, where a condition that
+        looks at one place takes less time than at all of them; the default looks at all, once."""
+        return bool(self.holds(block)[b, j])
+
+    @property
+    def clauses(self) -> tuple[Condition, ...]:
+        """The conditions under whose labels it notes what it says."""
+        return (self,)
+
     def decide(self, held: Mapping[str, bool]) -> bool:
         """What follows for one position from what its clauses said there."""
         return held[self.label]
+
+    def deciding(self, held: Mapping[str, bool]) -> tuple[bool, frozenset[str]]:
+        """What follows from what its clauses said, and those of which another answer alone would have changed it."""
+        said = tuple(held.items())
+        if (known := self._decided.get(said)) is None:
+            outcome = self.decide(held)
+            turns = (name for name, passed in said if self.decide({**held, name: not passed}) != outcome)
+            known = self._decided[said] = outcome, frozenset(turns)
+        return known
+
+    @cached_property
+    def _decided(self) -> dict[tuple[tuple[str, bool], ...], tuple[bool, frozenset[str]]]:
+        return {}
 
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         """The same condition with texts of tokens replaced by their ids; most have none."""
@@ -125,6 +159,10 @@ class _Composite(Condition):
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
 
+    @property
+    @abstractmethod
+    def clauses(self) -> tuple[Condition, ...]: ...
+
     @abstractmethod
     def decide(self, held: Mapping[str, bool]) -> bool: ...
 
@@ -138,6 +176,10 @@ class _Chain(_Composite):
     def __post_init__(self) -> None:
         if not self.parts:
             raise ValueError("parts () must hold at least one condition")
+
+    @cached_property
+    def clauses(self) -> tuple[Condition, ...]:
+        return tuple(clause for part in self.parts for clause in part.clauses)
 
     def bind(self, token_id: Callable[[str], int]) -> Condition:
         return replace(self, parts=tuple(part.bind(token_id) for part in self.parts))
@@ -198,6 +240,13 @@ class Not(Condition):
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
+
+    def at(self, block: Block, b: int, j: int) -> bool:
+        return not self.part.at(block, b, j)
+
+    @property
+    def clauses(self) -> tuple[Condition, ...]:
+        return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
 
     def decide(self, held: Mapping[str, bool]) -> bool:
         return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
@@ -263,6 +312,16 @@ class EntropyGate(Condition):
         found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, True), measure(block, False))
         return found_BK >= self.theta
 
+    def at(self, block: Block, b: int, j: int) -> bool:
+        target = block.target
+        if self.entropy != "top3" or not (target.all_greedy or not self.processed):
+            return super().at(block, b, j)
+        logits_1V = target.logits_BKV[b, j].unsqueeze(0)
+        top_13 = top(logits_1V, 3).values
+        peak_1, logits = top_13[:, 0], top_13.tolist()[0]
+        log_total = logits[0] + log_mass(logits_1V, peak_1).item()
+        return -sum(math.exp(z - log_total) * (z - log_total) for z in logits if z > -math.inf) >= self.theta
+
     def _top3(self, block: Block, raw: bool) -> Tensor:
         """[B, K]; three logits and the total mass, no softmax over the vocabulary."""
         if not raw:
@@ -270,8 +329,9 @@ class EntropyGate(Condition):
         target = block.target
 
         def entropy(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            top_N3 = top(target.logits_BKV[rows_N, positions_N], 3).values
-            log_share_N3 = top_N3 - top_N3[:, :1] - target.log_mass(rows_N, positions_N).unsqueeze(1)
+            logits_NV = target.logits_BKV[rows_N, positions_N]
+            top_N3 = top(logits_NV, 3).values
+            log_share_N3 = top_N3 - (top_N3[:, 0] + log_mass(logits_NV, top_N3[:, 0])).unsqueeze(1)
             return _entropy(log_share_N3.exp())
 
         return block.at_mismatches(entropy)
@@ -308,6 +368,10 @@ class AgreeingWindow(Condition):
         follows = padded.unfold(1, self.window, 1)[:, 1:].all(-1)
         return follows[:, :longest]
 
+    def at(self, block: Block, b: int, j: int) -> bool:
+        following = block.agree[b][j + 1 : j + 1 + self.window]
+        return len(following) == self.window and all(following)
+
 
 @dataclass(frozen=True)
 class Room(Condition):
@@ -323,6 +387,9 @@ class Room(Condition):
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
         return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
 
+    def at(self, block: Block, b: int, j: int) -> bool:
+        return j + 1 + self.hold <= len(block.draft.chains[b])
+
 
 @dataclass(frozen=True)
 class ControlToken(Condition):
@@ -335,6 +402,10 @@ class ControlToken(Condition):
         if control_V is None:
             return torch.zeros_like(block.agree_BK)
         return control_V[tokens_BK]
+
+    def at(self, block: Block, b: int, j: int) -> bool:
+        control_V = block.target.control_V
+        return control_V is not None and bool(control_V[block.draft.chains[b][j]])
 
 
 def check_count(name: str, value: object) -> None:

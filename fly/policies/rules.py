@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fly.policies.base import AcceptancePolicy, exact_accept_probs
+from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import (
     AgreeingWindow,
     Condition,
@@ -30,7 +30,7 @@ __all__ = ["Exact", "FLy", "LossySampling"]
 
 
 @dataclass(frozen=True)
-class Exact(AcceptancePolicy):
+class Exact(ExactCore):
     """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), else draw from
     norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
 
@@ -42,9 +42,6 @@ class Exact(AcceptancePolicy):
 
     name: ClassVar[str] = "exact"
     guarantee = Guarantee.LOSSLESS
-
-    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        return exact_accept_probs(target, draft)
 
 
 @dataclass(frozen=True)
@@ -77,7 +74,7 @@ class LossySampling(AcceptancePolicy):
 
 
 @dataclass(frozen=True)
-class FLy(AcceptancePolicy):
+class FLy(ExactCore):
     """FLy, training-free loosely speculative decoding (arXiv 2511.22972, section 3).
 
     A drafted token stands if the exact rule keeps it, or if all of these hold:
@@ -133,6 +130,3 @@ class FLy(AcceptancePolicy):
     def relaxation(self) -> Condition:  # worked out once
         gate = EntropyGate(self.theta, self.entropy, self.processed)
         return gate & AgreeingWindow(self.window) & Room(self.hold) & ~ControlToken()
-
-    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        return exact_accept_probs(target, draft)

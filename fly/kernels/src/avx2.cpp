@@ -21,6 +21,7 @@ inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float first(Vec x) { return _mm256_cvtss_f32(x); }
 inline float sum(Vec x) {
     __m128 h = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
     h = _mm_add_ps(h, _mm_movehl_ps(h, h));
@@ -43,6 +44,8 @@ inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays o
     __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
     _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(packed));
 }
+inline Vec where_above(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x); }
+inline Vec where_from(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
 inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
@@ -98,7 +101,7 @@ struct BFloat16 {
 
 struct Int8 {
     typedef float Act;
-    static constexpr int STEP = 1;
+    static constexpr int STEP = 2;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
         Vec acc[M][4 * P];
@@ -106,9 +109,13 @@ struct Int8 {
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++)
             for (int j = 0; j < 4 * P; j++) {
-                __m128i bytes = _mm_loadl_epi64((const __m128i*)(w + (j / 4) * panel + k * 32L + (j % 4) * 8));
-                Vec b = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-                for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
+                const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
+                Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
+                Vec second = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 16))));
+                for (int m = 0; m < M; m++) {
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
+                    acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
+                }
             }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
@@ -119,46 +126,67 @@ struct Int8 {
 constexpr int MAX_ROWS = 2;
 constexpr int most_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
-inline float widened(float x) { return x; }
-inline float widened(uint16_t x) {
-    uint32_t bits = (uint32_t)x << 16;
-    float wide;
-    memcpy(&wide, &bits, 4);
-    return wide;
+// The sums of 8 vectors' lanes, by one tree for all of them.
+inline Vec sums(Vec r[8]) {
+    Vec four[2];
+    for (int i = 0; i < 2; i++)
+        four[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[4 * i], r[4 * i + 1]), _mm256_hadd_ps(r[4 * i + 2], r[4 * i + 3]));
+    return add(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
-// Keys as they are multiplied with queries: 16 at once, widened, value by value: [D padded to 4, 16].
-template <class K>
-struct Keys {
-    typedef float Query;
-    static int words(int d) { return d; }
-    static void block(const K* const key[16], int d, void* out) {
-        float* to = (float*)out;
-        for (int i = 0; i < 16; i++)
-            for (int j = 0; j < d; j++) to[j * 16 + i] = widened(key[i][j]);
-        for (int j = d * 16; j < (d + 3) / 4 * 64; j++) to[j] = 0;
-    }
+// Four values to each of two places.
+inline void fours(Vec x, float* const to[2]) {
+    _mm_storeu_ps(to[0], _mm256_castps256_ps128(x));
+    _mm_storeu_ps(to[1], _mm256_extractf128_ps(x, 1));
+}
+
+// Where ``keep`` is not 0, ``x``; elsewhere ``other``.
+inline Vec where(const uint8_t* keep, Vec x, Vec other) {
+    const __m256i bytes = _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)keep));
+    return _mm256_blendv_ps(x, other, _mm256_castsi256_ps(_mm256_cmpeq_epi32(bytes, _mm256_setzero_si256())));
+}
+
+// Stored values, two vectors at a time, and only ``count`` of them: one vector behind the other, or for bfloat16, which
+// that is cheaper for, those at even and at odd places.
+struct Pair {
+    Vec first, second;
 };
 
-// Scores of NQ queries with a block of 16 keys. Two chains a score, always the same ones.
-template <class K, int NQ>
-inline void score(const float* q, long ldq, const void* block, int words, float* out, long ldo) {
-    const float* key = (const float*)block;
-    for (int i = 0; i < NQ; i++) {
-        Vec acc[2][2] = {{zero(), zero()}, {zero(), zero()}};
-        for (int word = 0; word < words; word += 2)  // words beyond are zeros on both sides
-            for (int c = 0; c < 2; c++) {
-                Vec x = set1(q[i * ldq + word + c]);
-                for (int j = 0; j < 2; j++) acc[c][j] = fma(x, ld(key + (word + c) * 16 + j * 8), acc[c][j]);
-            }
-        for (int j = 0; j < 2; j++) st(out + i * ldo + j * 8, add(acc[0][j], acc[1][j]));
-    }
+inline Pair pair(const float* p) { return {ld(p), ld(p + 8)}; }
+inline Pair pair(const uint16_t* p) {
+    const __m256i two = _mm256_loadu_si256((const __m256i*)p);
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(two, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(two, _mm256_set1_epi32((int)0xffff0000)))};
 }
+template <class K>
+inline Pair pair(const K* p, int count) {
+    K some[16] = {};
+    memcpy(some, p, count * sizeof(K));
+    return pair(some);
+}
+
+// Keys and values of a type, and the queries that keys are multiplied with, which lie as pairs do: 16 at a time.
+template <class K>
+struct Stored {
+    typedef float Query;
+    static constexpr bool APART = sizeof(K) == 2;
+    static inline void query(const float* from, Query* to) {
+        for (int i = 0; i < 16; i++) to[APART ? i % 2 * 8 + i / 2 : i] = from[i];
+    }
+    static inline Vec dot(const Query* q, Pair key, Vec acc) { return fma(ld(q + 8), key.second, fma(ld(q), key.first, acc)); }
+    static inline Vec dot(const Query* q, const K* key, Vec acc) { return dot(q, pair(key), acc); }
+    static inline Vec dot(const Query* q, const K* key, int count, Vec acc) { return dot(q, pair(key, count), acc); }
+    static inline void join(Pair x, float* to) {
+        const Vec low = _mm256_unpacklo_ps(x.first, x.second), high = _mm256_unpackhi_ps(x.first, x.second);
+        st(to, APART ? _mm256_permute2f128_ps(low, high, 0x20) : x.first);
+        st(to + 8, APART ? _mm256_permute2f128_ps(low, high, 0x31) : x.second);
+    }
+};
 
 #include "decoder.h"
 
 }  // namespace
 
 namespace fly {
-const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, greedy};
+const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, draft};
 }

@@ -21,12 +21,15 @@ inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float first(Vec x) { return _mm512_cvtss_f32(x); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 inline Vec ld(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
 }
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+inline Vec where_above(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x); }
+inline Vec where_from(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
@@ -77,23 +80,30 @@ struct BFloat16 {
     }
 };
 
+// Whole numbers up to 127 are bfloat16 as they are, so int8 takes part in the same products once widened.
 struct Int8 {
-    typedef float Act;
-    static constexpr int STEP = 1;
+    typedef uint16_t Act;
+    static constexpr int STEP = 2;
+    static inline __m512bh widened(const char* w) {
+        const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+        const Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + 16))));
+        const __m512i below = _mm512_srli_epi32(_mm512_castps_si512(low), 16);
+        const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
+        return (__m512bh)_mm512_ternarylogic_epi32(_mm512_castps_si512(high), upper, below, 0xea);  // a & b | c
+    }
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
         Vec acc[M][2 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            Vec b[2 * P];
-            for (int j = 0; j < 2 * P; j++) {
-                __m128i bytes = _mm_loadu_si128((const __m128i*)(w + (j / 2) * panel + k * 32L + (j % 2) * 16));
-                b[j] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-            }
+            __m512bh b[2 * P];
+            for (int j = 0; j < 2 * P; j++) b[j] = widened(w + (j / 2) * panel + k * 64L + (j % 2) * 32);
             for (int m = 0; m < M; m++) {
-                Vec x = set1(a[m * lda + k]);
-                for (int j = 0; j < 2 * P; j++) acc[m][j] = fma(x, b[j], acc[m][j]);
+                int32_t two;
+                memcpy(&two, a + m * lda + 2 * k, 4);
+                __m512bh x = (__m512bh)_mm512_set1_epi32(two);
+                for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
             }
         }
         for (int m = 0; m < M; m++)
@@ -105,89 +115,87 @@ struct Int8 {
 constexpr int MAX_ROWS = 14;
 constexpr int most_panels(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
 
-inline void transpose(__m512i r[16]) {
-    __m512i t[16];
-    for (int i = 0; i < 8; i++) {
-        t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-        t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+// The sums of 16 vectors' lanes, by one tree for all of them.
+inline Vec sums(Vec r[16]) {
+    for (int i = 0; i < 16; i += 2)
+        r[i] = add(_mm512_unpacklo_ps(r[i], r[i + 1]), _mm512_unpackhi_ps(r[i], r[i + 1]));
+    for (int i = 0; i < 16; i += 4) {
+        const __m512d a = _mm512_castps_pd(r[i]), b = _mm512_castps_pd(r[i + 2]);
+        r[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
     }
-    for (int i = 0; i < 4; i++) {
-        r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-        r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-        r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-    }
-    for (int i = 0; i < 4; i++) {
-        t[i] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0x88);
-        t[i + 4] = _mm512_shuffle_i32x4(r[i], r[i + 4], 0xdd);
-        t[i + 8] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0x88);
-        t[i + 12] = _mm512_shuffle_i32x4(r[i + 8], r[i + 12], 0xdd);
-    }
-    for (int i = 0; i < 4; i++) {
-        r[i] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0x88);
-        r[i + 4] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0x88);
-        r[i + 8] = _mm512_shuffle_i32x4(t[i], t[i + 8], 0xdd);
-        r[i + 12] = _mm512_shuffle_i32x4(t[i + 4], t[i + 12], 0xdd);
-    }
+    for (int i = 0; i < 16; i += 8)
+        r[i] = add(_mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd));
+    return add(_mm512_shuffle_f32x4(r[0], r[8], 0x88), _mm512_shuffle_f32x4(r[0], r[8], 0xdd));
 }
 
-// The first ``count`` words of 32 bits of 16 keys, word by word: [count padded to 16 with zeros, 16].
-inline void across(const void* const key[16], int count, void* out) {
-    for (int at = 0; at < count; at += 16) {
-        __mmask16 some = count - at >= 16 ? 0xffff : (__mmask16)((1u << (count - at)) - 1);
-        __m512i r[16];
-        for (int i = 0; i < 16; i++) r[i] = _mm512_maskz_loadu_epi32(some, (const int32_t*)key[i] + at);
-        transpose(r);
-        for (int i = 0; i < 16; i++) _mm512_store_si512((int32_t*)out + (at + i) * 16, r[i]);
-    }
+// Four values to each of four places.
+inline void fours(Vec x, float* const to[4]) {
+    _mm_storeu_ps(to[0], _mm512_castps512_ps128(x));
+    _mm_storeu_ps(to[1], _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(to[2], _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(to[3], _mm512_extractf32x4_ps(x, 3));
 }
 
-// Keys as they are multiplied with queries: 16 at once, word by word.
+// Where ``keep`` is not 0, ``x``; elsewhere ``other``.
+inline Vec where(const uint8_t* keep, Vec x, Vec other) {
+    const __m128i bytes = _mm_loadu_si128((const __m128i*)keep);
+    return _mm512_mask_mov_ps(other, _mm_test_epi8_mask(bytes, bytes), x);
+}
+
+// Stored values, two vectors at a time, and only ``count`` of them: one vector behind the other, or for bfloat16, which
+// that is cheaper for, those at even and at odd places.
+struct Pair {
+    Vec first, second;
+};
+
+inline Pair pair(const float* p) { return {ld(p), ld(p + 16)}; }
+inline Pair pair(const float* p, int count) {
+    const uint32_t some = (1u << count) - 1;
+    return {_mm512_maskz_loadu_ps((__mmask16)some, p), _mm512_maskz_loadu_ps((__mmask16)(some >> 16), p + 16)};
+}
+inline Pair halves(__m512i two) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(two, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(two, _mm512_set1_epi32((int)0xffff0000)))};
+}
+inline Pair pair(const uint16_t* p) { return halves(_mm512_loadu_si512(p)); }
+inline Pair pair(const uint16_t* p, int count) { return halves(_mm512_maskz_loadu_epi16((1u << count) - 1, p)); }
+
+// Keys and values of a type, and the queries that keys are multiplied with: 32 at a time.
 template <class K>
-struct Keys;
+struct Stored;
 
 template <>
-struct Keys<float> {
+struct Stored<float> {
     typedef float Query;
-    static int words(int d) { return d; }
-    static void block(const float* const key[16], int d, void* out) { across((const void* const*)key, d, out); }
-    static inline Vec step(const Query* q, int word, const void* block, Vec acc) {
-        return fma(set1(q[word]), ld((const float*)block + word * 16), acc);
-    }
+    static inline void query(const float* from, Query* to) { memcpy(to, from, 32 * sizeof(float)); }
+    static inline Vec dot(const Query* q, Pair key, Vec acc) { return fma(ld(q + 16), key.second, fma(ld(q), key.first, acc)); }
+    static inline Vec dot(const Query* q, const float* key, Vec acc) { return dot(q, pair(key), acc); }
+    static inline Vec dot(const Query* q, const float* key, int count, Vec acc) { return dot(q, pair(key, count), acc); }
+    static inline void join(Pair x, float* to) { st(to, x.first), st(to + 16, x.second); }
 };
 
 template <>
-struct Keys<uint16_t> {
+struct Stored<uint16_t> {
     typedef uint16_t Query;
-    static int words(int d) { return (d + 1) / 2; }
-    static void block(const uint16_t* const key[16], int d, void* out) {
-        across((const void* const*)key, words(d), out);
+    static inline void query(const float* from, Query* to) { st(to, ld(from)), st(to + 16, ld(from + 16)); }
+    static inline Vec dot(const Query* q, __m512i key, Vec acc) {
+        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(q), (__m512bh)key);
     }
-    static inline Vec step(const Query* q, int word, const void* block, Vec acc) {
-        int32_t two;
-        memcpy(&two, q + 2 * word, 4);
-        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(two),
-                                (__m512bh)_mm512_load_si512((const int32_t*)block + word * 16));
+    static inline Vec dot(const Query* q, const uint16_t* key, Vec acc) { return dot(q, _mm512_loadu_si512(key), acc); }
+    static inline Vec dot(const Query* q, const uint16_t* key, int count, Vec acc) {
+        return dot(q, _mm512_maskz_loadu_epi16((1u << count) - 1, key), acc);
+    }
+    static inline void join(Pair x, float* to) {
+        const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        st(to, _mm512_permutex2var_ps(x.first, low, x.second));
+        st(to + 16, _mm512_permutex2var_ps(x.first, _mm512_add_epi32(low, _mm512_set1_epi32(8)), x.second));
     }
 };
-
-// Scores of NQ queries with a block of 16 keys. Four chains a score, always the same ones.
-template <class K, int NQ>
-inline void score(const typename Keys<K>::Query* q, long ldq, const void* block, int words, float* out, long ldo) {
-    Vec acc[NQ][4];
-    for (int i = 0; i < NQ; i++)
-        for (int c = 0; c < 4; c++) acc[i][c] = zero();
-    for (int word = 0; word < words; word += 4)  // words beyond are zeros on both sides
-        for (int c = 0; c < 4; c++)
-            for (int i = 0; i < NQ; i++) acc[i][c] = Keys<K>::step(q + i * ldq, word + c, block, acc[i][c]);
-    for (int i = 0; i < NQ; i++)
-        st(out + i * ldo, add(add(acc[i][0], acc[i][1]), add(acc[i][2], acc[i][3])));
-}
 
 #include "decoder.h"
 
 }  // namespace
 
 namespace fly {
-const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, greedy};
+const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, draft};
 }

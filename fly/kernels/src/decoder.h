@@ -1,5 +1,5 @@
 // The decoder, written once for all variants: each includes this in a namespace of its own, behind its vector type
-// ``Vec`` of ``W`` floats, its products ``micro`` and its scores. Threads run the same code side by side, each on its
+// ``Vec`` of ``W`` floats, its products ``micro`` and what it makes of stored keys and values. Threads run the same code side by side, each on its
 // part, and meet at barriers.
 //
 // The law of this file: a value is computed by the same operations in the same order, however many tokens, rows and
@@ -38,6 +38,9 @@ struct Range {
 inline Range part(int count, int thread, int threads) {
     return {(int)((long)count * thread / threads), (int)((long)count * (thread + 1) / threads)};
 }
+
+// Brings a line of memory closer. Not by the builtin: GCC takes what only calls that for free of effects, and drops it.
+inline void fetch(const void* at) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)at)); }
 
 inline Vec exponential(Vec x) {
     x = larger(set1(-104.0f), x);  // in this order a nan stays one
@@ -125,37 +128,40 @@ inline void product(const typename Wt::Act* a, long lda, int rows, const Matrix&
 }
 
 // Buffers of a thread's own, for attention over at most S stored tokens.
-constexpr int QUERIES = 16;         // queries that share a pass over the keys
-constexpr int OWN_NORMS = 16;       // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int QUERIES = 32;             // queries whose scores are held at once
+constexpr int OWN_NORMS = 16;           // tokens up to which every thread normalises all by itself, to spare a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
+constexpr int BLOCK = 16;               // stored tokens that are scored at once
 
 struct Scratch {
-    float *scores, *out, *sums, *values;
-    char *queries, *keys;
+    float *scores, *out, *sums;
+    char* queries;
     void* normed;
     long stride;  // of scores
 };
 
+// New tokens whose queries for one key/value head share a pass, and key/value heads that do.
 inline int query_tokens(const Shape& shape) {
-    const int group = shape.heads / shape.kv_heads;
-    return group >= QUERIES ? 1 : QUERIES / group;
+    const int per = shape.heads / shape.kv_heads;
+    return per >= QUERIES ? 1 : QUERIES / per;
 }
 
+inline int query_groups(int queries) { return queries >= QUERIES ? 1 : QUERIES / queries; }
+
 inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
-    const long queries = query_tokens(shape) * (shape.heads / shape.kv_heads), width = padded(shape.head_dim);
+    const int per = shape.heads / shape.kv_heads;
+    const long queries = per > QUERIES ? per : QUERIES, width = padded(shape.head_dim);
     char* at = base;
     auto take = [&at](long bytes) {
         char* mine = at;
         at += (bytes + 63) / 64 * 64;
         return mine;
     };
-    s->stride = padded(longest, 16);
+    s->stride = padded(longest, BLOCK);
     s->scores = (float*)take(queries * s->stride * 4);
     s->out = (float*)take(queries * width * 4);
     s->sums = (float*)take(queries * 4);
-    s->values = (float*)take(16 * width * 4);
     s->queries = take(queries * width * 4);
-    s->keys = take(width * 16 * 4);
     s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
     return at - base;
 }
@@ -183,19 +189,17 @@ inline K* slot(const Call* call, void* base, int layer, const Row& row, int stor
     return (K*)base + layer * call->cache.layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
 }
 
-// Where one head's keys (or values) of 16 stored tokens lie, from ``from`` on; behind the end, the last again. They lie
-// far apart, at a stride that the processor does not foresee, so they are asked for at once.
+// Where the keys (or values) of a block's tokens lie, from those of head ``group`` on; behind the end, the last again.
 template <class K>
 inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
-                   const K* found[16]) {
+                   const K* found[BLOCK]) {
     const Shape& shape = call->model->shape;
-    const int page = call->cache.page, bytes = shape.head_dim * (int)sizeof(K);
+    const int page = call->cache.page;
     const long apart = (long)shape.kv_heads * shape.head_dim;  // of two tokens of a page
     int number = from / page, within = from % page;  // a division takes as long as a token's dot product
     const K* at = slot<K>(call, base, layer, row, from, group);
-    for (int i = 0; i < 16; i++) {
+    for (int i = 0; i < BLOCK; i++) {
         found[i] = at;
-        for (int j = 0; j < bytes; j += 64) _mm_prefetch((const char*)at + j, _MM_HINT_T0);
         if (from + i + 1 >= end) continue;
         if (++within < page) {
             at += apart;
@@ -204,6 +208,39 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
             at = (const K*)base + layer * call->cache.layer_stride +
                  ((long)row.table[++number] * page * shape.kv_heads + group) * shape.head_dim;
         }
+    }
+}
+
+// Goes over the stored tokens up to ``end``, ``some`` (which divides BLOCK) at a time: ``use(from, count, where, soon)``,
+// with the place of each token's keys (or values), those of all of ``groups`` side by side. ``soon(group)`` asks for what
+// a head will need some blocks later, into the second level of the caches: the first waits for too few lines at once to
+// keep memory busy, and none should be asked for many at once.
+template <class K, class Use>
+inline void walk(const Call* call, void* base, int layer, const Row& row, Range groups, int end, int some, Use use) {
+    constexpr int RING = 5;
+    const K* ring[RING][BLOCK];
+    const int d = call->model->shape.head_dim, bytes = d * (int)sizeof(K), count = groups.to - groups.from;
+    const int ahead = count >= 4 ? 1 : 4;  // blocks
+    auto find = [&](int block) {
+        if (block * BLOCK >= end) return;
+        locate(call, base, layer, row, groups.from, block * BLOCK, end, ring[block % RING]);
+    };
+    auto ask = [&](int block, int from, int group) {
+        if (block * BLOCK >= end) return;
+        for (int i = from; i < from + some; i++)
+            for (int at = 0; at < bytes; at += 64)
+                fetch((const char*)(ring[block % RING][i] + group * d) + at);
+    };
+    for (int block = 0; block < ahead; block++) {
+        find(block);
+        for (int from = 0; from < BLOCK; from += some)
+            for (int group = 0; group < count; group++) ask(block, from, group);
+    }
+    for (int block = 0; block * BLOCK < end; block++) {
+        find(block + ahead);
+        for (int from = 0, left; from < BLOCK && (left = end - block * BLOCK - from) > 0; from += some)
+            use(block * BLOCK + from, left < some ? left : some, ring[block % RING] + from,
+                [&](int group) { ask(block + ahead, from, group); });
     }
 }
 
@@ -225,128 +262,169 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
+// Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
+// summed up lane by lane over the head's width, then by one tree over the lanes.
 template <class K, int NQ>
-inline void score_group(const Scratch& s, long ldq, int query, int words, int key) {
-    typedef typename Keys<K>::Query Query;
-    score<K, NQ>((const Query*)s.queries + query * ldq, ldq, s.keys, words, s.scores + query * s.stride + key,
-                 s.stride);
+inline void score(const typename Stored<K>::Query* const query[NQ], const int offset[NQ], const K* const* key, int d,
+                  float* const out[NQ]) {
+    constexpr int NK = W / NQ;
+    Vec acc[W];
+    UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
+    int at = 0;
+    for (; at + 2 * W <= d; at += 2 * W)
+        UNROLL for (int i = 0; i < W; i++)
+            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, acc[i]);
+    if (at < d)
+        UNROLL for (int i = 0; i < W; i++)
+            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, d - at, acc[i]);
+    const Vec all = sums(acc);
+    if constexpr (NQ == 1)
+        st(out[0], all);
+    else
+        fours(all, out);
 }
 
-// Adds 16 values of NV vectors, weighed by each of NQ queries; ``SUM`` adds up the weights as well.
-template <int NQ, int NV, bool SUM>
-inline void weigh(const Scratch& s, long width, int query, int key, int at) {
+// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; ``SUM`` adds up the weights as well. Of
+// the last two vectors only ``rest`` values are there, where that is less than they hold.
+template <class K, int NQ, int NV, bool SUM>
+inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value,
+                  int offset, int at, int rest) {
     Vec acc[NQ][NV], total[NQ];
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
         if (SUM) total[i] = set1(s.sums[query + i]);
     }
-    for (int j = 0; j < 16; j++) {
-        Vec value[NV];
-        UNROLL for (int v = 0; v < NV; v++) value[v] = ld(s.values + j * width + at + v * W);
+    const float* weights = s.scores + query * s.stride + key;
+    for (int j = 0; j < count; j++) {
+        Pair x[NV / 2];
+        UNROLL for (int v = 0; v < NV / 2; v++)
+            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
         UNROLL for (int i = 0; i < NQ; i++) {
-            const Vec weight = set1(s.scores[(query + i) * s.stride + key + j]);
-            UNROLL for (int v = 0; v < NV; v++) acc[i][v] = fma(weight, value[v], acc[i][v]);
+            const Vec weight = set1(weights[i * s.stride + j]);
+            UNROLL for (int v = 0; v < NV / 2; v++) {
+                acc[i][2 * v] = fma(weight, x[v].first, acc[i][2 * v]);
+                acc[i][2 * v + 1] = fma(weight, x[v].second, acc[i][2 * v + 1]);
+            }
             if (SUM) total[i] = add(total[i], weight);
         }
     }
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
         if (SUM) {
-            alignas(64) float same[W];
-            st(same, total[i]);
-            s.sums[query + i] = same[0];
+            s.sums[query + i] = first(total[i]);
         }
     }
 }
 
-template <int NQ>
-inline void weigh_group(const Scratch& s, int d, int query, int key) {
+template <class K, int NQ>
+inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, int offset) {
     const long width = padded(d);
     int at = 0;
-    if (d > 2 * W) {
-        weigh<NQ, 4, true>(s, width, query, key, 0);
+    if (d >= 4 * W) {
+        weigh<K, NQ, 4, true>(s, width, query, key, count, value, offset, 0, 4 * W);
         at = 4 * W;
     } else {
-        weigh<NQ, 2, true>(s, width, query, key, 0);
+        weigh<K, NQ, 2, true>(s, width, query, key, count, value, offset, 0, d);
         at = 2 * W;
     }
-    for (; at + 2 * W < d; at += 4 * W) weigh<NQ, 4, false>(s, width, query, key, at);
-    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, at);
+    for (; at + 4 * W <= d; at += 4 * W) weigh<K, NQ, 4, false>(s, width, query, key, count, value, offset, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
 }
 
-// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of one key/value head.
+// Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
+inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
+    alignas(64) uint8_t last[W] = {};  // the end is no multiple of a vector, and nobody else's memory may be read
+    const int whole = sees / W * W;
+    for (int j = whole; j < sees; j++) last[j - whole] = mask ? mask[j] : 1;
+    const Vec none = set1(-__builtin_inff());
+    Vec most = none;
+    for (int j = 0; j < whole; j += W) most = larger(most, mask ? where(mask + j, ld(score + j), none) : ld(score + j));
+    if (whole < sees) most = larger(most, where(last, ld(score + whole), none));
+    const Vec offset = set1(-largest(most));
+    for (int j = 0; j < sees; j += W) {
+        const Vec weight = exponential(mul(add(ld(score + j), offset), scale));
+        st(score + j, j == whole ? where(last, weight, zero()) : mask ? where(mask + j, weight, zero()) : weight);
+    }
+    for (int j = padded(sees, W); j < end; j++) score[j] = 0;
+}
+
+// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES
+// of them, or those of a single token and head.
 template <class K, class Act>
-void attend(const Call* call, const Piece& piece, int layer, int group, int from, int to, const Scratch& s) {
-    typedef typename Keys<K>::Query Query;
+void attend(const Call* call, const Piece& piece, int layer, Range groups, int from, int to, const Scratch& s) {
+    typedef typename Stored<K>::Query Query;
     const Model* model = call->model;
     const Shape& shape = model->shape;
     const Row& row = call->row[piece.row];
-    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, queries = (to - from) * per;
+    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = row.start + to;
+    const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // of a key/value head, of all
     const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
     const long ld_out = padded(shape.heads * d);
-    const int longest = row.start + to, blocks = (longest + 15) / 16, words = Keys<K>::words(d);
-    // Query q is head q % per of token q / per.
-    alignas(64) float rotated[1024];
+    // Query q is of key/value head q / each, of token (q % each) / per.
+    auto token = [&](int q) { return from + q % each / per; };
+    auto head = [&](int q) { return (groups.from + q / each) * per + q % per; };
+    alignas(64) float vector[1024 + 2 * W];
+    for (int i = d; i < width; i++) vector[i] = 0;
     for (int q = 0; q < queries; q++) {
-        const int at = piece.at + from + q / per - piece.from;
-        rotate(model, model->work.qkv + at * ld_qkv + (long)(group * per + q % per) * d,
-               call->position[call->tile_at + at], rotated);
-        convert(rotated, d, (Query*)s.queries + q * width, (int)width);
+        const int at = piece.at + token(q) - piece.from;
+        rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
+        for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    constexpr int AHEAD = 2, RING = AHEAD + 1;  // blocks
-    const K* places[RING][16];
-    auto soon = [&](void* base, int block) {
-        if (block < blocks) locate(call, base, layer, row, group, block * 16, longest, places[block % RING]);
-    };
-    for (int block = 0; block < AHEAD; block++) soon(call->cache.keys, block);
-    for (int block = 0; block < blocks; block++) {
-        soon(call->cache.keys, block + AHEAD);
-        const K* const* key = places[block % RING];
-        Keys<K>::block(key, d, s.keys);
-        int q = 0;
-        for (; q + GROUP <= queries; q += GROUP) score_group<K, GROUP>(s, width, q, words, block * 16);
-        for (; q < queries; q++) score_group<K, 1>(s, width, q, words, block * 16);
-    }
-    for (int block = 0; block < AHEAD; block++) soon(call->cache.values, block);
+    // Heads of few queries take turns after few tokens, which is the order of memory.
+    constexpr int FEW = 4, SIDE = W / FEW;
+    const bool together = each < SIDE && queries >= SIDE;
+    walk<K>(call, call->cache.keys, layer, row, groups, end, together ? FEW : BLOCK,
+            [&](int key, int, const K* const* keys, auto soon) {
+                const Query* query[SIDE];
+                float* out[SIDE];
+                int offset[SIDE], asked = 0;
+                auto choose = [&](int i, int q) {
+                    query[i] = (const Query*)s.queries + q * width;
+                    out[i] = s.scores + q * s.stride + key;
+                    offset[i] = q / each * d;
+                    for (; asked <= q / each; asked++) soon(asked);
+                };
+                if (together) {
+                    for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
+                        const int first = q + SIDE <= queries ? q : queries - SIDE;
+                        for (int i = 0; i < SIDE; i++) choose(i, first + i);
+                        score<K, SIDE>(query, offset, keys, d, out);
+                    }
+                } else {
+                    for (int q = 0; q < queries; q++) {
+                        choose(0, q);
+                        for (int i = 0; i < BLOCK; i += W, out[0] += W) score<K, 1>(query, offset, keys + i, d, out);
+                    }
+                }
+            });
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
-        const int n = from + q / per, sees = row.start + n + 1;
-        float* score = s.scores + q * s.stride;
-        const uint8_t* mask = row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
-        for (int j = sees; j < blocks * 16; j++) score[j] = -__builtin_inff();
-        if (mask)
-            for (int j = 0; j < sees; j++)
-                if (!mask[j]) score[j] = -__builtin_inff();
-        Vec most = set1(-__builtin_inff());
-        for (int j = 0; j < sees; j += W) most = larger(most, ld(score + j));
-        const Vec peak = set1(largest(most));
-        for (int j = 0; j < sees; j += W)
-            st(score + j, exponential(mul(add(ld(score + j), mul(peak, set1(-1.0f))), scale)));
-        for (int j = sees; j < blocks * 16; j++) score[j] = 0;
-        if (mask)
-            for (int j = 0; j < sees; j++)
-                if (!mask[j]) score[j] = 0;
+        const uint8_t* mask = row.mask ? row.mask + (long)token(q) * (row.start + row.count) : nullptr;
+        weights_of(s.scores + q * s.stride, row.start + token(q) + 1, end, mask, scale);
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    for (int block = 0; block < blocks; block++) {
-        soon(call->cache.values, block + AHEAD);
-        const K* const* value = places[block % RING];
-        for (int i = 0; i < 16; i++)
-            if (block * 16 + i < longest)
-                convert(value[i], d, s.values + i * width, (int)width);
-            else
-                memset(s.values + i * width, 0, width * sizeof(float));
-        int q = 0;
-        for (; q + GROUP <= queries; q += GROUP) weigh_group<GROUP>(s, d, q, block * 16);
-        for (; q < queries; q++) weigh_group<1>(s, d, q, block * 16);
-    }
+    walk<K>(call, call->cache.values, layer, row, groups, end, each >= GROUP ? BLOCK : FEW,
+            [&](int key, int count, const K* const* values, auto soon) {
+                for (int q = 0; q < queries;) {
+                    const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
+                    if (left == each) soon(q / each);
+                    if (left >= GROUP)
+                        weigh<K, GROUP>(s, d, q, key, count, values, offset), q += GROUP;
+                    else if (left >= 2)
+                        weigh<K, 2>(s, d, q, key, count, values, offset), q += 2;
+                    else
+                        weigh<K, 1>(s, d, q, key, count, values, offset), q++;
+                }
+            });
     for (int q = 0; q < queries; q++) {
-        const int at = piece.at + from + q / per - piece.from;
-        float* out = s.out + q * width;
+        const float* out = s.out + q * width;
         const Vec all = set1(s.sums[q]);
-        for (int i = 0; i < width; i += W) st(out + i, div(ld(out + i), all));
-        convert(out, d, (Act*)model->work.attended + at * ld_out + (long)(group * per + q % per) * d);
+        for (int i = 0; i < width; i += 2 * W)
+            Stored<K>::join({div(ld(out + i), all), div(ld(out + i + W), all)}, vector + i);
+        const int at = piece.at + token(q) - piece.from;
+        convert(vector, d, (Act*)model->work.attended + at * ld_out + (long)head(q) * d);
+        for (int i = d; i < width; i++) vector[i] = 0;
     }
 }
 
@@ -363,10 +441,14 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
     }
     if (longest <= per_pass) {  // whoever attends stores what is new as well
         const Range range = part(call->piece_count * groups, thread, call->threads);
-        for (int task = range.from; task < range.to; task++) {
+        for (int task = range.from, most; task < range.to; task += most) {
             const Piece& piece = call->pieces[task / groups];
-            store<K>(call, piece, layer, task % groups);
-            attend<K, Act>(call, piece, layer, task % groups, piece.from, piece.to, s);
+            const int first = task % groups;
+            most = query_groups((piece.to - piece.from) * (shape.heads / groups));
+            most = most < groups - first ? most : groups - first;
+            most = most < range.to - task ? most : range.to - task;
+            for (int group = first; group < first + most; group++) store<K>(call, piece, layer, group);
+            attend<K, Act>(call, piece, layer, {first, first + most}, piece.from, piece.to, s);
         }
         return;
     }
@@ -382,7 +464,7 @@ void attention(Call* call, int layer, int thread, const Scratch& s) {
             for (int group = 0; group < groups; group++, task++)
                 if (task % call->threads == thread) {
                     const int to = from + per_pass < piece.to ? from + per_pass : piece.to;
-                    attend<K, Act>(call, piece, layer, group, from, to, s);
+                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, to, s);
                 }
     }
 }
@@ -408,7 +490,8 @@ inline void embed(const Model* model, int64_t token, float* x) {
         } else if (shape.weights == FLOAT32) {
             x[i] = ((const float*)panel)[i * PANEL + lane];
         } else {
-            x[i] = (float)((const int8_t*)panel)[i * PANEL + lane] * model->head.scale[token];
+            x[i] = (float)((const int8_t*)panel)[i / 2 * 64 + lane / 16 * 32 + i % 2 * 16 + lane % 16] *
+                   model->head.scale[token];
         }
     }
     memset(x + width, 0, (padded(width) - width) * sizeof(float));
@@ -569,13 +652,107 @@ inline int64_t best(const float* logits, int vocab) {
     return 0;
 }
 
+// Floats in ascending order are these numbers in ascending order.
+inline int32_t rank_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+inline float of_rank(int32_t rank) {
+    const int32_t bits = rank ^ ((rank >> 31) & 0x7fffffff);
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// The least x such that what lies above it adds up to less than ``limit``: of ``mass``, or of ones where that is null.
+inline float least_kept(const float* logits, const float* mass, int room, float peak, float limit) {
+    int64_t low = rank_of(-__builtin_inff()), high = rank_of(peak);
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        const Vec cut = set1(of_rank((int32_t)middle));
+        Vec above = zero();
+        for (int v = 0; v < room; v += W)
+            above = add(above, where_above(ld(logits + v), cut, mass ? ld(mass + v) : set1(1.0f)));
+        if (sum(above) < limit)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return of_rank((int32_t)high);
+}
+
+// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: ProcessedLaw and
+// draw). ``spread`` [2, room] is for the time between; counts of tokens are exact in floats up to 2^24.
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread) {
+    const int room = padded(vocab);
+    float *logits = spread, *mass = spread + room;
+    memcpy(logits, given, vocab * sizeof(float));
+    for (int v = vocab; v < room; v++) logits[v] = -__builtin_inff();
+    Vec most = set1(-__builtin_inff());
+    for (int v = 0; v < room; v += W) most = larger(most, ld(logits + v));
+    const float peak = largest(most);
+    float least = -__builtin_inff();
+    if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)(how.top_k < vocab ? how.top_k : vocab));
+    Vec all = zero();
+    const Vec top = set1(-peak), temperature = set1(how.temperature), cut = set1(least);
+    for (int v = 0; v < room; v += W) {
+        const Vec logit = ld(logits + v);
+        const Vec kept = where_from(logit, cut, exponential(div(add(logit, top), temperature)));
+        st(mass + v, kept);
+        all = add(all, kept);
+    }
+    float total = sum(all);
+    float kept_from = least;
+    if (how.top_p < 1) {
+        const float nucleus = least_kept(logits, mass, room, peak, how.top_p * total);
+        kept_from = nucleus > kept_from ? nucleus : kept_from;
+    }
+    if (peak + how.floor > kept_from) kept_from = peak + how.floor;
+    if (kept_from > least) {
+        all = zero();
+        for (int v = 0; v < room; v += W) {
+            const Vec kept = where_from(ld(logits + v), set1(kept_from), ld(mass + v));
+            st(mass + v, kept);
+            all = add(all, kept);
+        }
+        total = sum(all);
+    }
+    for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), set1(total)));
+    for (int v = vocab; v < room; v++) mass[v] = 0;
+    memcpy(law, mass, vocab * sizeof(float));
+    double whole = 0, so_far = 0;
+    for (int v = 0; v < vocab; v++) whole += law[v];
+    const double wanted = (double)uniform * whole;
+    for (int v = 0; v < vocab; v++) {
+        so_far += law[v];
+        if (so_far > wanted) return v;
+    }
+    return 0;
+}
+
+// The next token of row ``b``, by the logits of its last.
+inline int64_t next_token(Call* call, int b, const float* logits) {
+    const int vocab = call->model->shape.vocab;
+    if (!call->sampling) return best(logits, vocab);
+    const long at = (long)b * call->most + call->drafted_count[b];
+    float* law = call->laws + at * vocab;
+    if (call->sampling[b].temperature > 0)
+        return sample(call->sampling[b], logits, vocab, call->uniform[at], law, call->model->work.spread);
+    const int64_t token = best(logits, vocab);
+    memset(law, 0, vocab * sizeof(float));
+    law[token] = 1;
+    return token;
+}
+
 // What each live row drafts next, and the step after it.
 inline void advance(Call* call) {
     const Model* model = call->model;
     int live = 0;
     for (int i = 0; i < call->live_rows; i++) {
         const int b = call->live_row[i];
-        const int64_t token = best(model->work.logits + (long)i * model->shape.vocab, model->shape.vocab);
+        const int64_t token = next_token(call, b, model->work.logits + (long)i * model->shape.vocab);
         call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
         bool ends = call->drafted_count[b] == call->limit[b];
         for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
@@ -626,12 +803,12 @@ void project_all(Call* call, int thread) {
 }
 
 // From the types of a call to the code for them.
-enum Job { FORWARD, GREEDY, LOGITS };
+enum Job { FORWARD, DRAFT, LOGITS };
 
 template <class Wt, class H, class K>
 void dispatch(Job job, Call* call, int thread) {
     if (job == FORWARD) return tiles<Wt, K, H>(call, thread, nullptr);
-    if (job == GREEDY) return draft<Wt, K, H>(call, thread);
+    if (job == DRAFT) return draft<Wt, K, H>(call, thread);
     return project_all<Wt, H>(call, thread);
 }
 
@@ -650,7 +827,7 @@ void dispatch(Job job, Call* call, int thread) {
 }
 
 void forward(Call* call, int thread) { dispatch(FORWARD, call, thread); }
-void greedy(Call* call, int thread) { dispatch(GREEDY, call, thread); }
+void draft(Call* call, int thread) { dispatch(DRAFT, call, thread); }
 void logits(Call* call, int thread) { dispatch(LOGITS, call, thread); }
 
 int activation_bytes(int weights) {

@@ -26,7 +26,8 @@ struct Shape {
     float eps;
 };
 
-// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input (of two, for bfloat16) lie together.
+// W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input lie together. Narrower types than float32
+// take two inputs at once: bfloat16 output by output, int8 both of 16 outputs, then those of the other 16.
 struct Matrix {
     char* data;
     long panel_bytes;
@@ -52,6 +53,7 @@ struct Workspace {
     int last_rows;       // rows that the following two are for
     void* last;          // [rows, C], what the logits of a drafter's step are made from
     float* logits;       // [rows, V]
+    float* spread;       // [2, V padded], of one row
     int longest;         // stored tokens that the following are for
     long scratch_bytes;  // of each thread's own
     char* scratch[MAX_THREADS];
@@ -93,6 +95,12 @@ struct Cache {
     int32_t type, page;
 };
 
+// How a row draws (fly/sampling.py: Law). At temperature 0 it takes the most likely.
+struct Sampling {
+    float temperature, top_p, floor;  // floor: temperature · ln min_p, -inf where that is off
+    int32_t top_k;                    // 0 is off
+};
+
 struct Barrier {
     alignas(64) int32_t arrived;
     alignas(64) int32_t phase;
@@ -115,6 +123,9 @@ struct Call {
     const int32_t* stop_at;
     int64_t* drafted;       // [B, most] out
     int32_t* drafted_count; // [B] out
+    const Sampling* sampling;  // [B]; null where every row takes the most likely
+    const float* uniform;      // [B, most] in [0, 1)
+    float* laws;               // [B, most, V] out: what each token was drawn from
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;
@@ -134,7 +145,7 @@ struct Variant {
     long (*scratch_bytes)(const Shape*, int longest);
     void (*forward)(Call*, int thread);
     void (*logits)(Call*, int thread);
-    void (*greedy)(Call*, int thread);
+    void (*draft)(Call*, int thread);
 };
 
 extern const Variant avx512bf16, avx2;

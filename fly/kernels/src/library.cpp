@@ -199,7 +199,8 @@ float* vector_of(const float* from, int n, int room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, int type, bool pairs) {
-    const int k = matrix->k, steps = type == BFLOAT16 ? (k + 1) / 2 : k, step = type == BFLOAT16 ? 2 : 1;
+    const int k = matrix->k, step = type == FLOAT32 ? 1 : 2, steps = (k + step - 1) / step;
+    const int together = type == BFLOAT16 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         for (int lane = 0; lane < PANEL; lane++) {
@@ -208,9 +209,10 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
         }
         T* to = (T*)(matrix->data + panel * matrix->panel_bytes);
         for (int s = 0; s < steps; s++)
-            for (int lane = 0; lane < PANEL; lane++)
-                for (int j = 0; j < step; j++, to++)
-                    *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
+            for (int first = 0; first < PANEL; first += together)
+                for (int j = 0; j < step; j++)
+                    for (int lane = first; lane < first + together; lane++, to++)
+                        *to = rows[lane] && s * step + j < k ? rows[lane][s * step + j] : (T)0;
     }
 }
 
@@ -218,7 +220,7 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
-    const int inputs = type == BFLOAT16 ? padded(k, 2) : k;
+    const int inputs = type == FLOAT32 ? k : padded(k, 2);
     matrix->panel_bytes = (long)inputs * PANEL * value_bytes(type);
     matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels);
     if (!matrix->data) return false;
@@ -274,7 +276,8 @@ bool make_room(Model* model, int tokens, int last_rows, int longest, int threads
     }
     if (last_rows > work.last_rows) {
         work.last_rows = 0;
-        if (!grow(&work.last, last_rows * width * act) || !grow(&work.logits, (long)last_rows * shape.vocab * 4))
+        if (!grow(&work.last, last_rows * width * act) || !grow(&work.logits, (long)last_rows * shape.vocab * 4) ||
+            !grow(&work.spread, 2L * padded(shape.vocab) * 4))
             return false;
         work.last_rows = last_rows;
     }
@@ -370,7 +373,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 2; }
+EXPORT int fly_abi() { return 3; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -392,7 +395,7 @@ EXPORT void fly_free(Model* model) {
     void* buffers[] = {model->layers,    model->norm,         model->cos,        model->sin,       model->work.x,
                        model->work.part,
                        model->work.qkv,  model->work.normed,  model->work.attended, model->work.gated, model->work.last,
-                       model->work.logits};
+                       model->work.logits, model->work.spread};
     for (void* buffer : buffers) free(buffer);
     for (char* scratch : model->work.scratch) free(scratch);
     pthread_mutex_destroy(&model->lock);
@@ -452,7 +455,7 @@ EXPORT int64_t fly_workspace(Model* model) {
     const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
     int64_t bytes = work.tile * (width * ((model->sum ? 8 : 4) + act) + (long)layer.qkv.panels * PANEL * 4 +
                                  padded(shape.heads * shape.head_dim) * act + (long)layer.gate_up.panels * 16 * act);
-    bytes += work.last_rows * (width * act + shape.vocab * 4L);
+    bytes += work.last_rows * (width * act + shape.vocab * 4L) + (work.last_rows ? 2L * padded(shape.vocab) * 4 : 0);
     for (const char* scratch : work.scratch) bytes += scratch ? work.scratch_bytes : 0;
     return bytes;
 }
@@ -487,10 +490,13 @@ EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logit
     return error;
 }
 
-// Greedy continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop
-// ids. All but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens.
-EXPORT int fly_greedy(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
-                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count) {
+// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids. All
+// but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the
+// most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what ``laws`` [B, most, V] shows then, with
+// zeros behind the last.
+EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
+                     const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
+                     const float* uniform, float* laws) {
     const int rows = batch->rows;
     Arena arena(rows * (long)(2 * sizeof(Row) + sizeof(Piece) + 3 * 8) + 512);
     pthread_mutex_lock(&model->lock);
@@ -501,6 +507,7 @@ EXPORT int fly_greedy(Model* model, const Batch* batch, int most, const int32_t*
     if (!error && rows) {
         call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
         call.drafted = drafted, call.drafted_count = drafted_count;
+        call.sampling = sampling, call.uniform = uniform, call.laws = laws;
         call.live = arena.take<Row>(rows);
         call.live_row = arena.take<int32_t>(rows);
         call.live_token = arena.take<int64_t>(rows);
@@ -512,8 +519,11 @@ EXPORT int fly_greedy(Model* model, const Batch* batch, int most, const int32_t*
         }
         call.row = call.live;
         call.live_rows = rows;
-        run(&call, model->variant->greedy, threads_for(batch->threads),
+        run(&call, model->variant->draft, threads_for(batch->threads),
             patience_for(model, batch->tokens + (long)rows * most, most));
+        const long vocab = model->shape.vocab;
+        for (int b = 0; sampling && b < rows; b++)
+            memset(laws + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
     }
     pthread_mutex_unlock(&model->lock);
     return error;
