@@ -25,6 +25,7 @@ from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.drafts import NGramDraft
 from fly.eval import Setting, compare
+from fly.kernels import available, why_not
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
 from fly.types import Stats
@@ -59,6 +60,7 @@ def test_bytes_of_a_forward_are_those_of_the_matrices_and_the_cache(
     stored = 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * context * rows
     assert forward_bytes(config, torch.float32, rows, context) == 4 * (read + stored)
     assert forward_bytes(config, torch.bfloat16, rows, context) == 2 * (read + stored)
+    assert forward_bytes(config, torch.bfloat16, rows, context, weight_bytes=1) == read + 2 * stored
 
 
 @given(config=llama_configs(), rows=st.integers(1, 3), context=st.integers(0, 9), tokens=st.integers(1, 5))
@@ -330,6 +332,30 @@ def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path
     assert all(rounds["predicted"] > 0 for rounds in figures["rounds"])
     drawn = {path.name for path in tmp_path.glob("*.png")}
     assert drawn == {f"speed-{sweep}.png" for sweep in ("k", "context", "rows", "size")}
+
+
+@pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
+def test_fly_bench_speed_counts_a_byte_for_each_int8_weight(quick_limits: None, tmp_path: Path) -> None:
+    record = tmp_path / "speed.json"
+    options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--dtype", "bfloat16")
+    run(
+        "bench",
+        "speed",
+        "--model",
+        "fly-tiny",
+        "--draft",
+        "ngram",
+        "--shape",
+        "64x1x100",
+        "--shape",
+        "64x1x100:int8",
+        *options,
+    )
+    forwards = json.loads(record.read_text())["forwards"]
+    plain, narrow = (next(f for f in forwards if f["model"] == name) for name in ("64x1x100", "64x1x100:int8"))
+    config = shape_config("64x1x100")
+    assert plain["weight_bytes"] == 2 and narrow["weight_bytes"] == 1
+    assert plain["bytes"] - narrow["bytes"] == forward_bytes(config, torch.bfloat16) // 2
 
 
 def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:

@@ -94,6 +94,7 @@ class Forward:
             "context": self.context,
             "tokens": self.tokens,
             "drafting": self.drafting,
+            "weight_bytes": self.weight_bytes or self.dtype.itemsize,
             "seconds": self.timing.as_json(),
             "bytes": self.bytes,
             "operations": self.operations,
