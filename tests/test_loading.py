@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -735,3 +737,12 @@ def test_the_bundled_tokenizer_streams_like_any_other() -> None:
     ids = tokenizer.apply_chat_template(HELLO)
     assert set(ids) & tokenizer.control_ids and "hello" in tokenizer.decode(ids)
     assert "".join(pieces(tokenizer, ids)[0]) == tokenizer.decode(ids)
+
+
+def test_loading_does_not_import_torchs_compiler() -> None:
+    """Which takes longer than everything else that happens before the first token."""
+    code = (
+        "import sys, fly; fly.LLM('fly-draft', draft='ngram').generate(['a'], fly.SamplingParams(max_tokens=3));"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

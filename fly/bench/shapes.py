@@ -8,6 +8,7 @@ import torch
 
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
+from fly.models.llama import skeleton
 
 __all__ = ["forward_bytes", "forward_operations", "random_model", "randomise", "shape_config"]
 
@@ -38,9 +39,7 @@ def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
 
 def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
     """A model with weights of deviation 0.02, norms of one."""
-    with torch.device("meta"):
-        model = Llama(config)
-    return randomise(model, dtype, device, seed)
+    return randomise(skeleton(config), dtype, device, seed)
 
 
 def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:

@@ -21,6 +21,7 @@ from fly.eval import Result, Setting, compare
 from fly.kernels import compiled
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
+from fly.models.llama import skeleton
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams
 
@@ -63,8 +64,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
             "rms_norm_eps": config.rms_norm_eps / width,
         }
     )
-    with torch.device("meta"):
-        made = Llama(wide)
+    made = skeleton(wide)
     made.to(model.dtype).to_empty(device=model.device)
     if config.tie_word_embeddings:  # to_empty gave the two names separate storage
         made.lm_head.weight = made.embed_tokens.weight

@@ -10,15 +10,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "Llama"]
+__all__ = ["KV", "DenseCausal", "Llama", "skeleton"]
 
 
 class KV(Protocol):
@@ -168,3 +169,20 @@ class Llama(nn.Module):
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""
         return self.lm_head(hidden_TC).float()
+
+
+class _Uninitialised(TorchFunctionMode):
+    """While it lasts, ``torch.nn.init`` does nothing."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
+
+
+def skeleton(config: LlamaConfig) -> Llama:
+    """A module without memory, on torch's meta device. First values are not drawn either: there, drawing them would
+    import torch's compiler, which takes longer than to load a small model."""
+    with torch.device("meta"), _Uninitialised():
+        return Llama(config)

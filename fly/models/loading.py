@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fly.models.config import CheckpointError, LlamaConfig
-from fly.models.llama import Llama
+from fly.models.llama import Llama, skeleton
 
 if TYPE_CHECKING:
     from fly.parallel.plan import Part
@@ -148,8 +148,7 @@ def load_model(
     config, raw = LlamaConfig.read(directory)
     wanted_dtype, wanted_device = resolve_dtype(dtype, raw), resolve_device(device)
     if part is None:
-        with torch.device("meta"):
-            model = Llama(config)
+        model = skeleton(config)
         plan = layout(config, dict(model.named_parameters()))
     else:
         share = part(config)

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fly.models import Llama, LlamaConfig
+from fly.models.llama import skeleton
 from fly.models.loading import Piece, layout
 
 __all__ = ["LLAMA", "LLAMA_WHOLE_SUMS", "Part", "PlanError", "Rule", "Style"]
@@ -94,9 +95,7 @@ class Part:
             raise PlanError(f"the plan divides {sorted(divided & set(names[:2]))[0]}; query and key heads go together")
         local = {name: max(getattr(config, name) // size, 1) for name in names if name in divided}
         self.sizes = LlamaConfig.model_validate({**config.model_dump(), **local})
-        with torch.device("meta"):
-            whole = Llama(config)
-        self.pieces = self._cut(layout(config, dict(whole.named_parameters())))
+        self.pieces = self._cut(layout(config, dict(skeleton(config).named_parameters())))
         self._check_shapes()
 
     def style(self, parameter: str) -> Style:
@@ -114,8 +113,8 @@ class Part:
 
     def build(self) -> Llama:
         """This rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
+        model = skeleton(self.sizes)
         with torch.device("meta"):
-            model = Llama(self.sizes)
             for name, shape in self.shapes().items():
                 owner, _, leaf = name.rpartition(".")
                 module = model.get_submodule(owner)
@@ -182,8 +181,7 @@ class Part:
 
     def _check_shapes(self) -> None:
         """Shares must be those of a Llama of the local sizes, or else a forward would fail, or be wrong."""
-        with torch.device("meta"):
-            expected = {name: tuple(parameter.shape) for name, parameter in Llama(self.sizes).named_parameters()}
+        expected = {name: tuple(parameter.shape) for name, parameter in skeleton(self.sizes).named_parameters()}
         for name, shape in self.shapes().items():
             styles = {self._rule(piece.key).style for piece in self.pieces[name]}
             if len(styles) > 1:
