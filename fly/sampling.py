@@ -12,8 +12,11 @@ from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fly.types import SamplingParams, Sequence
@@ -41,17 +44,41 @@ def _scramble(x: Tensor) -> Tensor:
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     """Uniform float32 in [0, 1) of shape [B, n] for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
+    if seed_B.device.type == "cpu":
+        return torch.from_numpy(_uniforms_on_host(seed_B.numpy(), round_B.numpy(), stream, n))
+    return _uniforms_by_tensors(seed_B, round_B, stream, n)
+
+
+def _uniforms_by_tensors(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     key_B = _scramble(_scramble(seed_B + _MIX[0]) + round_B * _MIX[0] + stream)
     index_N = torch.arange(1, n + 1, device=seed_B.device)
     bits_BN = _scramble(key_B.unsqueeze(1) + index_N * _MIX[0])
     return ((bits_BN >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
+_UNSIGNED = tuple(np.uint64(mix % 2**64) for mix in _MIX)
+
+
+def _scramble_on_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    x = (x ^ (x >> np.uint64(30))) * _UNSIGNED[1]
+    x = (x ^ (x >> np.uint64(27))) * _UNSIGNED[2]
+    return x ^ (x >> np.uint64(31))
+
+
+def _uniforms_on_host(seed_B: NDArray[Any], round_B: NDArray[Any], stream: int, n: int) -> NDArray[np.float32]:
+    """The same numbers by arrays, which take a quarter of the time."""
+    first = _scramble_on_host(seed_B.view(np.uint64) + _UNSIGNED[0]) + round_B.view(np.uint64) * _UNSIGNED[0]
+    index_N = np.arange(1, n + 1, dtype=np.uint64) * _UNSIGNED[0]
+    bits_BN = _scramble_on_host(_scramble_on_host(first + np.uint64(stream))[:, None] + index_N)
+    return (bits_BN >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+
+
 def derive(seed: int, position: int) -> int:
     """The seed of a strategy that speculates from ``position`` on: independent of the row's own randomness, and
     of what the same strategy drew in another round."""
-    base = torch.tensor([seed]), torch.tensor([position])
-    return int(_scramble(_scramble(base[0] ^ _MIX[2]) + base[1] * _MIX[0]))
+    base_1, round_1 = np.array([seed]), np.array([position])
+    mixed = _scramble_on_host(base_1.view(np.uint64) ^ _UNSIGNED[2]) + round_1.view(np.uint64) * _UNSIGNED[0]
+    return int(_scramble_on_host(mixed).view(np.int64)[0])
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import fly.vocabulary
 from fly.policies import Exact
-from fly.sampling import Law, Stream, constrain, derive, draw, uniforms
+from fly.sampling import Law, Stream, _uniforms_by_tensors, constrain, derive, draw, uniforms
 from fly.types import SamplingParams, Sequence
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
@@ -208,6 +208,25 @@ def _chi_square(values: Tensor, cells: int) -> float:
     expected = values.numel() / cells
     statistic = float(((counts - expected) ** 2 / expected).sum())
     return (statistic - (cells - 1)) / math.sqrt(2 * (cells - 1))
+
+
+def splitmix(x: int) -> int:
+    """The finaliser of splitmix64, on whole numbers."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) % 2**64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) % 2**64
+    return x ^ (x >> 31)
+
+
+@given(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40), st.sampled_from(list(Stream)), st.integers(1, 20))
+def test_uniforms_are_hashes_here_and_on_every_device(seed: int, position: int, stream: Stream, n: int) -> None:
+    step = 0x9E3779B97F4A7C15
+    key = splitmix((splitmix((seed + step) % 2**64) + position * step + stream) % 2**64)
+    wanted = [(splitmix((key + index * step) % 2**64) >> 40) / 2**24 for index in range(1, n + 1)]
+    seed_B, round_B = torch.tensor([seed]), torch.tensor([position])
+    assert uniforms(seed_B, round_B, stream, n)[0].tolist() == wanted
+    assert _uniforms_by_tensors(seed_B, round_B, stream, n)[0].tolist() == wanted  # what accelerators do
+    derived = splitmix((splitmix((seed % 2**64) ^ 0x94D049BB133111EB) + position * step) % 2**64)
+    assert derive(seed, position) % 2**64 == derived
 
 
 def test_uniforms_are_uniform_along_every_axis() -> None:
