@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
+from typing import Any
 
 import pytest
 import torch
@@ -581,3 +582,9 @@ def test_a_member_that_found_nothing_at_first_is_asked_again() -> None:
         row.tokens.append(token)
         union.commit([row])
     assert drafted == [3, 4, 5, 6]
+
+
+@pytest.mark.parametrize("stages", [[NGramDraft(), NGramDraft()], [(NGramDraft(), 2.5)], [(NGramDraft(), 0)]])
+def test_a_relay_says_what_a_stage_is(stages: list[Any]) -> None:
+    with pytest.raises(ValueError, match="stage"):
+        RelayDraft(stages)

@@ -79,11 +79,14 @@ class RelayDraft(_Combined):
     """
 
     def __init__(self, stages: Rows[tuple[DraftStrategy, int]]) -> None:
+        for stage in stages:
+            if not (isinstance(stage, tuple) and len(stage) == 2 and isinstance(stage[0], DraftStrategy)):
+                raise ValueError(f"stage {stage!r} of a relay is no pair of a strategy and its number of tokens")
         super().__init__([strategy for strategy, _ in stages])
         self.lengths = [k for _, k in stages]
         for number, k in enumerate(self.lengths):
-            if k < 1:
-                raise ValueError(f"k {k} of stage {number} must be at least 1")
+            if not isinstance(k, int) or k < 1:
+                raise ValueError(f"k {k!r} of stage {number} must be an integer of at least 1")
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         drafted: list[list[_Piece]] = [[] for _ in rows]
