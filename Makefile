@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types format clean
+.PHONY: demo test lint types format results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
@@ -22,6 +22,10 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+# Everything that docs/results shows, measured again here: about ten minutes on a machine that does nothing else.
+results: $(VENV)/.installed-peers
+	docs/results/measure.sh $(BIN)/fly
+
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/kernels/src/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -31,6 +35,10 @@ $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/kerne
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+$(VENV)/.installed-peers: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers,plots]'
 	touch $@
 
 clean:

@@ -61,6 +61,9 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
     """
     chains, choices, relaxation = draft.chains, target.argmax_BK.tolist(), policy.relaxation
     longest = draft.tokens_BK.shape[1]
+    if not longest:  # autoregressive decoding
+        none_BK = draft.tokens_BK
+        return Verdict(draft.lengths_B, torch.tensor(choices)[:, 0], none_BK.to(torch.int8), none_BK.to(torch.bool))
     agree = [[token == choice for token, choice in zip(*row)] for row in zip(chains, choices)]
     why, asked = [[int(Why.REJECTED)] * longest for _ in chains], [[False] * longest for _ in chains]
     held: dict[str, list[list[bool]]] = {}

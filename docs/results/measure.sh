@@ -1,0 +1,23 @@
+#!/bin/sh
+# Measure everything that README.md here shows, one after the other: docs/results/measure.sh [the fly command]
+set -eu
+fly=${1:-fly}
+here=$(dirname "$0")
+export COLUMNS=100 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+measure() {
+    name=$1
+    shift
+    echo "$name: fly $*"
+    { echo "\$ OMP_NUM_THREADS=$OMP_NUM_THREADS fly $*"; "$fly" "$@" 2>/dev/null; } > "$here/$name.txt"
+}
+
+measure demo demo
+measure speed bench speed --plot "$here/speed.png"
+measure peers bench peers
+measure peers-110m bench peers --shape 768x12x32000
+measure twins bench twins
+measure batch bench batch
+measure drafts bench drafts
+measure drafts-torch bench drafts --kernels torch
+measure policy bench policy
