@@ -12,6 +12,7 @@ own, by ``__torch_function__``.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["Top", "argmax", "log_mass", "pick", "top"]
+__all__ = ["Top", "argmax", "log_mass", "pick", "top", "top_of"]
 
 _CHUNK = 64
 _SMALL = 8192  # vocabularies up to this are done in one go
@@ -67,6 +68,17 @@ def top(values: Tensor, n: int) -> Top:
     found, at = torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1)
     inside = (best.squeeze(-1).gather(-1, (at // _CHUNK).clamp_max(n - 1))) * _CHUNK + at % _CHUNK
     return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
+
+
+def top_of(logits_V: Tensor, n: int) -> tuple[list[float], float]:
+    """The min(n, V) largest of one vector [V] on the CPU, largest first, and ln of the sum of exp over all of it."""
+    if len(logits_V) <= _SMALL:
+        logits = logits_V.numpy()
+        likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < len(logits) else logits.tolist(), reverse=True)
+        return likeliest, likeliest[0] + math.log(float(np.exp(logits - likeliest[0]).sum()))
+    top_1N = top(logits_V.unsqueeze(0), n).values
+    likeliest = top_1N.tolist()[0]
+    return likeliest, likeliest[0] + log_mass(logits_V.unsqueeze(0), top_1N[:, 0]).item()
 
 
 def log_mass(

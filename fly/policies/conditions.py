@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
-from fly.vocabulary import log_mass, top
+from fly.vocabulary import log_mass, top, top_of
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -316,11 +316,8 @@ class EntropyGate(Condition):
         target = block.target
         if self.entropy != "top3" or not (target.all_greedy or not self.processed):
             return super().at(block, b, j)
-        logits_1V = target.logits_BKV[b, j].unsqueeze(0)
-        top_13 = top(logits_1V, 3).values
-        peak_1, logits = top_13[:, 0], top_13.tolist()[0]
-        log_total = logits[0] + log_mass(logits_1V, peak_1).item()
-        return -sum(math.exp(z - log_total) * (z - log_total) for z in logits if z > -math.inf) >= self.theta
+        likeliest, log_total = top_of(target.logits_BKV[b, j], 3)
+        return -sum(math.exp(z - log_total) * (z - log_total) for z in likeliest if z > -math.inf) >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
         """[B, K]; three logits and the total mass, no softmax over the vocabulary."""

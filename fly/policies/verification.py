@@ -98,7 +98,7 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
         torch.tensor([row[n] for row, n in zip(choices, accepted)]),
         torch.tensor(why, dtype=torch.int8),
         torch.tensor(asked, dtype=torch.bool),
-        {label: torch.tensor(rows) for label, rows in held.items()},
+        dict(zip(held, torch.tensor([*held.values()]).unbind())) if held else {},
     )
 
 
