@@ -439,11 +439,9 @@ class Engine:
         places: list[list[int]],
     ) -> None:
         """Extend the rows by what stands, ending exactly where each ends, and count it."""
-        accepted, following = verdict.paths(), verdict.next_token_B.tolist()
-        whys, choices = verdict.why_BK.tolist(), target.argmax_BK.tolist()
+        accepted, choices = verdict.paths(), target.choices
+        _, following, whys, asked, held = verdict.told
         tokens, trees = draft.chains, draft.trees
-        held = {name: held_BK.tolist() for name, held_BK in verdict.clauses.items()}
-        asked = verdict.asked_BK.tolist() if held else []
         relaxation = rows[numbers[0]].policy.relaxation
         relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):

@@ -36,6 +36,8 @@ __all__ = [
     "StructuredOutput",
     "Target",
     "Token",
+    "Told",
+    "ToldVerdict",
     "Verdict",
     "Why",
     "depths",
@@ -336,6 +338,12 @@ class Target:
             self._argmax = argmax(self.logits_BKV)
         return self._argmax
 
+    @cached_property
+    def choices(self) -> list[list[int]]:
+        """``argmax_BK`` as lists. Asks the host, once."""
+        found: list[list[int]] = self.argmax_BK.tolist()
+        return found
+
     @property
     def probs_BKV(self) -> Tensor:
         """[B, K+1, V] the processed law; built on first use."""
@@ -440,6 +448,16 @@ class Noise:
         return Noise(self.accept_BK[index_B], self.sample_B[index_B])
 
 
+class Told(NamedTuple):
+    """What a ``Verdict`` says, as lists."""
+
+    accepted: list[int]
+    following: list[int]
+    why: list[list[int]]
+    asked: list[list[bool]]
+    held: dict[str, list[list[bool]]]
+
+
 @dataclass(frozen=True)
 class Verdict:
     """What stands of a block.
@@ -457,10 +475,43 @@ class Verdict:
 
     def paths(self) -> list[list[int]]:
         """For each row, the numbers of the drafted tokens that stand, in order. Asks the host."""
-        accepted = self.accepted_B.tolist()
         if self.path_BK is None:
-            return [list(range(n)) for n in accepted]
-        return [path[:n] for path, n in zip(self.path_BK.tolist(), accepted)]
+            return [list(range(n)) for n in self.told.accepted]
+        return [path[:n] for path, n in zip(self.path_BK.tolist(), self.told.accepted)]
+
+    @cached_property
+    def told(self) -> Told:
+        """All of it as lists, but for the paths. Asks the host, once."""
+        held = {name: held_BK.tolist() for name, held_BK in self.clauses.items()}
+        columns = self.accepted_B, self.next_token_B, self.why_BK, self.asked_BK
+        return Told(*(column.tolist() for column in columns), held)
+
+
+class ToldVerdict(Verdict):
+    """A verdict that was worked out as lists on the host, and becomes tensors where somebody asks for them."""
+
+    def __init__(self, told: Told) -> None:
+        self.__dict__["told"] = told
+
+    @cached_property
+    def accepted_B(self) -> Tensor:
+        return torch.tensor(self.told.accepted)
+
+    @cached_property
+    def next_token_B(self) -> Tensor:
+        return torch.tensor(self.told.following)
+
+    @cached_property
+    def why_BK(self) -> Tensor:
+        return torch.tensor(self.told.why, dtype=torch.int8)
+
+    @cached_property
+    def asked_BK(self) -> Tensor:
+        return torch.tensor(self.told.asked, dtype=torch.bool)
+
+    @cached_property
+    def clauses(self) -> dict[str, Tensor]:
+        return {name: torch.tensor(held) for name, held in self.told.held.items()}
 
 
 class Token(NamedTuple):

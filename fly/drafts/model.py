@@ -327,7 +327,7 @@ class SingleDraft(DraftStrategy):
         laws: list[list[Tensor]] = [[] for _ in rows]
         surely = [True] * len(rows)
         for numbers, verdict in judge(rows, target, below):
-            paths, following = verdict.paths(), verdict.next_token_B.tolist()
+            paths, following = verdict.paths(), verdict.told.following
             for i, b in enumerate(numbers):
                 new = [*(proposed[b][node] for node in paths[i]), following[i]]
                 new = until_end(new, rows[b])

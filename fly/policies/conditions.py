@@ -69,6 +69,18 @@ class Block:
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
+class HostBlock(Block):
+    """A block whose rows agree as lists of the host say, without padding; a tensor where somebody asks for one."""
+
+    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
+        self.__dict__.update(target=target, draft=draft, agree=agree, clauses={})
+
+    @cached_property
+    def agree_BK(self) -> Tensor:
+        longest = self.draft.tokens_BK.shape[1]
+        return torch.tensor([[*same, *[False] * (longest - len(same))] for same in self.agree])
+
+
 class Condition(ABC):
     """A statement about drafted positions, true or false for each. Frozen dataclasses; printing one gives its
     expression."""

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
-from fly.policies.conditions import Block
+from fly.policies.conditions import Block, HostBlock
 from fly.sampling import draw
-from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why, first_branch
+from fly.types import Draft, Guarantee, Noise, Target, Told, ToldVerdict, Verdict, Why, first_branch
 from fly.vocabulary import pick
 
 __all__ = ["verify"]
@@ -59,11 +59,8 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
 
     Between two forwards of a model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
     """
-    chains, choices, relaxation = draft.chains, target.argmax_BK.tolist(), policy.relaxation
+    chains, choices, relaxation = draft.chains, target.choices, policy.relaxation
     longest = draft.tokens_BK.shape[1]
-    if not longest:  # autoregressive decoding
-        none_BK = draft.tokens_BK
-        return Verdict(draft.lengths_B, torch.tensor(choices)[:, 0], none_BK.to(torch.int8), none_BK.to(torch.bool))
     agree = [[token == choice for token, choice in zip(*row)] for row in zip(chains, choices)]
     why, asked = [[int(Why.REJECTED)] * longest for _ in chains], [[False] * longest for _ in chains]
     held: dict[str, list[list[bool]]] = {}
@@ -81,9 +78,7 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
             if relaxation is None:
                 break
             if block is None:
-                block = Block(
-                    target, draft, torch.tensor([[*same, *[False] * (longest - len(same))] for same in agree])
-                )
+                block = HostBlock(target, draft, agree)
                 held = {clause.label: [[False] * longest for _ in chains] for clause in relaxation.clauses}
             said = {clause.label: clause.at(block, b, n) for clause in relaxation.clauses}
             for label, yes in said.items():
@@ -93,13 +88,8 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
                 break
             why[b][n] = Why.RELAXED
         accepted.append(n)
-    return Verdict(
-        torch.tensor(accepted),
-        torch.tensor([row[n] for row, n in zip(choices, accepted)]),
-        torch.tensor(why, dtype=torch.int8),
-        torch.tensor(asked, dtype=torch.bool),
-        dict(zip(held, torch.tensor([*held.values()]).unbind())) if held else {},
-    )
+    following = [row[n] for row, n in zip(choices, accepted)]
+    return ToldVerdict(Told(accepted, following, why, asked, held))
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
