@@ -483,8 +483,8 @@ class Verdict:
     def told(self) -> Told:
         """All of it as lists, but for the paths. Asks the host, once."""
         held = {name: held_BK.tolist() for name, held_BK in self.clauses.items()}
-        columns = self.accepted_B, self.next_token_B, self.why_BK, self.asked_BK
-        return Told(*(column.tolist() for column in columns), held)
+        why, asked = self.why_BK.tolist(), self.asked_BK.tolist()
+        return Told(self.accepted_B.tolist(), self.next_token_B.tolist(), why, asked, held)
 
 
 class ToldVerdict(Verdict):

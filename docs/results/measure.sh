@@ -3,13 +3,13 @@
 set -eu
 fly=${1:-fly}
 here=$(dirname "$0")
-export COLUMNS=100 OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+export COLUMNS=100
 
 measure() {
     name=$1
     shift
-    echo "$name: fly $*"
-    { echo "\$ OMP_NUM_THREADS=$OMP_NUM_THREADS fly $*"; "$fly" "$@" 2>/dev/null; } > "$here/$name.txt"
+    echo "$(date +%T) $name: fly $*"
+    { echo "\$ fly $*"; "$fly" "$@" 2>/dev/null; } > "$here/$name.txt"
 }
 
 measure demo demo
