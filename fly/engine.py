@@ -19,6 +19,7 @@ from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
+from fly.policies.base import accepts_exactly
 from fly.sampling import Law, Stream, constrain, uniforms
 from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why, depths
 
@@ -292,14 +293,14 @@ def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list
     device = target.logits_BKV.device
     draft = draft.to(device)
     longest = draft.tokens_BK.shape[1]
-    if target.all_greedy:
+    if target.all_greedy and all(accepts_exactly(row.policy) for row in rows):  # no coin decides anything
         noise = Noise(torch.zeros(len(rows), longest, device=device), torch.zeros(len(rows), device=device))
     else:
         seed_B = torch.tensor([row.seed for row in rows], device=device)
         round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         accept_BK = uniforms(seed_B, round_B, Stream.ACCEPT, longest)
         noise = Noise(accept_BK, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1))
-    if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
+    if rows and all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
         return [(list(range(len(rows))), verify(rows[0].policy, target, draft, noise))]
     groups: dict[object, list[int]] = {}
     for b, row in enumerate(rows):

@@ -462,8 +462,9 @@ class Told(NamedTuple):
 class Verdict:
     """What stands of a block.
 
-    ``clauses`` names each condition of a relaxation and where it held ([B, K] bool); ``asked_BK`` marks the
-    mismatches on which the outcome of the block hung: those in the accepted path, and what was tried after it.
+    ``clauses`` names each condition of a relaxation and where it held ([B, K] bool, right at least at ``asked_BK``, and
+    missing where nothing was asked); ``asked_BK`` marks the mismatches on which the outcome of the block hung: those in
+    the accepted path, and what was tried after it.
     """
 
     accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
@@ -488,7 +489,8 @@ class Verdict:
 
 
 class ToldVerdict(Verdict):
-    """A verdict that was worked out as lists on the host, and becomes tensors where somebody asks for them."""
+    """A verdict that was worked out as lists on the host, and becomes tensors where somebody asks for them. It is made
+    of lists alone: ``dataclasses.replace`` cannot copy it."""
 
     def __init__(self, told: Told) -> None:
         self.__dict__["told"] = told

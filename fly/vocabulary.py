@@ -73,7 +73,7 @@ def top(values: Tensor, n: int) -> Top:
 def top_of(logits_V: Tensor, n: int) -> tuple[list[float], float]:
     """The min(n, V) largest of one vector [V] on the CPU, largest first, and ln of the sum of exp over all of it."""
     if len(logits_V) <= _SMALL:
-        logits = logits_V.numpy()
+        logits = logits_V.detach().numpy()
         likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < len(logits) else logits.tolist(), reverse=True)
         return likeliest, likeliest[0] + math.log(float(np.exp(logits - likeliest[0]).sum()))
     top_1N = top(logits_V.unsqueeze(0), n).values
@@ -108,14 +108,14 @@ def log_mass(
     if logits_RV.device.type != "cpu":
         return scale(logits_RV.clone() if at_N is None else logits_RV[at_N], slice(None)).logsumexp(-1)
     if width <= _SMALL:
-        logits_NV = logits_RV.numpy() if at_N is None else logits_RV.numpy()[at_N.numpy()]
-        scaled_NV = logits_NV - peak_N.numpy()[:, None]
+        logits_NV = (logits_RV if at_N is None else logits_RV[at_N]).detach().numpy()
+        scaled_NV = logits_NV - peak_N.detach().numpy()[:, None]
         if temperature_N is not None:
             with np.errstate(over="ignore"):  # of one next to 0
                 scaled_NV /= temperature_N.numpy()[:, None]
         mass_NV = np.exp(scaled_NV, out=scaled_NV)
         if least_N is not None:
-            mass_NV[logits_NV < least_N.numpy()[:, None]] = 0.0
+            mass_NV[logits_NV < least_N.detach().numpy()[:, None]] = 0.0
         return torch.from_numpy(np.log(mass_NV.sum(-1)))
     positions = len(peak_N)
     at_N = torch.arange(positions) if at_N is None else at_N

@@ -22,11 +22,22 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.engine import Engine, Runner
+from fly.engine import Engine, Runner, judge
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.loading import save_model
-from fly.policies import AcceptancePolicy, AgreeingWindow, ControlToken, EntropyGate, Exact, FLy, LossySampling, Room
+from fly.policies import (
+    AcceptancePolicy,
+    AdditiveSlack,
+    AgreeingWindow,
+    ControlToken,
+    EntropyGate,
+    Exact,
+    FLy,
+    LossySampling,
+    Room,
+)
+from fly.sampling import Law
 from fly.types import Draft, Gate, Sequence, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama
@@ -769,3 +780,21 @@ def test_trained_text_streams_and_stops(trained: LLM, questions: list[list[int]]
         out = same_text(trained, prompt, params.model_copy(update={"stop": (stop,)}), 15)
         assert out.text == free.text[: free.text.index(stop)] and out.finish_reason == "stop"
     assert whole(trained)
+
+
+def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
+    """And the same ones alone as beside a row that samples."""
+    logits_BJV = torch.zeros(1, 2, 5)
+    logits_BJV[..., 3] = 9.0
+    stood = 0
+    for seed in range(400):
+        row = Sequence([1], 1, SamplingParams(temperature=0.0), AdditiveSlack(eps=0.25), seed=seed, k=1)
+        other = Sequence([1], 1, SamplingParams(temperature=1.0), AdditiveSlack(eps=0.25), seed=7, k=1)
+        draft = Draft(torch.tensor([[2]]), torch.tensor([1]))
+        ((_, alone),) = judge([row], Target(logits_BJV), draft)
+        law = Law.of([row.params, other.params]).on(logits_BJV.expand(2, -1, -1))
+        both = Target(logits_BJV.expand(2, -1, -1), law, greedy_B=torch.tensor([True, False]))
+        ((_, beside),) = judge([row, other], both, Draft(torch.tensor([[2], [2]]), torch.tensor([1, 1])))
+        assert alone.told.accepted[0] == beside.told.accepted[0]
+        stood += alone.told.accepted[0]
+    assert 70 < stood < 130

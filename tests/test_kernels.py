@@ -22,6 +22,7 @@ from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
 from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
+from fly.models.invariant import OneByOne
 from fly.policies import Exact
 from fly.sampling import Law, draw
 from fly.types import Sequence
@@ -239,7 +240,10 @@ def test_a_token_of_a_tree_has_the_bits_of_its_path_alone(case: Case, data: st.D
     fed_T = torch.cat([row[start:], torch.tensor(tokens)])
     at_T = torch.tensor([*range(start, before), *(before + depth[node] for node in range(size))])
     mask = _tree_mask(start, before, parents)
-    logits_TV = model.logits(model(fed_T, at_T, cache.batch([0], [start], [len(fed_T)], [mask])))
+    kv = cache.batch([0], [start], [len(fed_T)], [mask])
+    hidden_TC = model(fed_T, at_T, kv)
+    logits_TV = model.logits(hidden_TC)
+    assert same_bits(OneByOne(model)(fed_T, at_T, kv), hidden_TC)  # which are batches with masks of their own
     for node in range(size):
         path, at = [], node
         while at >= 0:

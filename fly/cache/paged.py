@@ -126,7 +126,9 @@ class PagedBatch:
             stored_S = slots_S[row.stored]
             for n in range(count):
                 seen_S = stored_S[: start + n + 1] if row.causal or row.mask_NS is None else stored_S[row.mask_NS[n]]
-                alone = PagedBatch(self.cache, [seq], [start + n], [1], None)
+                # for an attention that goes by tables: of a tree, what the token sees
+                mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
+                alone = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
                 alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), len(seen_S), seen_S, None, False)]
                 yield alone

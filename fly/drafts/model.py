@@ -71,9 +71,9 @@ class SingleDraft(DraftStrategy):
 
     Args:
         model: a loaded model, or the path or bundled name of a checkpoint.
-        draft: who proposes for this model; None for nobody. Where the model can draft in one call (compiled kernels,
-            temperature 0, a policy that is exact), ``draft`` is asked only while that is measured to take less time;
-            the tokens are the same.
+        draft: who proposes for this model; None for nobody. Where the model can draft in one call and gives the same
+            tokens so (compiled kernels, temperature 0, a policy that is exact), ``draft`` is asked only while that is
+            measured to take less time.
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
@@ -196,6 +196,8 @@ class SingleDraft(DraftStrategy):
                 if way is not None:
                     self._ways.add(way, (self.clock() - begin) / max(sum(map(len, proposal.chains)), 1))
                 return proposal
+            if way != 0:
+                way = None  # no room to go that way: what follows takes the time of neither
         scratch = [row.fork(self.policy, self._seed(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+import threading
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
@@ -54,7 +55,11 @@ def compiled(model: Any, kernels: str = "auto") -> Any:
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
     variant = chosen(kernels)
-    if variant == TORCH or isinstance(model, CompiledLlama):
+    if isinstance(model, CompiledLlama):
+        if kernels != "auto" and variant != model.kernels:
+            raise ValueError(f"kernels {kernels!r}: this model was compiled for {model.kernels!r} as it was loaded")
+        return model
+    if variant == TORCH:
         return model
     reason = refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
     if reason is not None:
@@ -126,8 +131,9 @@ class CompiledLlama:
                 self._pack(i, which, linear)
         self._pack(0, 4, model.lm_head)
         self._every_layer = array("i", range(config.num_hidden_layers))
-        self._cache: PagedKVCache | None = None  # the one last attended over
-        self._call = Batch()  # what is the same from one call to the next stays in it
+        # What is the same from one call to the next: the cache last attended over, and what the library is told of it.
+        self._cache: weakref.ref[PagedKVCache] | None = None
+        self._call, self._calls = Batch(), threading.Lock()
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         weight_NK, scale = linear.weight.detach().contiguous(), None
@@ -223,8 +229,10 @@ class CompiledLlama:
         """What the library takes, and what must live as long."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
-        if kv.cache is not self._cache:
-            self._attend_over(kv.cache)
+        with self._calls:  # a call is this thread's own
+            if self._cache is None or self._cache() is not kv.cache:
+                self._attend_over(kv.cache)
+            call = Batch.from_buffer_copy(self._call)
         count = len(tokens_T)
         if not count == len(positions_T) == sum(kv.counts):
             raise ValueError(f"{count} tokens, {len(positions_T)} positions, {sum(kv.counts)} slots")
@@ -238,7 +246,6 @@ class CompiledLlama:
             kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
             masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
         which = self._every_layer if layers is None else array("i", layers)
-        call = self._call
         call.rows, call.tokens = len(starts), count
         call.token, call.position = tokens_T.data_ptr(), positions_T.data_ptr()
         call.start, call.count = starts.buffer_info()[0], counts.buffer_info()[0]
@@ -259,7 +266,7 @@ class CompiledLlama:
         call = self._call
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
         call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
-        self._cache = cache
+        self._cache = weakref.ref(cache)
 
 
 def _sampling(law: Law) -> ctypes.Array[Sampling]:
@@ -268,7 +275,7 @@ def _sampling(law: Law) -> ctypes.Array[Sampling]:
     rows = list(zip(*(column.tolist() for column in columns)))
     made = (Sampling * len(rows))()
     for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
-        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, top_k
+        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
         row.floor = temperature * math.log(min_p) if min_p else -math.inf
     return made
 

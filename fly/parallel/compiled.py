@@ -36,7 +36,7 @@ class CompiledPart(CompiledLlama):
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
         super().__init__(model, variant)
         self.ranks, self._gather_logits = ranks, gather_logits
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._sum = _Sum(self._sum_over_ranks)  # must live as long as the model
         first = part.slots("vocab_size").start
         self._library.fly_share(self._model, self._sum, part.config.vocab_size, first)
@@ -47,7 +47,7 @@ class CompiledPart(CompiledLlama):
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)
                 self.ranks.sum_(values)
-            except Exception as error:
+            except BaseException as error:  # a signal's too: the library would lose it
                 self._error = error
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:

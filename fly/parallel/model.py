@@ -61,22 +61,23 @@ def load(
 
     model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {path}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), path), f"loading {path}")
-    variant = ranks.together(lambda: _variant(ranks, model, kernels, plan), f"loading {path}")
+    variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {path}")
+    if TORCH in ranks.collect(variant) and kernels == "auto":
+        variant = TORCH
     if variant != TORCH:
         return CompiledPart(model, variant, parts[0], ranks, gather_logits)
     return parallelise(model, parts[0], ranks, gather_logits)
 
 
-def _variant(ranks: Ranks, model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
-    """What runs the part here, which may be another code than on other ranks, but is compiled on all or on none."""
+def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
+    """What can run the part here. It may be another code than on other ranks, but is compiled on all or on none."""
     reason = "a plan that gathers is PyTorch's" if any(rule.style == "gather" for rule in plan) else refusal(model)
     variant = chosen(kernels)
     if variant != TORCH and reason is not None:
         if kernels != "auto":
             raise ValueError(f"kernels {kernels!r}: {reason}")
         variant = TORCH
-    found = ranks.collect(variant)
-    return variant if kernels != "auto" or TORCH not in found else TORCH
+    return variant
 
 
 def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:

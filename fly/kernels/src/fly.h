@@ -50,7 +50,7 @@ struct Workspace {
     void* normed;        // [T, C], in the type of activations
     void* attended;      // [T, H·D]
     void* gated;         // [T, intermediate]
-    int last_rows;       // rows that the following two are for
+    int last_rows;       // rows that the following are for
     void* last;          // [rows, C], what the logits of a drafter's step are made from
     float* logits;       // [rows, V]
     float* spread;       // [2, V padded], of one row

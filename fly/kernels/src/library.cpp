@@ -335,6 +335,8 @@ struct Batch {
 
 namespace {
 
+int threads_for(int wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted; }
+
 // Everything of a call but its work. Returns an error or OK.
 int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last_rows, int extra) {
     memset((void*)call, 0, sizeof(Call));
@@ -355,12 +357,11 @@ int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last
     }
     call->row = rows;
     call->pieces = arena->take<Piece>(batch->rows);
-    if (!make_room(model, batch->tokens, last_rows, longest + extra, batch->threads)) return NO_MEMORY;
+    if (!make_room(model, batch->tokens, last_rows, longest + extra, threads_for(batch->threads)))
+        return NO_MEMORY;
     first_tile(call);
     return OK;
 }
-
-int threads_for(int wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted; }
 
 // Nanoseconds to wait for workers: an eighth of what a call of ``tokens`` will take, by a rough guess at the processor.
 int64_t patience_for(const Model* model, long tokens, long forwards) {
