@@ -614,7 +614,12 @@ def bench_drafts(
     draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
     policy: Policy = "exact",
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and unpredictable texts.")] = 8,
-    repeats: Annotated[int, typer.Option(min=0, help="Times an unpredictable text is decoded; 0 leaves it out.")] = 3,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Times an unpredictable text is decoded, for each adaptive(...) draft; 0 leaves it out."
+        ),
+    ] = 3,
     k: K = 15,
     model: Model = "fly-target",
     dtype: Dtype = "auto",
