@@ -415,6 +415,8 @@ class Engine:
         for n in draft.lengths_B.tolist():
             if not 0 <= n <= padded:
                 raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
+        if not padded:
+            return
         for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):
             n = len(tokens)
             if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):

@@ -21,3 +21,5 @@ measure batch bench batch
 measure drafts bench drafts
 measure drafts-torch bench drafts --kernels torch --repeats 0
 measure policy bench policy
+export OMP_NUM_THREADS=1
+measure promise bench drafts --draft "adaptive(ngram)" --draft "adaptive(fly-draft)" --repeats 6

@@ -310,7 +310,11 @@ class AdaptiveDraft(Wrapper):
                 self._round.listening += self.clock() - begin
 
     def commit(self, rows: Rows[Sequence]) -> None:
-        this, self._round, now = self._round, None, self.clock()
+        this, self._round = self._round, None
+        if this is None and self._silent:
+            self._silent = False
+            return
+        now = self.clock()
         if self._silent:
             self._silent = False
         else:
