@@ -338,6 +338,11 @@ class Target:
             self._argmax = argmax(self.logits_BKV)
         return self._argmax
 
+    def allowed(self, tokens_BK: Tensor) -> Tensor:
+        """[B, K] bool: where token j is not banned at position j (an end before ``min_tokens``, say), by a logit of
+        -inf. Nothing excuses a banned token."""
+        return pick(self.logits_BKV[:, : tokens_BK.shape[1]], tokens_BK) > -torch.inf
+
     @cached_property
     def choices(self) -> list[list[int]]:
         """``argmax_BK`` as lists. Asks the host, once."""

@@ -311,13 +311,11 @@ class AdaptiveDraft(Wrapper):
 
     def commit(self, rows: Rows[Sequence]) -> None:
         this, self._round = self._round, None
-        if this is None and self._silent:
-            self._silent = False
+        silent, self._silent = self._silent, False
+        if silent and this is None:
             return
         now = self.clock()
-        if self._silent:
-            self._silent = False
-        else:
+        if not silent:
             super().commit(rows)
         if this is not None:
             self._settle(rows, this, now)

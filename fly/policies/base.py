@@ -16,7 +16,6 @@ from torch import Tensor
 from fly.policies.conditions import Block, Condition, expression
 from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
-from fly.vocabulary import pick
 
 __all__ = [
     "AcceptancePolicy",
@@ -122,9 +121,7 @@ class AcceptancePolicy(ABC):
             excused_BK = self.relax(target, draft, kept_BK)
         else:
             excused_BK = self.relaxation.holds(block)
-        # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
-        logits_BK = pick(target.logits_BKV[:, :-1], draft.tokens_BK)
-        stands_BK = kept_BK | (excused_BK & mask_BK & (logits_BK > -torch.inf))
+        stands_BK = kept_BK | (excused_BK & mask_BK & target.allowed(draft.tokens_BK))
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
             # The rule itself is loose: what the exact rule would not have kept, by the same coin, is relaxed.

@@ -83,7 +83,7 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
             said = {clause.label: clause.at(block, b, n) for clause in relaxation.clauses}
             for label, yes in said.items():
                 held[label][b][n] = yes
-            # A banned token (an end before min_tokens, say) has logit -inf, and nothing excuses it.
+            # as ``Target.allowed``, of one token
             if not relaxation.decide(said) or target.logits_BKV[b, n, chains[b][n]] == -torch.inf:
                 break
             why[b][n] = Why.RELAXED
@@ -232,8 +232,7 @@ def _excuse(
         excused_PD = policy.relax(block.target, chain, agree_PD)
     else:
         excused_PD = policy.relaxation.holds(block)
-    # A banned token has logit -inf, and nothing excuses it.
-    excused_PD = excused_PD & (pick(block.target.logits_BKV[:, :-1], chain.tokens_BK) > -torch.inf)
+    excused_PD = excused_PD & block.target.allowed(chain.tokens_BK)
 
     def anywhere(found_PD: Tensor) -> Tensor:
         found_BK = torch.zeros_like(kept_BK, dtype=torch.int64)
