@@ -8,6 +8,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, Protocol
@@ -21,7 +22,7 @@ from fly.models.llama import KV
 from fly.policies import verify
 from fly.policies.base import accepts_exactly
 from fly.sampling import Law, Stream, constrain, uniforms
-from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why, depths
+from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
@@ -122,6 +123,16 @@ class Runner:
         Raises:
             OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
         """
+        return self._feed(rows, drafts, parents, prefill)[0]
+
+    def _feed(
+        self,
+        rows: Rows[Sequence],
+        drafts: Rows[list[int]],
+        parents: Rows[list[int]] | None,
+        prefill: Rows[tuple[Sequence, int]],
+    ) -> tuple[Tensor, list[list[int]] | None]:
+        """``feed``, and the most likely token at each place where that was found by the way."""
         fed = [*rows, *(row for row, _ in prefill)]
         strange = [row for row in fed if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in fed]
@@ -129,7 +140,7 @@ class Runner:
         new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
         counts = [len(tokens) for tokens in new]
         device = self.model.device
-        positions = [at for start, count in zip(starts, counts) for at in range(start, start + count)]
+        tokens, positions = _packed(new, starts)
         masks: list[Tensor | None] | None = None
         if parents is not None:
             masks, end = [None] * len(fed), 0
@@ -139,24 +150,29 @@ class Runner:
                     positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
                     masks[b] = _tree_mask(start, len(row.tokens), tree).to(device)
         kv = self._reserve(fed, starts, counts, masks, counts, strange)
-        tokens_T = torch.tensor([token for tokens in new for token in tokens], device=device)
-        positions_T = torch.tensor(positions, device=device)
-        hidden_TC = self.model(tokens_T, positions_T, kv)
-        for b, (row, tokens) in enumerate(zip(fed, new)):
-            self._cached[row.id].extend(tokens)
-            if parents is not None and b < len(rows) and parents[b]:
-                self._trees[row.id] = (len(row.tokens), parents[b])
-        if not rows:
-            return torch.zeros(0, 1, self.model.config.vocab_size, device=device)
-        longest = max(map(len, drafts))
+        longest = max(map(len, drafts), default=0)
+        kept: list[int] | None = None  # all
         if prefill or not all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts)):
             kept, end = [], 0
             for draft, count in zip(drafts, counts):
                 end += count
                 first = end - 1 - len(draft)
                 kept += [min(first + j, end - 1) for j in range(longest + 1)]
-            hidden_TC = hidden_TC[torch.tensor(kept, device=device)]
-        return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
+        choices: list[list[int]] | None = None
+        if (score := getattr(self.model, "score", None)) is not None:
+            logits_NV, found = score(array("q", tokens), array("q", positions), kv, kept)
+            choices = [found[at : at + longest + 1] for at in range(0, len(found), longest + 1)]
+        else:
+            hidden_TC = self.model(torch.tensor(tokens, device=device), torch.tensor(positions, device=device), kv)
+            if kept is not None:
+                hidden_TC = hidden_TC[torch.tensor(kept, dtype=torch.int64, device=device)]
+            vocabulary = self.model.config.vocab_size
+            logits_NV = self.model.logits(hidden_TC) if rows else torch.zeros(0, vocabulary, device=device)
+        for b, (row, added) in enumerate(zip(fed, new)):
+            self._cached[row.id].extend(added)
+            if parents is not None and b < len(rows) and parents[b]:
+                self._trees[row.id] = (len(row.tokens), parents[b])
+        return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
 
     def draft(
         self, rows: Rows[Sequence], most: Rows[int], law: Law | None = None, uniform_BK: Tensor | None = None
@@ -177,13 +193,13 @@ class Runner:
             kv = self._reserve(rows, starts, counts, None, [count + n - 1 for count, n in zip(counts, most)], strange)
         except OutOfBlocks:
             return None
-        tokens_T = torch.tensor([token for tokens in new for token in tokens])
-        positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
+        tokens, positions = _packed(new, starts)
         found: tuple[list[list[int]], Tensor | None]
-        found = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows], law, uniform_BK)
-        for row, tokens, drafted, n in zip(rows, new, found[0], most):
+        stop_ids = [row.stop_ids for row in rows]
+        found = draft(torch.tensor(tokens), torch.tensor(positions), kv, most, stop_ids, law, uniform_BK)
+        for row, added, drafted, n in zip(rows, new, found[0], most):
             cached = self._cached[row.id]
-            cached += tokens + drafted[:-1]
+            cached += added + drafted[:-1]
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
         return found
@@ -215,10 +231,10 @@ class Runner:
     ) -> tuple[Target, Tensor]:
         """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
         drafts, trees = draft.chains, draft.trees
-        raw_BJV = self.feed(rows, drafts, trees, prefill)
-        missing = draft.tokens_BK.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
+        raw_BJV, choices = self._feed(rows, drafts, trees, prefill)
+        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
-            raw_BJV = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1)
+            raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
         logits_BJV = constrain(raw_BJV, rows, drafts, trees)
         device = logits_BJV.device
         probs, greedy_B = None, None
@@ -234,6 +250,7 @@ class Runner:
             relaxed_B=lambda: torch.tensor([row.stats.relaxed for row in rows], device=device),
             nats_B=lambda: torch.tensor([row.stats.nats for row in rows], device=device),
             history=[row.tokens for row in rows],
+            choices=choices if logits_BJV is raw_BJV else None,
         )
         return target, raw_BJV
 
@@ -259,6 +276,14 @@ class Runner:
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
         self.cache.allocator.release(row.id)
+
+
+def _packed(new: list[list[int]], starts: list[int]) -> tuple[list[int], list[int]]:
+    """The rows' new tokens one behind the other, and where each stands in its row."""
+    if len(new) == 1:
+        return new[0], list(range(starts[0], starts[0] + len(new[0])))
+    positions = [at for start, tokens in zip(starts, new) for at in range(start, start + len(tokens))]
+    return [token for tokens in new for token in tokens], positions
 
 
 def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
@@ -292,13 +317,11 @@ def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list
     """Apply each row's own policy, rows of one policy together: ``(row numbers, verdict)`` of each group."""
     device = target.logits_BKV.device
     draft = draft.to(device)
-    longest = draft.tokens_BK.shape[1]
-    if target.all_greedy and all(accepts_exactly(row.policy) for row in rows):  # no coin decides anything
-        noise = Noise(torch.zeros(len(rows), longest, device=device), torch.zeros(len(rows), device=device))
-    else:
+    noise: Noise | None = None
+    if not (target.all_greedy and all(accepts_exactly(row.policy) for row in rows)):
         seed_B = torch.tensor([row.seed for row in rows], device=device)
         round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
-        accept_BK = uniforms(seed_B, round_B, Stream.ACCEPT, longest)
+        accept_BK = uniforms(seed_B, round_B, Stream.ACCEPT, draft.shape[1])
         noise = Noise(accept_BK, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1))
     if rows and all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
         return [(list(range(len(rows))), verify(rows[0].policy, target, draft, noise))]
@@ -308,7 +331,8 @@ def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list
     verdicts = []
     for numbers in groups.values():
         index_B = torch.tensor(numbers, device=device)
-        part = verify(rows[numbers[0]].policy, target.rows(index_B, numbers), draft.rows(index_B), noise.rows(index_B))
+        coins = None if noise is None else noise.rows(index_B)
+        part = verify(rows[numbers[0]].policy, target.rows(index_B, numbers), draft.rows(index_B), coins)
         verdicts.append((numbers, part))
     return verdicts
 
@@ -408,13 +432,17 @@ class Engine:
         name, vocabulary = type(self.strategy).__name__, self.runner.model.config.vocab_size
         if not isinstance(draft, Draft):
             raise ValueError(f"{name} proposed {draft!r}, not a Draft")
-        if draft.tokens_BK.shape[0] != len(max_len) or draft.lengths_B.shape != (len(max_len),):
-            shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
-            raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
-        padded = draft.tokens_BK.shape[1]
-        for n in draft.lengths_B.tolist():
-            if not 0 <= n <= padded:
-                raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
+        rows, padded = draft.shape
+        if isinstance(draft, ListedDraft):
+            if rows != len(max_len):
+                raise ValueError(f"{name} proposed tokens for {rows} rows, not for {len(max_len)}")
+        else:
+            if rows != len(max_len) or draft.lengths_B.shape != (len(max_len),):
+                shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
+                raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
+            for n in draft.lengths_B.tolist():
+                if not 0 <= n <= padded:
+                    raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
         if not padded:
             return
         for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):

@@ -113,8 +113,7 @@ class Request:
 
     def stopped(self, row: Sequence, token: int) -> bool:
         """Read a token; whether a stop string ended the text with it."""
-        if self.text is None:
-            return False
+        assert self.text is not None
         self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
         return self.text.stopped
 
@@ -369,7 +368,7 @@ class LLM:
         """Let a request take part in the steps from now on. One that is over already stays so."""
         if not request.row.finish_reason:
             self._open[request.row.id] = request
-            self.scheduler.add(request.row, request.stopped)
+            self.scheduler.add(request.row, None if request.text is None else request.stopped)
 
     def step(self) -> None:
         """One step of all requests that were submitted. A row's ``finish_reason`` says when it is over; ``close`` the

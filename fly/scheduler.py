@@ -133,7 +133,7 @@ class Scheduler:
 
     def _run(self, step: _Step) -> None:
         try:
-            self.engine.step(step.rows, self._stop, step.prefill)
+            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill)
         except Exception as error:
             self._failed(error)
             # The engine leaves all as it was, so that whose fault it is shows when each goes alone.

@@ -221,10 +221,19 @@ class Draft:
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
         """No proposal for any of ``rows`` rows."""
-        return Draft(
-            torch.zeros(rows, 0, dtype=torch.int64, device=device),
-            torch.zeros(rows, dtype=torch.int64, device=device),
-        )
+        return Draft.of([[] for _ in range(rows)], device)
+
+    @staticmethod
+    def of(chains: list[list[int]], device: torch.device | str = "cpu") -> Draft:
+        """A deterministic proposal of ragged token lists."""
+        listed = ListedDraft(chains)
+        return listed if torch.device(device).type == "cpu" else listed.to(torch.device(device))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows, and the longest draft with its padding: B, K."""
+        rows, longest = self.tokens_BK.shape
+        return rows, longest
 
     @cached_property
     def chains(self) -> list[list[int]]:
@@ -268,6 +277,33 @@ class Draft:
         return columns_K < self.lengths_B.unsqueeze(1)
 
 
+class ListedDraft(Draft):
+    """Chains that were proposed as lists on the host, deterministic, and become tensors where somebody asks for them:
+    between two forwards of a small model, making tensors takes longer than what is done with them. It is made of lists
+    alone: ``dataclasses.replace`` cannot copy it."""
+
+    def __init__(self, chains: list[list[int]]) -> None:
+        self.__dict__["chains"] = chains
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.chains), max(map(len, self.chains), default=0)
+
+    @cached_property
+    def tokens_BK(self) -> Tensor:
+        _, longest = self.shape
+        padded = [tokens + [0] * (longest - len(tokens)) for tokens in self.chains]
+        return torch.tensor(padded, dtype=torch.int64).reshape(self.shape)
+
+    @cached_property
+    def lengths_B(self) -> Tensor:
+        return torch.tensor([len(tokens) for tokens in self.chains], dtype=torch.int64)
+
+    def to(self, device: torch.device) -> Draft:
+        on_host = torch.device(device).type == "cpu"
+        return self if on_host else Draft(self.tokens_BK.to(device), self.lengths_B.to(device))
+
+
 class LazyLaw(Protocol):
     """A processed law [B, K+1, V] that is worked out only where somebody looks (``fly.sampling.ProcessedLaw``)."""
 
@@ -304,6 +340,7 @@ class Target:
             relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build
             them when a rule first asks; None is zero.
         history: the tokens of each row before this block, its prompt included; None if nobody says.
+        choices: ``argmax_BK`` as lists, where somebody knows it already.
     """
 
     def __init__(
@@ -317,25 +354,34 @@ class Target:
         relaxed_B: Tensor | Callable[[], Tensor] | None = None,
         nats_B: Tensor | Callable[[], Tensor] | None = None,
         history: list[list[int]] | None = None,
+        choices: list[list[int]] | None = None,
     ) -> None:
-        rows, device = logits_BKV.shape[0], logits_BKV.device
         self.logits_BKV = logits_BKV
         self._probs = probs
         self.some_greedy = probs is None or greedy_B is not None
-        if greedy_B is None:
-            greedy_B = torch.full((rows,), probs is None, dtype=torch.bool, device=device)
-        self.greedy_B = greedy_B
+        self._greedy = greedy_B
         self.all_greedy = probs is None
         self.control_V = control_V
         self.history = history
         self._generated, self._relaxed, self._nats = generated_B, relaxed_B, nats_B
         self._argmax: Tensor | None = None
+        if choices is not None:
+            self.__dict__["choices"] = choices
+
+    @property
+    def greedy_B(self) -> Tensor:
+        """[B] bool, rows at temperature 0."""
+        if self._greedy is None:
+            logits_BKV = self.logits_BKV
+            self._greedy = torch.full(logits_BKV.shape[:1], self.all_greedy, dtype=torch.bool, device=logits_BKV.device)
+        return self._greedy
 
     @property
     def argmax_BK(self) -> Tensor:
         """[B, K+1] int64, the target's most likely token at each position (the lowest id among equals)."""
         if self._argmax is None:
-            self._argmax = argmax(self.logits_BKV)
+            known = self.__dict__.get("choices")
+            self._argmax = argmax(self.logits_BKV) if known is None else torch.tensor(known)
         return self._argmax
 
     def allowed(self, tokens_BK: Tensor) -> Tensor:

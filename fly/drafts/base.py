@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -126,20 +125,13 @@ def until_end(tokens: list[int], row: Sequence) -> list[int]:
 
 def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:
     """A deterministic ``Draft`` of ragged token lists."""
-    lengths = [len(tokens) for tokens in drafts]
-    longest = max(lengths, default=0)
-    padded = [tokens + [0] * (longest - len(tokens)) for tokens in drafts]
-    return Draft(
-        torch.tensor(padded, dtype=torch.int64, device=device).reshape(len(drafts), longest),
-        torch.tensor(lengths, dtype=torch.int64, device=device),
-    )
+    return Draft.of(list(drafts), device)
 
 
 def pad_trees(drafts: Rows[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:
     """A deterministic ``Draft`` of ragged trees: the tokens of each row, and their parents."""
     draft = pad([tokens for tokens, _ in drafts], device)
-    longest = draft.tokens_BK.shape[1]
+    _, longest = draft.shape
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
-    return replace(
-        draft, parents_BK=torch.tensor(parents, dtype=torch.int64, device=device).reshape(len(drafts), longest)
-    )
+    parents_BK = torch.tensor(parents, dtype=torch.int64, device=device).reshape(len(drafts), longest)
+    return Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)

@@ -46,8 +46,9 @@ class _Part:
 
     def __init__(self, model: _Layered, layers: list[int]) -> None:
         self.model, self.layers, self.config = model, layers, model.config
-        if (draft := getattr(model, "draft", None)) is not None:
-            self.draft = partial(draft, layers=layers)
+        for name in ("draft", "score"):  # calls that not every model has
+            if (call := getattr(model, name, None)) is not None:
+                setattr(self, name, partial(call, layers=layers))
 
     @property
     def device(self) -> torch.device:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 __all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 3  # of src/library.cpp: what was built from other sources is not called
+_ABI = 4  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -59,6 +59,8 @@ _FUNCTIONS = {
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
+    "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
+    "fly_top": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 8),
 }
 

@@ -166,7 +166,7 @@ class CompiledLlama:
         Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
         """
         tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
-        batch, _kept = self._batch(tokens_T, positions_T, kv, layers)
+        batch, _kept = self._batch(_places(tokens_T, positions_T), len(tokens_T), kv, layers)
         hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
         self._done(self._library.fly_forward(self._model, ctypes.byref(batch), hidden_TC.data_ptr()))
         return hidden_TC
@@ -181,6 +181,32 @@ class CompiledLlama:
         threads = torch.get_num_threads()
         self._done(self._library.fly_logits(self._model, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV
+
+    def score(
+        self,
+        tokens: array[int],
+        positions: array[int],
+        kv: KV,
+        kept: Sequence[int] | None = None,
+        layers: Sequence[int] | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """A forward and its logits in one call, of lists of the host (arrays of int64): logits [N, V] in float32 behind
+        the packed tokens numbered in ``kept`` (None: all), bit for bit those of ``logits``, and the most likely token
+        of each, the lowest id among equals. Errors as for a forward."""
+        if len(tokens) != len(positions):
+            raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions")
+        places = tokens.buffer_info()[0], positions.buffer_info()[0]
+        batch, _kept = self._batch(places, len(tokens), kv, layers)
+        which = None if kept is None else array("i", kept)
+        count = len(tokens) if which is None else len(which)
+        logits_NV, choices = torch.empty(count, self.vocab), array("i", bytes(4 * count))
+        at = None if which is None else which.buffer_info()[0]
+        self._done(
+            self._library.fly_score(
+                self._model, ctypes.byref(batch), at, count, logits_NV.data_ptr(), choices.buffer_info()[0]
+            )
+        )
+        return logits_NV, choices.tolist()
 
     def draft(
         self,
@@ -204,7 +230,7 @@ class CompiledLlama:
         of what a row drafts, all but the last is stored then. Errors as for a forward.
         """
         tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
-        batch, _kept = self._batch(tokens_T, positions_T, kv, layers)
+        batch, _kept = self._batch(_places(tokens_T, positions_T), len(tokens_T), kv, layers)
         longest, rows = max(most, default=0), len(most)
         limits, stops, at = array("i", most), array("q"), array("i", [0])
         for ids in stop_ids:
@@ -224,18 +250,17 @@ class CompiledLlama:
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
     def _batch(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None
+        self, places: tuple[int, int], count: int, kv: KV, layers: Sequence[int] | None
     ) -> tuple[Batch, tuple[object, ...]]:
-        """What the library takes, and what must live as long."""
+        """What the library takes, and what must live as long: ``count`` tokens and positions lie at ``places``."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
         with self._calls:  # a call is this thread's own
             if self._cache is None or self._cache() is not kv.cache:
                 self._attend_over(kv.cache)
             call = Batch.from_buffer_copy(self._call)
-        count = len(tokens_T)
-        if not count == len(positions_T) == sum(kv.counts):
-            raise ValueError(f"{count} tokens, {len(positions_T)} positions, {sum(kv.counts)} slots")
+        if count != sum(kv.counts):
+            raise ValueError(f"{count} tokens, {sum(kv.counts)} slots")
         tables, table_at = array("i"), array("i")
         for table in kv.tables():
             table_at.append(len(tables))
@@ -247,7 +272,7 @@ class CompiledLlama:
             masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
         which = self._every_layer if layers is None else array("i", layers)
         call.rows, call.tokens = len(starts), count
-        call.token, call.position = tokens_T.data_ptr(), positions_T.data_ptr()
+        call.token, call.position = places
         call.start, call.count = starts.buffer_info()[0], counts.buffer_info()[0]
         call.tables, call.table_at = tables.buffer_info()[0], table_at.buffer_info()[0]
         call.masks = None if masks is None else masks.buffer_info()[0]
@@ -267,6 +292,12 @@ class CompiledLlama:
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
         call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
+
+
+def _places(tokens_T: Tensor, positions_T: Tensor) -> tuple[int, int]:
+    if len(tokens_T) != len(positions_T):
+        raise ValueError(f"{len(tokens_T)} tokens, {len(positions_T)} positions")
+    return tokens_T.data_ptr(), positions_T.data_ptr()
 
 
 def _sampling(law: Law) -> ctypes.Array[Sampling]:

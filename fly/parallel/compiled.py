@@ -31,7 +31,9 @@ class CompiledPart(CompiledLlama):
     """
 
     batch_invariant = False  # the order in which ranks are added up depends on a value's place among all of a call
-    draft = None  # type: ignore[assignment]  # the whole loop in one call knows only this rank's logits
+    # One call of both, or of the whole loop, would know only this rank's logits.
+    score = None  # type: ignore[assignment]
+    draft = None  # type: ignore[assignment]
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
         super().__init__(model, variant)

@@ -18,26 +18,30 @@ from fly.vocabulary import pick
 __all__ = ["verify"]
 
 
-def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
+def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
     """Apply ``policy`` to a block: flip the coins (``noise < accept_probs``, strictly), OR the relaxation, take the
     longest prefix, draw the correction or the bonus, and say why each token stands.
 
     Args:
         target: laws of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token, one draw
-            a row.
+            a row; None where none decides anything, at temperature 0 of a policy that ``accepts_exactly``.
 
     Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children.
 
     Raises:
         ValueError: the shapes of target, draft and noise do not belong together.
     """
-    rows, longest = draft.tokens_BK.shape
+    rows, longest = draft.shape
     if target.logits_BKV.shape[:2] != (rows, longest + 1):
         raise ValueError(
             f"target covers {tuple(target.logits_BKV.shape[:2])} (rows, positions), "
             f"a draft of shape {(rows, longest)} needs {(rows, longest + 1)}"
         )
-    if noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
+    comes_to_ids = target.all_greedy and accepts_exactly(policy)
+    if noise is None:
+        if not comes_to_ids:
+            raise ValueError(f"{policy} needs coins here, and noise is None")
+    elif noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
         raise ValueError(
             f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
@@ -45,8 +49,12 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise)
     if draft.parents_BK is None:
         logits_BKV = target.logits_BKV
         here = rows > 0 and logits_BKV.device.type == "cpu" and type(logits_BKV) is Tensor  # and not in shards
-        if target.all_greedy and here and accepts_exactly(policy):
+        if comes_to_ids and here:
             return _verify_greedily(policy, target, draft)
+    if noise is None:
+        device = target.logits_BKV.device
+        noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
+    if draft.parents_BK is None:
         return policy.verdict(target, draft, noise)
     if type(policy).verdict is AcceptancePolicy.verdict:
         return _verify_tree(policy, target, draft, noise)
@@ -60,7 +68,7 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
     Between two forwards of a model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
     """
     chains, choices, relaxation = draft.chains, target.choices, policy.relaxation
-    longest = draft.tokens_BK.shape[1]
+    _, longest = draft.shape
     agree = [[token == choice for token, choice in zip(*row)] for row in zip(chains, choices)]
     why, asked = [[int(Why.REJECTED)] * longest for _ in chains], [[False] * longest for _ in chains]
     held: dict[str, list[list[bool]]] = {}

@@ -791,24 +791,64 @@ void project_all(Call* call, int thread) {
     const int width = model->shape.width;
     const long ldx = padded(width);
     Act* normed = (Act*)model->work.normed;
-    for (int at = 0; at < call->tokens; at += MAX_TILE) {
-        const int rows = call->tokens - at < MAX_TILE ? call->tokens - at : MAX_TILE;
+    const int vocab = model->shape.vocab;
+    for (int at = 0; at < call->kept_count; at += MAX_TILE) {
+        const int rows = call->kept_count - at < MAX_TILE ? call->kept_count - at : MAX_TILE;
         const Range mine = part(rows, thread, call->threads);
-        for (int t = mine.from; t < mine.to; t++)
-            convert((const H*)call->hidden + (long)(at + t) * width, width, normed + t * ldx, (int)ldx);
+        for (int t = mine.from; t < mine.to; t++) {
+            const long from = call->kept ? call->kept[at + t] : at + t;
+            convert((const H*)call->hidden + from * width, width, normed + t * ldx, (int)ldx);
+        }
         wait(call);
-        project<Wt>(call, normed, rows, call->logits + (long)at * model->shape.vocab, thread);
+        project<Wt>(call, normed, rows, call->logits + (long)at * vocab, thread);
         wait(call);
+        for (int t = mine.from; call->choice && t < mine.to; t++)
+            call->choice[at + t] = (int32_t)best(call->logits + (long)(at + t) * vocab, vocab);
     }
 }
 
+// The ``n`` largest logits (-inf where there are fewer), largest first, and ln of the sum of exp over all of them.
+void top(const float* logits, int vocab, int n, float* found) {
+    for (int i = 0; i < n; i++) found[i] = -__builtin_inff();
+    auto insert = [&](float x) {
+        int at = n - 1;
+        for (; at > 0 && found[at - 1] < x; at--) found[at] = found[at - 1];
+        found[at] = x;
+    };
+    alignas(64) float rest[W];
+    const int whole = vocab / W * W;
+    for (int i = 0; i < W; i++) rest[i] = whole + i < vocab ? logits[whole + i] : -__builtin_inff();
+    Vec least = set1(found[n - 1]);
+    for (int v = 0; v <= whole; v += W) {
+        const float* from = v < whole ? logits + v : rest;
+        const Vec values = ld(from);
+        if (equal(larger(values, least), least) == (1u << W) - 1) continue;
+        for (int i = 0; i < W; i++)
+            if (from[i] > found[n - 1]) insert(from[i]);
+        least = set1(found[n - 1]);
+    }
+    const Vec peak = set1(-found[0]);
+    Vec all = zero();
+    for (int v = 0; v <= whole; v += W) all = add(all, exponential(add(ld(v < whole ? logits + v : rest), peak)));
+    found[n] = found[0] + __builtin_logf(sum(all));
+}
+
+// Final hidden states of all tokens, then the logits of those that are kept.
+template <class Wt, class K, class H>
+void score(Call* call, int thread) {
+    tiles<Wt, K, H>(call, thread, nullptr);
+    wait(call);
+    project_all<Wt, H>(call, thread);
+}
+
 // From the types of a call to the code for them.
-enum Job { FORWARD, DRAFT, LOGITS };
+enum Job { FORWARD, DRAFT, LOGITS, SCORE };
 
 template <class Wt, class H, class K>
 void dispatch(Job job, Call* call, int thread) {
     if (job == FORWARD) return tiles<Wt, K, H>(call, thread, nullptr);
     if (job == DRAFT) return draft<Wt, K, H>(call, thread);
+    if (job == SCORE) return score<Wt, K, H>(call, thread);
     return project_all<Wt, H>(call, thread);
 }
 
@@ -829,6 +869,7 @@ void dispatch(Job job, Call* call, int thread) {
 void forward(Call* call, int thread) { dispatch(FORWARD, call, thread); }
 void draft(Call* call, int thread) { dispatch(DRAFT, call, thread); }
 void logits(Call* call, int thread) { dispatch(LOGITS, call, thread); }
+void score(Call* call, int thread) { dispatch(SCORE, call, thread); }
 
 int activation_bytes(int weights) {
     return weights == BFLOAT16 ? (int)sizeof(BFloat16::Act) : weights == FLOAT32 ? (int)sizeof(Float32::Act) : (int)sizeof(Int8::Act);

@@ -115,7 +115,10 @@ struct Call {
     const int32_t* layer;             // numbers of the layers to go through
     int32_t layers;
     void* hidden;  // [T, C] in or out
-    float* logits;  // [T, V] out
+    float* logits;  // [T, V] out, of all tokens or of those that are kept
+    const int32_t* kept;  // [N] their numbers, ascending within a row; null is all
+    int32_t kept_count;
+    int32_t* choice;      // [N] out: the most likely token of each; or null
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
     const int32_t* limit;   // [B] tokens to draft at most
@@ -146,6 +149,8 @@ struct Variant {
     void (*forward)(Call*, int thread);
     void (*logits)(Call*, int thread);
     void (*draft)(Call*, int thread);
+    void (*score)(Call*, int thread);  // forward and logits
+    void (*top)(const float* logits, int vocab, int n, float* found);
 };
 
 extern const Variant avx512bf16, avx2;

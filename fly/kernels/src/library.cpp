@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 3; }
+EXPORT int fly_abi() { return 4; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -482,13 +482,38 @@ EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logit
     Call call;
     memset((void*)&call, 0, sizeof(Call));
     call.model = model;
-    call.tokens = tokens;
+    call.kept_count = tokens;
     call.hidden = (void*)hidden;
     call.logits = logits;
     const int error = make_room(model, tokens, 0, 1, threads = threads_for(threads)) ? OK : NO_MEMORY;
     if (!error) run(&call, model->variant->logits, threads, patience_for(model, tokens, 1) / 8);
     pthread_mutex_unlock(&model->lock);
     return error;
+}
+
+// Logits [N, V], float32, behind the tokens of a batch numbered in ``kept`` [N] (null: all), and the most likely token of
+// each, the lowest id among equals: a forward and its logits in one call.
+EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int count, float* logits, int32_t* choice) {
+    const long value = model->shape.hidden == FLOAT32 ? 4 : 2;
+    Arena arena(batch->rows * (long)(sizeof(Row) + sizeof(Piece)) + (long)batch->tokens * model->shape.width * value + 512);
+    pthread_mutex_lock(&model->lock);
+    Call call;
+    int error = prepare(&call, model, batch, &arena, 0, 0);
+    // a token may be kept more than once
+    if (!error && !make_room(model, count, 0, 1, threads_for(batch->threads))) error = NO_MEMORY;
+    if (!error && batch->tokens) {
+        call.hidden = arena.take<char>(batch->tokens * model->shape.width * value);
+        call.kept = kept, call.kept_count = count;
+        call.logits = logits, call.choice = choice;
+        run(&call, model->variant->score, threads_for(batch->threads), patience_for(model, batch->tokens, 1));
+    }
+    pthread_mutex_unlock(&model->lock);
+    return error;
+}
+
+// The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all; n is 1 to V.
+EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* found) {
+    variants[variant]->top(logits, vocab, n, found);
 }
 
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids. All
