@@ -9,7 +9,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -154,11 +154,24 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Add this, in [-100, 100], to the logit of a token; may be given several times.", metavar="ID=BIAS"
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions of the prompt, at least 1.")] = 1,
     json_schema: Annotated[
         str | None,
         typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer with a text of this grammar (Lark's syntax): a file, or its text.", metavar="FILE_OR_TEXT"
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
@@ -180,14 +193,12 @@ def generate(
         from fly.llm import LLM
         from fly.types import SamplingParams, StructuredOutput
 
-        if json_schema is not None and not json_schema.lstrip().startswith("{"):
-            try:
-                json_schema = Path(json_schema).read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"--json-schema {json_schema!r} is no object, and no file: {error.strerror}") from None
-        structured = None
-        if json_schema is not None or regex is not None:
-            structured = StructuredOutput(json_schema=json_schema, regex=regex)
+        forms: dict[str, Any] = {
+            "json_schema": _text_of("--json-schema", json_schema, r"\A\s*\{", "object"),
+            "regex": regex,
+            "grammar": _text_of("--grammar", grammar, r"\bstart\b[^:\n]*:", "grammar with a rule start"),
+        }
+        structured = None if set(forms.values()) == {None} else StructuredOutput(**forms)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -202,6 +213,8 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             bad_words=tuple(bad_word or ()),
+            logit_bias=_biases(logit_bias or []),
+            n=n,
             structured=structured,
         )
         text = str(prompt)
@@ -227,10 +240,37 @@ def generate(
             output = llm.generate([ids], params)[0]
             console.print_json(json.dumps(_as_json(output)))
             return
-        stats, elapsed = _show_stream(llm, ids, params)
+        stats, elapsed = _show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
             _legend()
             console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]", highlight=False)
+
+
+def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
+    """What an option gives that takes a text, told by its ``pattern``, or else a file of it (``@`` before its name is
+    allowed)."""
+    if given is None or re.search(pattern, given):
+        return given
+    try:
+        return Path(given.removeprefix("@")).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+
+
+def _biases(given: list[str]) -> dict[int, float]:
+    """What ``--logit-bias`` says: the bias of each token id."""
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {text!r} must be TOKEN_ID=BIAS, as 42=-100") from None
+        if number in found:
+            raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {found[number]:g}")
+        found[number] = value
+    return found
 
 
 def _kernels_of(llm: Any) -> str:
@@ -268,21 +308,52 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
 
 def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tuple[Any, float]:
     """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
-    import time
-
-    from fly.types import Why
-
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
-    for piece in request:
+    _show(request)
+    elapsed = time.perf_counter() - start
+    console.print()
+    return request.stats, elapsed
+
+
+def _show_all(llm: Any, prompt: Any, params: Any) -> tuple[Any, float]:
+    """Print the several completions of a prompt, a line before each. Their stats, and the seconds they took."""
+    from fly.types import Stats
+
+    start = time.perf_counter()
+    first = llm.generate([prompt], params)[0]
+    elapsed = time.perf_counter() - start
+    for number, output in enumerate(every := (first, *first.others), start=1):
+        console.print(f"[dim]--- {number} of {len(every)} ---[/]", highlight=False)
+        _show(_pieces(output, llm.tokenizer))
+        console.print()
+    return sum((output.stats for output in every), Stats()), elapsed
+
+
+def _pieces(output: Any, tokenizer: Any) -> Iterator[Any]:
+    """The text of an output as a stream of it would have come."""
+    from fly.llm import Piece
+    from fly.models.tokenizer import TextStream
+
+    text, left, held = TextStream(tokenizer), len(output.text), []
+    for number, token in enumerate(output.provenance, start=1):
+        held.append(token)
+        piece = text.push(token.id) + (text.finish() if number == len(output.provenance) else "")
+        if piece := piece[:left]:  # nothing of a stop string
+            yield Piece(piece, tuple(held))
+            left, held = left - len(piece), []
+
+
+def _show(pieces: Iterable[Any]) -> None:
+    """Print pieces of text as they come, on a terminal each in the colour of why it stands."""
+    from fly.types import Why
+
+    for piece in pieces:
         why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
         if console.is_terminal:
             console.print(Text(str(piece), STYLES[why.name.lower()]), end="", soft_wrap=True)
         else:  # to the letter
             console.file.write(str(piece))
-    elapsed = time.perf_counter() - start
-    console.print()
-    return request.stats, elapsed
 
 
 def _legend() -> None:
@@ -332,6 +403,7 @@ def _as_json(output: Any) -> dict[str, Any]:
             "tau": stats.tau,
             "gates": {name: asdict(gate) for name, gate in stats.gates.items()},
         },
+        "others": [_as_json(other) for other in output.others],
     }
 
 

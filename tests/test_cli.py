@@ -83,9 +83,67 @@ def test_sampling_options_reach_the_sampler() -> None:
     assert len({run(*options, str(seed)).output for seed in range(4)}) > 1
 
 
+def test_generate_prints_every_completion() -> None:
+    options = ["generate", QUESTION, "--temperature", "1.2", "--max-tokens", "30", "--seed", "1", "--n", "3"]
+    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    params = fly.SamplingParams(temperature=1.2, max_tokens=30, seed=1, n=3)
+    first = llm.chat([{"role": "user", "content": QUESTION}], params)
+    texts = [first.text, *(other.text for other in first.others)]
+    assert len(set(texts)) > 1
+    for extra in ([], ["--stop", "reverse"]):
+        wanted = [text.partition("reverse")[0] if extra else text for text in texts]
+        said = run(*options, *extra)
+        assert said.output == "".join(f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(wanted, start=1))
+    answer = json.loads(run(*options, "--json").output)
+    assert [answer["text"], *(other["text"] for other in answer["others"])] == texts
+
+
+@pytest.mark.parametrize("stop", [(), ("reverse",), ("e ",)])
+def test_an_output_comes_in_pieces_as_its_stream_would(stop: tuple[str, ...]) -> None:
+    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    for params in (
+        fly.SamplingParams(temperature=0, max_tokens=40, stop=stop),
+        fly.SamplingParams(temperature=2, max_tokens=40, seed=3, stop=stop),
+    ):
+        prompt = llm.chat_prompt(QUESTION)
+        (output,) = llm.generate([prompt], params)
+        pieces = list(cli._pieces(output, llm.tokenizer))
+        assert "".join(pieces) == output.text == "".join(llm.stream(prompt, params))
+        known = [token for piece in pieces for token in piece.tokens]
+        assert known == output.provenance[: len(known)]
+
+
+def test_a_bias_forbids_and_forces() -> None:
+    options = ["generate", QUESTION, "--json", "--max-tokens", "3", "--policy", "exact"]
+    first = json.loads(run(*options).output)["token_ids"][0]
+    other = 7 if first != 7 else 8
+    answers = [
+        json.loads(run(*options, *biases).output)["token_ids"]
+        for biases in (["--logit-bias", f"{first}=-100"], ["--logit-bias", f"{other}=100", "--logit-bias", "9=-1.5"])
+    ]
+    assert first not in answers[0] and answers[1] == [other] * 3
+
+
+def test_an_answer_follows_a_grammar_of_a_text_or_a_file(tmp_path: Path) -> None:
+    grammar = 'word: "aye" | "nay"\nstart: word " " word "."\n'
+    (tmp_path / "votes.lark").write_text(grammar)
+    for given in (grammar, str(tmp_path / "votes.lark"), f"@{tmp_path / 'votes.lark'}"):
+        result = run("generate", QUESTION, "--grammar", given)
+        assert re.fullmatch(r"(aye|nay) (aye|nay)\.\n", result.output), result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["generate", "x", "--logit-bias", "5"], ["--logit-bias '5'", "TOKEN_ID=BIAS"]),
+        (["generate", "x", "--logit-bias", "a=5"], ["--logit-bias 'a=5'", "TOKEN_ID=BIAS"]),
+        (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], ["'5=2'", "token 5", "already, 1"]),
+        (["generate", "x", "--logit-bias", "5=101"], ["logit_bias.5", "100", "101"]),
+        (["generate", "x", "--logit-bias", "5000=1"], ["logit_bias", "5000", "vocabulary of 1024"]),
+        (["generate", "x", "--n", "0"], ["n:", "1", "0"]),
+        (["generate", "x", "--grammar", "absent.lark"], ["--grammar 'absent.lark'", "a rule start", "No such file"]),
+        (["generate", "x", "--grammar", "start: nowhere"], ["structured grammar", "nowhere"]),
+        (["generate", "x", "--grammar", 'start: "a"', "--regex", "b"], ["exactly one", "'regex', 'grammar'"]),
         (["generate", "x", "--model", "fly-targt"], ["'fly-targt'", "fly-target"]),
         (["generate", "x", "--draft", "fly-drft"], ["'fly-drft'", "fly-draft"]),
         (["generate", "x", "--policy", "flx"], ["'flx'", "fly.paper"]),
