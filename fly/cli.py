@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -115,15 +116,26 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+def _number(least: float, most: float = math.inf, *, help: str) -> Any:
+    """An option that is a finite number in a range. What is not is named, which ``min`` and ``max`` of typer do not."""
+    within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not (math.isfinite(value) and least <= value <= most):
+            raise typer.BadParameter(f"{value:g} must be a finite number {within}")
+        return value
+
+    shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
+    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help)
+
+
 HeartbeatTimeout = Annotated[
-    float,
-    typer.Option(
-        min=SHORTEST, max=LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost."
-    ),
+    float, _number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost.")
 ]
 CollectiveTimeout = Annotated[
-    float,
-    typer.Option(min=SHORTEST, max=LONGEST, help="With torchrun: seconds a rank waits in a collective for the others."),
+    float, _number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
 ]
 Kernels = Annotated[
     str,
@@ -141,7 +153,7 @@ def generate(
     k: K = 15,
     max_tokens: Annotated[int, typer.Option(min=0)] = 256,
     min_tokens: Annotated[int, typer.Option(min=0)] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
@@ -716,8 +728,8 @@ def bench_plan(
         str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
     ] = None,
     draft: Annotated[str, typer.Option(help="Likewise, or 'none'.")] = "llama-3.1-8b",
-    tau: Annotated[float | None, typer.Option(min=1, help="Tokens a round emits; needed with --target.")] = None,
-    draft_tau: Annotated[float, typer.Option(min=1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
+    tau: Annotated[float | None, _number(1, help="Tokens a round emits; needed with --target.")] = None,
+    draft_tau: Annotated[float, _number(1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
     k: K = 15,
     device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
     ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,

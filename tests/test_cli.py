@@ -162,6 +162,35 @@ def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[st
     assert all(word in words(result.output) for word in said), result.output
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            ["generate", "x", "--config", "absent.yaml"],
+            ["temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"],
+        ),
+        (["generate", "x"], ["heartbeat-timeout", "collective-timeout", "logit-bias"]),
+        (["serve", "--model", "absent"], ["timeout", "drain-timeout", "heartbeat-timeout"]),
+        (["bench", "plan", "--target", "llama-3.1-8b"], ["tau", "draft-tau"]),
+    ],
+)
+def test_what_is_no_finite_number_is_told_so(command: list[str], options: list[str], value: str) -> None:
+    for option in options:
+        result = run(*command, f"--{option}", f"5={value}" if option == "logit-bias" else value)
+        said = words(re.sub("[│╭╮╰╯─]", "", result.output))
+        assert result.exit_code == 2 and "Traceback" not in said
+        assert "a finite number" in said and re.search(rf"(got |: ){value}\b", said), said
+        assert option in said.replace("_", "-")
+
+
+def test_numbers_out_of_range_are_named_with_the_range() -> None:
+    for value, told in (("0.4", "0.4 must be a finite number in [0.5, 86400]"), ("1e5", "100000 must be")):
+        assert told in words(re.sub("[│─]", "", run("generate", "x", "--heartbeat-timeout", value).output))
+    assert "of at least 1" in words(run("bench", "plan", "--tau", "0.5").output)
+    assert "got -1.0" in run("generate", "x", "--temperature", "-1").output
+
+
 def test_configuration_files(tmp_path: Path) -> None:
     path = tmp_path / "setup.yaml"
     path.write_text("draft: ngram+fly-draft\npolicy: {name: fly, theta: 0.5}\nk: 9\ndtype: float32\n")
@@ -171,7 +200,14 @@ def test_configuration_files(tmp_path: Path) -> None:
     assert answer["policy"] == "exact"
     llm = fly.LLM.from_config(path)
     assert llm.k == 9 and llm.policy == FLy(theta=0.5)
-    for text, said in (("polcy: x", "polcy"), ("k: -1", "k"), ("policy: flx", "flx"), ("{", "YAML"), ("- 1", "valid")):
+    for text, said in (
+        ("polcy: x", "polcy"),
+        ("k: -1", "k"),
+        ("cache_share: .nan", "finite.*nan"),
+        ("policy: flx", "flx"),
+        ("{", "YAML"),
+        ("- 1", "valid"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             fly.LLM.from_config(path)
