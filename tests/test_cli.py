@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 import fly
 from fly import cli
+from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
@@ -57,6 +59,24 @@ def test_generate_prints_plain_text_when_piped() -> None:
 def test_generate_reads_standard_input() -> None:
     piped = run("generate", "--dtype", "float32", input=QUESTION)
     assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
+
+
+def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:
+    options = ["--raw", "--draft", "none", "--max-tokens", "3", "--json"]
+    with_begin = run("generate", "", "--model", "fly-tiny", *options)
+    assert json.loads(with_begin.output)["stats"]["prompt_tokens"] == 1
+    shutil.copytree(resolve_checkpoint("fly-tiny"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"post_processor": None}), "utf-8")
+    assert run("generate", "a", "--model", str(tmp_path), *options).exit_code == 0
+    for result in (
+        run("generate", "", "--model", str(tmp_path), *options),
+        run("generate", "--model", str(tmp_path), *options, input=""),
+    ):
+        assert result.exit_code == 2 and "Traceback" not in result.output
+        assert "empty prompt" in words(result.output) and "adds no begin token" in words(result.output)
+    templated = run("generate", "", "--model", str(tmp_path), *options[1:])  # a message without text is one
+    assert json.loads(templated.output)["stats"]["prompt_tokens"] > 1
 
 
 def test_generate_as_json_explains_every_token() -> None:
