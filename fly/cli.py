@@ -10,7 +10,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,6 +21,7 @@ from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -887,7 +888,8 @@ def _show_drafts(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         rows = measure_drafts(names, rule, problems, k, model, dtype, device, kernels, lambda: progress.advance(task))
-    console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
+    title = f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"
+    _print_named(("none", *names), lambda called: drafts_table(rows, title, called))
     console.print(
         f"[dim]τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
         f"decoding and over {names[0]} · right: answers[/]",
@@ -1011,26 +1013,49 @@ def _load_as_json(load: Any) -> dict[str, Any]:
     }
 
 
-def drafts_table(rows: list[Any], title: str) -> Table:
-    """τ and speed by kind; the first row is autoregressive, the second what the others are held to."""
+def drafts_table(rows: list[Any], title: str, names: Mapping[str, str]) -> Table:
+    """τ and speed by kind; the first row is autoregressive, the second what the others are held to. ``names`` are what
+    to call those whose own name is too long."""
     plain, single = rows[0], rows[1]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("draft", no_wrap=True)
+    digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
     for kind in plain.kinds:
-        table.add_column(f"{kind}\nτ   tok/s", justify="right", no_wrap=True)
+        table.add_column(f"{kind}\nτ tok/s", justify="right", no_wrap=True)
     for heading in ("all\ntok/s", "×\nAR", "×\nsingle", "\nright"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         right = [answer for r in row.kinds.values() for answer in r.right]
         table.add_row(
-            escape(row.name),
-            *(f"{r.stats.tau:5.2f} {r.tokens_per_second:5.0f}" for r in row.kinds.values()),
+            escape(names.get(row.name, row.name)),
+            *(f"{r.stats.tau:5.2f} {r.tokens_per_second:{digits}.0f}" for r in row.kinds.values()),
             f"{row.tokens_per_second:.0f}",
             f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
             f"{row.tokens_per_second / single.tokens_per_second:.2f}",
             f"{sum(right)}/{len(right)}",
         )
     return table
+
+
+def _print_named(names: Iterable[str], build: Callable[[Mapping[str, str]], Table]) -> None:
+    """Print a table with ``names`` in a column. Those too long for the console's width are cut and numbered, and told
+    in full below it. ``build`` makes the table, given what to call such ones."""
+    table, longest = build({}), max(map(len, names := list(dict.fromkeys(names))))
+    cut: dict[str, str] = {}
+    if (over := Measurement.get(console, console.options.update_width(9999), table).maximum - console.width) > 0:
+        for name in names:
+            if len(name) > (room := max(longest - over, 5)):
+                mark = str(len(cut) + 1).translate(_RAISED)
+                cut[name] = f"{name[: room - len(mark) - 1]}…{mark}"
+        table = build(cut)
+    console.print(table)
+    for name, short in cut.items():
+        console.print(
+            f"{short[short.index('…') + 1 :]} {name}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _show_promise(
@@ -1056,15 +1081,7 @@ def _show_promise(
             names, rule, problems, repeats, k, model, dtype, device, kernels, lambda: progress.advance(task)
         )
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold")
-    table.add_column("text", no_wrap=True)
-    for heading in ("τ", "as it is", "adaptive", "AR again"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in found:
-        ratios = (f"{r.median:.3f} ({r.low:.3f}–{r.high:.3f})" for r in (row.adaptive, row.again))
-        table.add_row(escape(row.name), row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
-    console.print(table)
+    _print_named(names, lambda called: promise_table(found, title, called))
     said = {True: "kept by", False: "broken by", None: "not decided (too few or too uneven runs) for"}
     verdicts = [
         f"{said[kept]} {', '.join(which)}"
@@ -1073,11 +1090,31 @@ def _show_promise(
     ]
     promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
     console.print(promise, markup=False, highlight=False)
+    pairs = problems * repeats
+    spread = ", with 95 % intervals" if pairs >= 6 else ", with the least and the most" if pairs >= 3 else ""
     console.print(
-        "[dim]medians over pairs of runs, with 95 % intervals · τ: of the draft as it is · always wrong: a drafter "
+        f"[dim]medians over {pairs} pairs of runs{spread} · τ: of the draft as it is · always wrong: a drafter "
         "that costs as much · AR again: what such a ratio is worth here[/]",
         highlight=False,
     )
+
+
+def promise_table(found: list[Any], title: str, names: Mapping[str, str]) -> Table:
+    """Strategies where nothing can be predicted. ``names`` are what to call those whose own name is too long."""
+
+    def shown(ratio: Any) -> str:  # two runs have no spread
+        return f"{ratio.median:.3f}" + (f" ({ratio.low:.3f}–{ratio.high:.3f})" if ratio.pairs >= 3 else "")
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("draft", no_wrap=True)
+    table.add_column("text", no_wrap=True)
+    for heading in ("τ", "as it is", "adaptive", "AR again"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found:
+        name = escape(names.get(row.name, row.name))
+        ratios = (shown(row.adaptive), shown(row.again))
+        table.add_row(name, row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
+    return table
 
 
 @app.command()
