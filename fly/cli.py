@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -20,6 +21,7 @@ from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.markup import escape
+from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
@@ -115,15 +117,26 @@ Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'f
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+
+
+def _number(least: float, most: float = math.inf, *, help: str) -> Any:
+    """An option that is a finite number in a range. What is not is named, which ``min`` and ``max`` of typer do not."""
+    within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not (math.isfinite(value) and least <= value <= most):
+            raise typer.BadParameter(f"{value:g} must be a finite number {within}")
+        return value
+
+    shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
+    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help)
+
+
 HeartbeatTimeout = Annotated[
-    float,
-    typer.Option(
-        min=SHORTEST, max=LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost."
-    ),
+    float, _number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost.")
 ]
 CollectiveTimeout = Annotated[
-    float,
-    typer.Option(min=SHORTEST, max=LONGEST, help="With torchrun: seconds a rank waits in a collective for the others."),
+    float, _number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
 ]
 Kernels = Annotated[
     str,
@@ -141,7 +154,7 @@ def generate(
     k: K = 15,
     max_tokens: Annotated[int, typer.Option(min=0)] = 256,
     min_tokens: Annotated[int, typer.Option(min=0)] = 0,
-    temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
     top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
     min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
@@ -154,11 +167,24 @@ def generate(
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Add this, in [-100, 100], to the logit of a token; may be given several times.", metavar="ID=BIAS"
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions of the prompt, at least 1.")] = 1,
     json_schema: Annotated[
         str | None,
         typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
     ] = None,
     regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer with a text of this grammar (Lark's syntax): a file, or its text.", metavar="FILE_OR_TEXT"
+        ),
+    ] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
@@ -180,14 +206,12 @@ def generate(
         from fly.llm import LLM
         from fly.types import SamplingParams, StructuredOutput
 
-        if json_schema is not None and not json_schema.lstrip().startswith("{"):
-            try:
-                json_schema = Path(json_schema).read_text(encoding="utf-8")
-            except OSError as error:
-                raise ValueError(f"--json-schema {json_schema!r} is no object, and no file: {error.strerror}") from None
-        structured = None
-        if json_schema is not None or regex is not None:
-            structured = StructuredOutput(json_schema=json_schema, regex=regex)
+        forms: dict[str, Any] = {
+            "json_schema": _text_of("--json-schema", json_schema, r"\A\s*\{", "object"),
+            "regex": regex,
+            "grammar": _text_of("--grammar", grammar, r"\bstart\b[^:\n]*:", "grammar with a rule start"),
+        }
+        structured = None if set(forms.values()) == {None} else StructuredOutput(**forms)
         params = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -202,6 +226,8 @@ def generate(
             frequency_penalty=frequency_penalty,
             repetition_penalty=repetition_penalty,
             bad_words=tuple(bad_word or ()),
+            logit_bias=_biases(logit_bias or []),
+            n=n,
             structured=structured,
         )
         text = str(prompt)
@@ -227,10 +253,37 @@ def generate(
             output = llm.generate([ids], params)[0]
             console.print_json(json.dumps(_as_json(output)))
             return
-        stats, elapsed = _show_stream(llm, ids, params)
+        stats, elapsed = _show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
             _legend()
             console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]", highlight=False)
+
+
+def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
+    """What an option gives that takes a text, told by its ``pattern``, or else a file of it (``@`` before its name is
+    allowed)."""
+    if given is None or re.search(pattern, given):
+        return given
+    try:
+        return Path(given.removeprefix("@")).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+
+
+def _biases(given: list[str]) -> dict[int, float]:
+    """What ``--logit-bias`` says: the bias of each token id."""
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {text!r} must be TOKEN_ID=BIAS, as 42=-100") from None
+        if number in found:
+            raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {found[number]:g}")
+        found[number] = value
+    return found
 
 
 def _kernels_of(llm: Any) -> str:
@@ -268,21 +321,52 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
 
 def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tuple[Any, float]:
     """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
-    import time
-
-    from fly.types import Why
-
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
-    for piece in request:
+    _show(request)
+    elapsed = time.perf_counter() - start
+    console.print()
+    return request.stats, elapsed
+
+
+def _show_all(llm: Any, prompt: Any, params: Any) -> tuple[Any, float]:
+    """Print the several completions of a prompt, a line before each. Their stats, and the seconds they took."""
+    from fly.types import Stats
+
+    start = time.perf_counter()
+    first = llm.generate([prompt], params)[0]
+    elapsed = time.perf_counter() - start
+    for number, output in enumerate(every := (first, *first.others), start=1):
+        console.print(f"[dim]--- {number} of {len(every)} ---[/]", highlight=False)
+        _show(_pieces(output, llm.tokenizer))
+        console.print()
+    return sum((output.stats for output in every), Stats()), elapsed
+
+
+def _pieces(output: Any, tokenizer: Any) -> Iterator[Any]:
+    """The text of an output as a stream of it would have come."""
+    from fly.llm import Piece
+    from fly.models.tokenizer import TextStream
+
+    text, left, held = TextStream(tokenizer), len(output.text), []
+    for number, token in enumerate(output.provenance, start=1):
+        held.append(token)
+        piece = text.push(token.id) + (text.finish() if number == len(output.provenance) else "")
+        if piece := piece[:left]:  # nothing of a stop string
+            yield Piece(piece, tuple(held))
+            left, held = left - len(piece), []
+
+
+def _show(pieces: Iterable[Any]) -> None:
+    """Print pieces of text as they come, on a terminal each in the colour of why it stands."""
+    from fly.types import Why
+
+    for piece in pieces:
         why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
         if console.is_terminal:
             console.print(Text(str(piece), STYLES[why.name.lower()]), end="", soft_wrap=True)
         else:  # to the letter
             console.file.write(str(piece))
-    elapsed = time.perf_counter() - start
-    console.print()
-    return request.stats, elapsed
 
 
 def _legend() -> None:
@@ -332,6 +416,7 @@ def _as_json(output: Any) -> dict[str, Any]:
             "tau": stats.tau,
             "gates": {name: asdict(gate) for name, gate in stats.gates.items()},
         },
+        "others": [_as_json(other) for other in output.others],
     }
 
 
@@ -644,8 +729,8 @@ def bench_plan(
         str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
     ] = None,
     draft: Annotated[str, typer.Option(help="Likewise, or 'none'.")] = "llama-3.1-8b",
-    tau: Annotated[float | None, typer.Option(min=1, help="Tokens a round emits; needed with --target.")] = None,
-    draft_tau: Annotated[float, typer.Option(min=1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
+    tau: Annotated[float | None, _number(1, help="Tokens a round emits; needed with --target.")] = None,
+    draft_tau: Annotated[float, _number(1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
     k: K = 15,
     device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
     ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
@@ -803,7 +888,8 @@ def _show_drafts(
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=total)
         rows = measure_drafts(names, rule, problems, k, model, dtype, device, kernels, lambda: progress.advance(task))
-    console.print(drafts_table(rows, f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"))
+    title = f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"
+    _print_named(("none", *names), lambda called: drafts_table(rows, title, called))
     console.print(
         f"[dim]τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
         f"decoding and over {names[0]} · right: answers[/]",
@@ -927,26 +1013,49 @@ def _load_as_json(load: Any) -> dict[str, Any]:
     }
 
 
-def drafts_table(rows: list[Any], title: str) -> Table:
-    """τ and speed by kind; the first row is autoregressive, the second what the others are held to."""
+def drafts_table(rows: list[Any], title: str, names: Mapping[str, str]) -> Table:
+    """τ and speed by kind; the first row is autoregressive, the second what the others are held to. ``names`` are what
+    to call those whose own name is too long."""
     plain, single = rows[0], rows[1]
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold")
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("draft", no_wrap=True)
+    digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
     for kind in plain.kinds:
-        table.add_column(f"{kind}\nτ   tok/s", justify="right", no_wrap=True)
+        table.add_column(f"{kind}\nτ tok/s", justify="right", no_wrap=True)
     for heading in ("all\ntok/s", "×\nAR", "×\nsingle", "\nright"):
         table.add_column(heading, justify="right", no_wrap=True)
     for row in rows:
         right = [answer for r in row.kinds.values() for answer in r.right]
         table.add_row(
-            escape(row.name),
-            *(f"{r.stats.tau:5.2f} {r.tokens_per_second:5.0f}" for r in row.kinds.values()),
+            escape(names.get(row.name, row.name)),
+            *(f"{r.stats.tau:5.2f} {r.tokens_per_second:{digits}.0f}" for r in row.kinds.values()),
             f"{row.tokens_per_second:.0f}",
             f"{row.tokens_per_second / plain.tokens_per_second:.2f}",
             f"{row.tokens_per_second / single.tokens_per_second:.2f}",
             f"{sum(right)}/{len(right)}",
         )
     return table
+
+
+def _print_named(names: Iterable[str], build: Callable[[Mapping[str, str]], Table]) -> None:
+    """Print a table with ``names`` in a column. Those too long for the console's width are cut and numbered, and told
+    in full below it. ``build`` makes the table, given what to call such ones."""
+    table, longest = build({}), max(map(len, names := list(dict.fromkeys(names))))
+    cut: dict[str, str] = {}
+    if (over := Measurement.get(console, console.options.update_width(9999), table).maximum - console.width) > 0:
+        for name in names:
+            if len(name) > (room := max(longest - over, 5)):
+                mark = str(len(cut) + 1).translate(_RAISED)
+                cut[name] = f"{name[: room - len(mark) - 1]}…{mark}"
+        table = build(cut)
+    console.print(table)
+    for name, short in cut.items():
+        console.print(
+            f"{short[short.index('…') + 1 :]} {name}", style="dim", markup=False, highlight=False, soft_wrap=True
+        )
+
+
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def _show_promise(
@@ -972,15 +1081,7 @@ def _show_promise(
             names, rule, problems, repeats, k, model, dtype, device, kernels, lambda: progress.advance(task)
         )
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    table.add_column("draft", overflow="fold")
-    table.add_column("text", no_wrap=True)
-    for heading in ("τ", "as it is", "adaptive", "AR again"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    for row in found:
-        ratios = (f"{r.median:.3f} ({r.low:.3f}–{r.high:.3f})" for r in (row.adaptive, row.again))
-        table.add_row(escape(row.name), row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
-    console.print(table)
+    _print_named(names, lambda called: promise_table(found, title, called))
     said = {True: "kept by", False: "broken by", None: "not decided (too few or too uneven runs) for"}
     verdicts = [
         f"{said[kept]} {', '.join(which)}"
@@ -989,11 +1090,31 @@ def _show_promise(
     ]
     promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
     console.print(promise, markup=False, highlight=False)
+    pairs = problems * repeats
+    spread = ", with 95 % intervals" if pairs >= 6 else ", with the least and the most" if pairs >= 3 else ""
     console.print(
-        "[dim]medians over pairs of runs, with 95 % intervals · τ: of the draft as it is · always wrong: a drafter "
+        f"[dim]medians over {pairs} pairs of runs{spread} · τ: of the draft as it is · always wrong: a drafter "
         "that costs as much · AR again: what such a ratio is worth here[/]",
         highlight=False,
     )
+
+
+def promise_table(found: list[Any], title: str, names: Mapping[str, str]) -> Table:
+    """Strategies where nothing can be predicted. ``names`` are what to call those whose own name is too long."""
+
+    def shown(ratio: Any) -> str:  # two runs have no spread
+        return f"{ratio.median:.3f}" + (f" ({ratio.low:.3f}–{ratio.high:.3f})" if ratio.pairs >= 3 else "")
+
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("draft", no_wrap=True)
+    table.add_column("text", no_wrap=True)
+    for heading in ("τ", "as it is", "adaptive", "AR again"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found:
+        name = escape(names.get(row.name, row.name))
+        ratios = (shown(row.adaptive), shown(row.again))
+        table.add_row(name, row.text, f"{row.tau:.2f}", f"{row.fixed.median:.2f}", *ratios)
+    return table
 
 
 @app.command()

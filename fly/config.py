@@ -36,7 +36,7 @@ class Config(BaseModel):
     deterministic: bool = False
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
-    cache_share: float | None = Field(default=None, gt=0, le=1)
+    cache_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     block_size: int | None = Field(default=None, gt=0)
     max_rows: int = Field(default=256, gt=0)
     step_tokens: int = Field(default=2048, gt=0)
@@ -44,8 +44,8 @@ class Config(BaseModel):
     kernels: str = "auto"
     draft_placement: Literal["auto", "replicated", "sharded", "first"] = "auto"
     whole_sums: bool = False
-    heartbeat_timeout: float = Field(default=HEARTBEAT_TIMEOUT, ge=SHORTEST, le=LONGEST)
-    collective_timeout: float = Field(default=COLLECTIVE_TIMEOUT, ge=SHORTEST, le=LONGEST)
+    heartbeat_timeout: float = Field(default=HEARTBEAT_TIMEOUT, ge=SHORTEST, le=LONGEST, allow_inf_nan=False)
+    collective_timeout: float = Field(default=COLLECTIVE_TIMEOUT, ge=SHORTEST, le=LONGEST, allow_inf_nan=False)
 
     @field_validator("draft")
     @classmethod

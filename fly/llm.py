@@ -281,13 +281,14 @@ class LLM:
         All run at once, as far as the caches hold them; streams that are open go on beside them.
 
         Args:
-            prompts: texts or lists of token ids (one text is a list of one).
+            prompts: texts or lists of token ids (one text is a list of one). The text "" will do where the tokenizer
+                adds a begin token, from which the model then goes on.
             params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
                 this object's policy and k. k = 0 decodes autoregressively.
             priority: smaller is served first, and may make others start again later.
 
         Raises:
-            ValueError: an empty or too long prompt, an id outside the vocabulary, a request no cache can hold.
+            ValueError: a prompt of no token or too many, an id outside the vocabulary, a request no cache can hold.
                 Nothing has run then.
             Exception: what a policy or a strategy raised on one of these prompts; open streams go on.
         """
@@ -436,7 +437,8 @@ class LLM:
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {_short(params)} are no SamplingParams")
         if not tokens:
-            raise ValueError("an empty prompt has no token to go on from; give at least one")
+            need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
+            raise ValueError(f"an empty prompt has no token to go on from; give {need}")
         if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
         if len(tokens) >= config.max_position_embeddings + (not params.max_tokens):

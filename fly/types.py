@@ -137,8 +137,8 @@ class SamplingParams(BaseModel):
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1)
-    min_p: float = Field(default=0.0, ge=0, le=1)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
     max_tokens: int = Field(default=256, ge=0)
     min_tokens: int = Field(default=0, ge=0)
@@ -147,10 +147,10 @@ class SamplingParams(BaseModel):
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
     explain: bool = False
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = Field(default_factory=dict)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     n: int = Field(default=1, ge=1)
     structured: StructuredOutput | None = None

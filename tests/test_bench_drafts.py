@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import random
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
-from fly import LLM, SamplingParams
-from fly.bench.drafts import Misleading, Promise, Ratio
+from fly import LLM, SamplingParams, cli
+from fly.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
+from fly.bundled.tasks import KINDS
 from fly.drafts import SingleDraft
+from fly.eval import Result, Setting
+from fly.types import Stats
 from tests.test_drafts import LARGE, VOCAB
 
 
@@ -50,3 +55,44 @@ def test_a_misleading_strategy_is_never_right_and_drafts_as_much() -> None:
     assert misled.token_ids == fair.token_ids
     assert fair.stats.acceptance_rate == 1 and misled.stats.accepted == 0
     assert misled.stats.drafted > 100
+
+
+def printed(width: int, rows: list[Drafted] | list[Promise], monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The table of ``rows`` and what is said below it, on a console of ``width``."""
+    build = cli.drafts_table if isinstance(rows[0], Drafted) else cli.promise_table
+    with monkeypatch.context() as patch:
+        patch.setattr(cli, "console", console := Console(file=io.StringIO(), width=width, record=True))
+        cli._print_named([row.name for row in rows], lambda called: build(rows, "title", called))
+    return console.export_text().splitlines()
+
+
+@pytest.mark.parametrize("width", [80, 90, 100, 200])
+@pytest.mark.parametrize(
+    "names", [STRATEGIES, ("fly-draft", "ngram"), (f"relay((fly-draft, 10), {'ngram+' * 30}suffix)",)]
+)
+def test_every_strategy_has_one_line_at_any_width(
+    width: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stats = Stats(generated=3000, emitted=3000, rounds=250)
+    result = Result(Setting("x", LLM(LARGE), 0), stats, 0.5, ["x"] * 8, [True] * 8)
+    drafted = [Drafted(name, dict.fromkeys(KINDS, result)) for name in ("none", *names)]
+    over = Ratio(0.984, 0.959, 1.01, 12)
+    promised = [Promise(name, text, over, over, over, 1.5) for name in names for text in ("random", "wrong")]
+    for rows, end in ((drafted, " 24/24"), (promised, " 0.984 (0.959–1.010)")):
+        lines = printed(width, rows, monkeypatch)  # type: ignore[arg-type]
+        at = next(number for number, line in enumerate(lines) if "───" in line) + 1
+        table, below = lines[at : at + len(rows)], "\n".join(lines[at + len(rows) :])
+        assert all(line.rstrip().endswith(end) and len(line) <= width for line in table)
+        for line, row in zip(table, rows):
+            known = line.strip()
+            if not known.startswith(row.name + " "):
+                short, _, rest = known.partition("…")
+                assert row.name.startswith(short) and f"{rest.split()[0]} {row.name}" in below
+                assert width < 200 or len(row.name) > 100
+
+
+@pytest.mark.parametrize("pairs", [1, 2, 3, 40])
+def test_two_runs_have_no_interval(pairs: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Ratio(0.984, 0.959, 1.01, pairs)
+    text = "".join(printed(100, [Promise("ngram", "random", over, over, over, 1.5)], monkeypatch))
+    assert "0.984" in text and ("(0.959–1.010)" in text) == (pairs >= 3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from typer.testing import CliRunner, Result
 
 import fly
 from fly import cli
+from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
@@ -59,6 +61,24 @@ def test_generate_reads_standard_input() -> None:
     assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
 
 
+def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:
+    options = ["--raw", "--draft", "none", "--max-tokens", "3", "--json"]
+    with_begin = run("generate", "", "--model", "fly-tiny", *options)
+    assert json.loads(with_begin.output)["stats"]["prompt_tokens"] == 1
+    shutil.copytree(resolve_checkpoint("fly-tiny"), tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(json.loads(file.read_text("utf-8")) | {"post_processor": None}), "utf-8")
+    assert run("generate", "a", "--model", str(tmp_path), *options).exit_code == 0
+    for result in (
+        run("generate", "", "--model", str(tmp_path), *options),
+        run("generate", "--model", str(tmp_path), *options, input=""),
+    ):
+        assert result.exit_code == 2 and "Traceback" not in result.output
+        assert "empty prompt" in words(result.output) and "adds no begin token" in words(result.output)
+    templated = run("generate", "", "--model", str(tmp_path), *options[1:])  # a message without text is one
+    assert json.loads(templated.output)["stats"]["prompt_tokens"] > 1
+
+
 def test_generate_as_json_explains_every_token() -> None:
     result = run("generate", QUESTION, "--json", "--policy", "fly & after(2)", "--draft", "ngram+fly-tiny+fly-draft")
     assert result.exit_code == 0, result.output
@@ -83,9 +103,67 @@ def test_sampling_options_reach_the_sampler() -> None:
     assert len({run(*options, str(seed)).output for seed in range(4)}) > 1
 
 
+def test_generate_prints_every_completion() -> None:
+    options = ["generate", QUESTION, "--temperature", "1.2", "--max-tokens", "30", "--seed", "1", "--n", "3"]
+    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    params = fly.SamplingParams(temperature=1.2, max_tokens=30, seed=1, n=3)
+    first = llm.chat([{"role": "user", "content": QUESTION}], params)
+    texts = [first.text, *(other.text for other in first.others)]
+    assert len(set(texts)) > 1
+    for extra in ([], ["--stop", "reverse"]):
+        wanted = [text.partition("reverse")[0] if extra else text for text in texts]
+        said = run(*options, *extra)
+        assert said.output == "".join(f"--- {i} of 3 ---\n{text}\n" for i, text in enumerate(wanted, start=1))
+    answer = json.loads(run(*options, "--json").output)
+    assert [answer["text"], *(other["text"] for other in answer["others"])] == texts
+
+
+@pytest.mark.parametrize("stop", [(), ("reverse",), ("e ",)])
+def test_an_output_comes_in_pieces_as_its_stream_would(stop: tuple[str, ...]) -> None:
+    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    for params in (
+        fly.SamplingParams(temperature=0, max_tokens=40, stop=stop),
+        fly.SamplingParams(temperature=2, max_tokens=40, seed=3, stop=stop),
+    ):
+        prompt = llm.chat_prompt(QUESTION)
+        (output,) = llm.generate([prompt], params)
+        pieces = list(cli._pieces(output, llm.tokenizer))
+        assert "".join(pieces) == output.text == "".join(llm.stream(prompt, params))
+        known = [token for piece in pieces for token in piece.tokens]
+        assert known == output.provenance[: len(known)]
+
+
+def test_a_bias_forbids_and_forces() -> None:
+    options = ["generate", QUESTION, "--json", "--max-tokens", "3", "--policy", "exact"]
+    first = json.loads(run(*options).output)["token_ids"][0]
+    other = 7 if first != 7 else 8
+    answers = [
+        json.loads(run(*options, *biases).output)["token_ids"]
+        for biases in (["--logit-bias", f"{first}=-100"], ["--logit-bias", f"{other}=100", "--logit-bias", "9=-1.5"])
+    ]
+    assert first not in answers[0] and answers[1] == [other] * 3
+
+
+def test_an_answer_follows_a_grammar_of_a_text_or_a_file(tmp_path: Path) -> None:
+    grammar = 'word: "aye" | "nay"\nstart: word " " word "."\n'
+    (tmp_path / "votes.lark").write_text(grammar)
+    for given in (grammar, str(tmp_path / "votes.lark"), f"@{tmp_path / 'votes.lark'}"):
+        result = run("generate", QUESTION, "--grammar", given)
+        assert re.fullmatch(r"(aye|nay) (aye|nay)\.\n", result.output), result.output
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
+        (["generate", "x", "--logit-bias", "5"], ["--logit-bias '5'", "TOKEN_ID=BIAS"]),
+        (["generate", "x", "--logit-bias", "a=5"], ["--logit-bias 'a=5'", "TOKEN_ID=BIAS"]),
+        (["generate", "x", "--logit-bias", "5=1", "--logit-bias", "5=2"], ["'5=2'", "token 5", "already, 1"]),
+        (["generate", "x", "--logit-bias", "5=101"], ["logit_bias.5", "100", "101"]),
+        (["generate", "x", "--logit-bias", "5000=1"], ["logit_bias", "5000", "vocabulary of 1024"]),
+        (["generate", "x", "--n", "0"], ["n:", "1", "0"]),
+        (["generate", "x", "--grammar", "absent.lark"], ["--grammar 'absent.lark'", "a rule start", "No such file"]),
+        (["generate", "x", "--grammar", "start: nowhere"], ["structured grammar", "nowhere"]),
+        (["generate", "x", "--grammar", 'start: "a"', "--regex", "b"], ["exactly one", "'regex', 'grammar'"]),
         (["generate", "x", "--model", "fly-targt"], ["'fly-targt'", "fly-target"]),
         (["generate", "x", "--draft", "fly-drft"], ["'fly-drft'", "fly-draft"]),
         (["generate", "x", "--policy", "flx"], ["'flx'", "fly.paper"]),
@@ -104,6 +182,35 @@ def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[st
     assert all(word in words(result.output) for word in said), result.output
 
 
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize(
+    ("command", "options"),
+    [
+        (
+            ["generate", "x", "--config", "absent.yaml"],
+            ["temperature", "top-p", "min-p", "presence-penalty", "frequency-penalty", "repetition-penalty"],
+        ),
+        (["generate", "x"], ["heartbeat-timeout", "collective-timeout", "logit-bias"]),
+        (["serve", "--model", "absent"], ["timeout", "drain-timeout", "heartbeat-timeout"]),
+        (["bench", "plan", "--target", "llama-3.1-8b"], ["tau", "draft-tau"]),
+    ],
+)
+def test_what_is_no_finite_number_is_told_so(command: list[str], options: list[str], value: str) -> None:
+    for option in options:
+        result = run(*command, f"--{option}", f"5={value}" if option == "logit-bias" else value)
+        said = words(re.sub("[│╭╮╰╯─]", "", result.output))
+        assert result.exit_code == 2 and "Traceback" not in said
+        assert "a finite number" in said and re.search(rf"(got |: ){value}\b", said), said
+        assert option in said.replace("_", "-")
+
+
+def test_numbers_out_of_range_are_named_with_the_range() -> None:
+    for value, told in (("0.4", "0.4 must be a finite number in [0.5, 86400]"), ("1e5", "100000 must be")):
+        assert told in words(re.sub("[│─]", "", run("generate", "x", "--heartbeat-timeout", value).output))
+    assert "of at least 1" in words(run("bench", "plan", "--tau", "0.5").output)
+    assert "got -1.0" in run("generate", "x", "--temperature", "-1").output
+
+
 def test_configuration_files(tmp_path: Path) -> None:
     path = tmp_path / "setup.yaml"
     path.write_text("draft: ngram+fly-draft\npolicy: {name: fly, theta: 0.5}\nk: 9\ndtype: float32\n")
@@ -113,7 +220,14 @@ def test_configuration_files(tmp_path: Path) -> None:
     assert answer["policy"] == "exact"
     llm = fly.LLM.from_config(path)
     assert llm.k == 9 and llm.policy == FLy(theta=0.5)
-    for text, said in (("polcy: x", "polcy"), ("k: -1", "k"), ("policy: flx", "flx"), ("{", "YAML"), ("- 1", "valid")):
+    for text, said in (
+        ("polcy: x", "polcy"),
+        ("k: -1", "k"),
+        ("cache_share: .nan", "finite.*nan"),
+        ("policy: flx", "flx"),
+        ("{", "YAML"),
+        ("- 1", "valid"),
+    ):
         path.write_text(text)
         with pytest.raises(ValueError, match=said):
             fly.LLM.from_config(path)

@@ -24,6 +24,7 @@ from fly.drafts import NGramDraft
 from fly.policies import Exact, FLy
 from fly.serve import Service, Settings
 from fly.serve.answers import Vocabulary
+from fly.serve.app import _param_of
 from fly.serve.metrics import Metrics
 from fly.serve.rules import Rules
 from tests.serving import MODEL, Running, eventually, running
@@ -250,7 +251,18 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         ({"max_tokens": 1.5}, "max_tokens", "valid integer"),
         ({"n": 33}, "n", "at most 32"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
-        ({"logit_bias": {"5000": 1}}, None, "outside the vocabulary"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias", "outside the vocabulary"),
+        ({"logit_bias": {"1": "x"}}, "logit_bias.1", "valid number"),
+        ({"logit_bias": dict.fromkeys(map(str, range(1025)), 1)}, "logit_bias", "1025 entries"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids", "outside the vocabulary"),
+        ({"min_tokens": 5}, "min_tokens", "exceeds max_tokens 4"),
+        ({"stop": 5}, "stop", "valid string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16 items"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+            "x",
+        ),
         ({"stop": [""]}, "stop", "empty stop string"),
         ({"top_logprobs": 3}, "top_logprobs", "logprobs: true"),
         ({"stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
@@ -258,11 +270,17 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         ({"store": True}, "store", "False"),
         ({"messages": []}, "messages", "at least 1 item"),
         ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role", "'system'"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "valid string"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages.0.content.0.type", "'text'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "x": 1}]}]}, "messages.0.content.0.x", "'x'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages.0.content.0.text", "required"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages", "unknown role tool"),
         ({"messages": [{"role": "user", "content": "x" * 9000}]}, "messages", "context of 1024"),
         ({"messages": [{"role": "user", "content": "half \ud83e a pair"}]}, "messages", "messages"),
         ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools", "chat template"),
         ({"speculation": {"policy": "flyy"}}, "speculation.policy", "'flyy' is unknown"),
+        ({"speculation": {"policy": ""}}, "speculation.policy", "at least 1 character"),
+        ({"speculation": {"policy": "fly & phase('zzq', '<|end|>')"}}, "speculation.policy", "'zzq' is"),
         ({"speculation": {"policy": "os:system"}}, "speculation.policy", "import code"),
         ({"speculation": {"policy": {"name": "antigravity:fly"}}}, "speculation.policy", "import code"),
         ({"speculation": {"policy": "exact" + " | room" * 999}}, "speculation.policy", "at most 2000"),
@@ -283,25 +301,41 @@ def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: st
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
+    ("change", "param", "says"),
     [
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ""}, None),
-        ({"prompt": [[1, 2], []]}, "prompt"),
-        ({"prompt": [1, -2]}, "prompt"),
-        ({"prompt": [99999]}, "outside the vocabulary"),
-        ({"best_of": 4}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"logprobs": 21}, "logprobs"),
+        ({"prompt": []}, "prompt", "at least 1 item"),
+        ({"prompt": [[1, 2], []]}, "prompt.1", "at least 1 item"),
+        ({"prompt": [1, -2]}, "prompt.1", "greater than or equal to 0"),
+        ({"prompt": ["a", 1]}, "prompt.1", "valid string"),
+        ({"prompt": {"a": 1}}, "prompt", "valid string"),
+        ({"prompt": [99999]}, "prompt", "outside the vocabulary"),
+        ({"prompt": [1] * 1024}, "prompt", "context of 1024"),
+        ({"prompt": ["a"] * 33}, "prompt", "33 completions; at most 32"),
+        ({"prompt": ["a"] * 1025}, "prompt", "at most 1024 items"),
+        ({"prompt": ["a"] * 11, "n": 3}, "n", "33 completions; at most 32"),
+        ({"best_of": 4}, "best_of", "beyond n"),
+        ({"suffix": "x"}, "suffix", "None"),
+        ({"echo": True, "logprobs": 1}, "echo", "logprobs"),
+        ({"logprobs": 21}, "logprobs", "20"),
     ],
 )
-def test_bad_completions_are_named(here: Running, change: dict[str, Any], says: str | None) -> None:
+def test_bad_completions_are_named(here: Running, change: dict[str, Any], param: str, says: str) -> None:
     got = httpx.post(f"{here.url}/v1/completions", json={"model": MODEL, "prompt": "a", "max_tokens": 2, **change})
-    if says is None:  # a text without a word still has the token that begins every text
-        assert got.status_code == 200
-    else:
-        assert got.status_code == 400 and says in got.json()["error"]["message"]
+    error = got.json()["error"]
+    assert (got.status_code, error["param"]) == (400, param) and says in error["message"]
+
+
+def test_a_text_without_a_word_has_the_token_that_begins_every_text(here: Running) -> None:
+    body = {"model": MODEL, "prompt": "", "max_tokens": 2}
+    got = httpx.post(f"{here.url}/v1/completions", json=body)
+    assert got.status_code == 200 and got.json()["usage"]["prompt_tokens"] == 1
+
+
+def test_an_error_is_of_no_field_where_it_is_of_several() -> None:
+    assert _param_of("prompt has token ids [9]") == "prompt"
+    assert _param_of("structured regex 'a' cannot be used") == "response_format"
+    assert _param_of("prompt 0: 9 tokens and max_tokens 9 do not fit the KV cache") is None
+    assert _param_of("something else") is _param_of("") is None
 
 
 def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: OpenAI) -> None:
@@ -317,7 +351,9 @@ def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: Ope
     ):
         for headers in ({"content-type": "application/json"}, {"content-type": "text/plain"}):
             got = httpx.post(f"{here.url}/v1/completions", content=content, headers=headers)
-            assert got.status_code == 400 and got.json()["error"]["message"]
+            error = got.json()["error"]
+            assert got.status_code == 400 and error["message"]
+            assert error["param"] == ("model" if b"model" in content and "json" in headers["content-type"] else None)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)
 

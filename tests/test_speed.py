@@ -17,8 +17,8 @@ from fly import LLM, SamplingParams, cli
 from fly.bench import limits as limits_module
 from fly.bench.commands import context_slope
 from fly.bench.limits import Limits, Timing, take_turns
-from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, write_gguf
-from fly.bench.shapes import forward_bytes, forward_operations, random_model, shape_config
+from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount, write_gguf
+from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
 from fly.bench.speed import Clock, Forward, Forwards, Rounds, draft_runners, measure_rounds, predict
 from fly.bench.twins import PAIRS, parse_pair
 from fly.bundled import resolve_checkpoint
@@ -385,6 +385,34 @@ def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.Monkey
     run("bench", "peers", "--shape", "64x1x100", "--problems", 1, "--tokens", 4, "--turns", 1, "--json", record)
     (only,) = json.loads(record.read_text())["contenders"]
     assert only["right"] is None
+
+
+def test_a_large_shape_has_fewer_prompts_and_tokens_unless_told(
+    quick_limits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert usual_amount(99_999_999) == (24, 400)
+    assert usual_amount(matrix_parameters(shape_config("768x12x32000"))) == (8, 160)
+    amounts = [usual_amount(size * 10**8)[1] for size in range(1, 99)]
+    assert amounts == sorted(amounts, reverse=True) and amounts[-1] == 16
+    asked: list[tuple[int, int]] = []
+
+    def noted(contenders: Any, prompts: Any, tokens: int, *others: Any) -> Any:
+        asked.append((len(prompts), tokens))
+        return measure_matches(contenders, prompts[:1], 2, *others)
+
+    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr("fly.bench.peers.measure_matches", noted)
+    for parameters, options, wanted in (
+        (10**8, (), (8, 175)),
+        (10**8, ("--problems", 3), (3, 175)),
+        (10**9, ("--tokens", 9), (8, 9)),
+        (10**7, (), (24, 400)),
+    ):
+        monkeypatch.setattr("fly.bench.shapes.matrix_parameters", lambda config, n=parameters: n)
+        text = run("bench", "peers", "--shape", "64x1x100", "--turns", 1, *options)
+        assert asked[-1] == wanted
+        assert f"{wanted[0]} prompts, at most {wanted[1]} tokens each" in " ".join(text.split())
 
 
 def test_exact_is_lossless_and_fly_is_not() -> None:

@@ -318,8 +318,17 @@ def bench_peers(
         str | None,
         typer.Option(help="A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only."),
     ] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
-    tokens: Annotated[int, typer.Option(min=2, help="Most tokens a problem.")] = 400,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help="Held-out problems. If not given 24, and 8 for a --shape of 100M parameters or more."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="Most tokens a problem. If not given 400, and fewer for such a --shape (110M: 160).",
+        ),
+    ] = None,
     turns: Turns = 3,
     dtype: Dtype = "auto",
     kernels: Kernels = "auto",
@@ -330,8 +339,8 @@ def bench_peers(
         import random
 
         from fly.bench.limits import measure_limits
-        from fly.bench.peers import fly_contender, load_peers, measure_matches
-        from fly.bench.shapes import forward_bytes, random_model, shape_config
+        from fly.bench.peers import fly_contender, load_peers, measure_matches, usual_amount
+        from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
         from fly.bundled import resolve_checkpoint
         from fly.bundled.tasks import check_many
         from fly.bundled.tasks import problems as draw_problems
@@ -343,18 +352,18 @@ def bench_peers(
 
         rule = parse_policy(policy, trusted=True)
         cpu = resolve_device("cpu")
-        asked = list(draw_problems(None, "heldout", 0, problems))
         if shape is not None:
             config = shape_config(shape)
             number = resolve_dtype("bfloat16" if dtype == "auto" else dtype, {})
             source, helper = Path(temporary) / "model", None
             save_model(random_model(config, number), source, number)
-            rng = random.Random(0)
-            prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in asked]
         else:
             source, helper = resolve_checkpoint(model), resolve_checkpoint(draft)
             config, raw = LlamaConfig.read(source)
             number = resolve_dtype(dtype, raw)
+        usual = usual_amount(0 if shape is None else matrix_parameters(config))
+        count, most = usual[0] if problems is None else problems, usual[1] if tokens is None else tokens
+        asked = list(draw_problems(None, "heldout", 0, count))
         options: dict[str, Any] = {"dtype": number, "device": "cpu", "kernels": kernels}
         plain = LLM(source, **options)
         settings = [Setting("autoregressive", plain, 0)]
@@ -366,12 +375,15 @@ def bench_peers(
                 name = cli.rule_name(rule)
                 settings += [Setting(name, fast, k, rule), Setting(f"{name}, multi-level", levels, k, rule)]
             prompts = [plain.chat_prompt(problem.prompt) for problem in asked]
+        else:
+            rng = random.Random(0)
+            prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in asked]
         contenders = [fly_contender(setting, shape is not None) for setting in settings]
         others, skipped = load_peers(source, helper, k, number, Path(temporary), shape is not None)
         contenders += others
         limits = measure_limits(cpu)
         with _progress("peers", turns * len(prompts) * len(contenders)) as advance:
-            matches = measure_matches(contenders, prompts, tokens, turns, advance)
+            matches = measure_matches(contenders, prompts, most, turns, advance)
         right: list[list[bool]] = []
         if shape is None and plain.tokenizer is not None:
             for match in matches:
@@ -379,7 +391,8 @@ def bench_peers(
                 right.append(check_many(list(zip(asked, texts))))
         limit = limits.seconds(forward_bytes(config, number, 1, 128), 0, number)
         title = f"{shape or f'{model}, {draft}, k {k}'}, {str(number).removeprefix('torch.')}, {limits.threads} threads"
-        console.print(peers_table(matches, right, f"{title}, {len(prompts)} prompts, temperature 0, batch 1"))
+        title += f", {count} prompts, at most {most} tokens each, temperature 0, batch 1"
+        console.print(peers_table(matches, right, title))
         console.print(
             f"[dim]tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
             "autoregressive beside autoregressive, its fastest lossless speculation beside\n"

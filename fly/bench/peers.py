@@ -28,7 +28,16 @@ from fly.models.loading import checkpoint_tensors
 from fly.models.tokenizer import read_eos_ids
 from fly.types import Guarantee, SamplingParams
 
-__all__ = ["Contender", "Match", "Skipped", "fly_contender", "load_peers", "measure_matches", "write_gguf"]
+__all__ = [
+    "Contender",
+    "Match",
+    "Skipped",
+    "fly_contender",
+    "load_peers",
+    "measure_matches",
+    "usual_amount",
+    "write_gguf",
+]
 
 Decode = Callable[[list[int], int], list[int]]
 
@@ -66,6 +75,17 @@ class Match:
         pairs = list(zip(self.outputs, other.outputs))
         common = sum(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b))) for a, b in pairs)
         return sum(a == b for a, b in pairs), common / max(1, sum(len(b) for _, b in pairs))
+
+
+def usual_amount(parameters: int) -> tuple[int, int]:
+    """Prompts, and most tokens of each, for a shape of so many parameters where nothing else is asked for.
+
+    One of 100 million or more gets fewer, and the fewer tokens the larger it is, so that three turns of all peers take
+    about four minutes on two cores.
+    """
+    if parameters < 100e6:
+        return 24, 400
+    return 8, max(16, round(17.5e9 / parameters))
 
 
 def measure_matches(

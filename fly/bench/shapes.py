@@ -10,7 +10,7 @@ from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import skeleton
 
-__all__ = ["forward_bytes", "forward_operations", "random_model", "randomise", "shape_config"]
+__all__ = ["forward_bytes", "forward_operations", "matrix_parameters", "random_model", "randomise", "shape_config"]
 
 
 def shape_config(shape: str, positions: int = 4096) -> LlamaConfig:
@@ -57,7 +57,7 @@ def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cp
     return model.eval().requires_grad_(False)
 
 
-def _matrix_parameters(config: LlamaConfig) -> int:
+def matrix_parameters(config: LlamaConfig) -> int:
     """Weights that every token is multiplied with: the layers' matrices and the head, not the embedding's table."""
     head, width = config.head_dim, config.hidden_size
     attention = 2 * width * head * (config.num_attention_heads + config.num_key_value_heads)
@@ -71,7 +71,7 @@ def forward_bytes(
     ``weight_bytes`` or (None) as many as a stored number, and of each row the keys and values of the ``context`` tokens
     before. Norms and what is written are left out."""
     stored = rows * context * PagedKVCache.bytes_per_token(config, dtype)
-    return _matrix_parameters(config) * (weight_bytes or dtype.itemsize) + stored
+    return matrix_parameters(config) * (weight_bytes or dtype.itemsize) + stored
 
 
 def forward_operations(config: LlamaConfig, rows: int = 1, context: int = 0, tokens: int = 1) -> int:
@@ -79,4 +79,4 @@ def forward_operations(config: LlamaConfig, rows: int = 1, context: int = 0, tok
     it attends to (itself and those before)."""
     seen = tokens * context + tokens * (tokens + 1) // 2
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
-    return rows * (2 * _matrix_parameters(config) * tokens + attention)
+    return rows * (2 * matrix_parameters(config) * tokens + attention)

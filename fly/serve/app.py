@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Callable
@@ -149,24 +150,32 @@ class Service:
         except ValueError as error:
             field = str(error).partition(":")[0]
             raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
+        try:
+            chosen.policy.bind(self.tokenizer.token_id)
+        except ValueError as error:
+            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
+            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
         echoes = None
         if isinstance(body, ChatRequest):
-            prompts = [self.conversation(body)]
+            name, prompts = "messages", [self.conversation(body)]
         else:
             assert isinstance(body, CompletionRequest)
-            prompts = [self.encode(prompt) for prompt in body.prompts]
+            name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
             if body.echo:
                 texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in body.prompts]
                 echoes = [text for text in texts for _ in range(body.n or 1)]
         for tokens in prompts:
-            self.check_prompt(tokens)
+            self.check_prompt(tokens, name)
         if (count := len(prompts) * (body.n or 1)) > self.settings.max_n:
-            raise ApiError(400, f"n: {count} completions; at most {self.settings.max_n} at once", "n", "invalid_value")
+            name = "prompt" if (body.n or 1) == 1 else "n"
+            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
+            raise ApiError(400, message, name, "invalid_value")
         try:
             params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
         except ValidationError as error:
-            param = ".".join(map(str, error.errors()[0]["loc"])) or None
-            raise ApiError(400, explain(error), param, "invalid_value") from None
+            message = explain(error)
+            param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
+            raise ApiError(400, message, param, "invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         return Prepared(prompts, echoes, params, chosen, body.top())
@@ -198,13 +207,13 @@ class Service:
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
 
-    def check_prompt(self, tokens: list[int]) -> None:
-        """Raises ``ApiError`` for one that cannot be completed."""
+    def check_prompt(self, tokens: list[int], name: str) -> None:
+        """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
         if not tokens:
-            raise ApiError(400, "prompt: empty; it has no token to go on from", "prompt", "invalid_value")
+            raise ApiError(400, f"{name}: empty; it has no token to go on from", name, "invalid_value")
         if len(tokens) >= self.context:
             message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
-            raise ApiError(400, message, "messages" if len(tokens) else None, "context_length_exceeded")
+            raise ApiError(400, message, name, "context_length_exceeded")
 
     def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
         """As the request says, or (as OpenAI has it) 16 for completions, and what the context holds for chats."""
@@ -253,7 +262,7 @@ class Answering:
             raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
         error = None if event is None else event.error
         if isinstance(error, ValueError) and isinstance(event, Answer):
-            raise ApiError(400, str(error), "response_format" if "structured" in str(error) else None, "invalid_value")
+            raise ApiError(400, str(error), _param_of(str(error)), "invalid_value")
         if isinstance(error, StructuredError):
             raise ApiError(400, str(error), "response_format", "invalid_value")
         if error is not None:
@@ -513,6 +522,44 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
+_OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "response_format"}
+
+
+def _param_of(message: str) -> str | None:
+    """The field that an error of the engine or of ``SamplingParams`` starts with; None where it is about several."""
+    found = re.match(r"(\w+)(?! \d+:)", message)  # "prompt 0: ..." is of the prompt with all that is asked for it
+    return _OF_ENGINE.get(found[1]) if found else None
+
+
+def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:
+    """What to tell of all that is wrong with a body, and the path of the field it is about.
+
+    Unknown fields come first. A value that may be of several types has an error for each: told is that of a type it
+    has, or with which reading came furthest, since the client meant that one.
+    """
+
+    def path(problem: Any) -> list[str | int]:
+        found, value = [], error.body
+        for part in problem["loc"][1:]:
+            if part in value if isinstance(value, dict) else isinstance(value, list) and isinstance(part, int):
+                value = value[part]
+            elif problem["type"] != "missing" or part != problem["loc"][-1]:  # the name of a type
+                continue
+            found.append(part)
+        if problem["type"] == "unknown_parameter":
+            found.append(problem["ctx"]["name"])
+        return found
+
+    def rank(problem: Any) -> tuple[Any, ...]:
+        return not problem["type"].endswith("_type"), [(isinstance(part, int), part) for part in path(problem)]
+
+    problems = error.errors()
+    first = next((p for p in problems if p["type"] == "unknown_parameter"), problems[0])
+    if first["type"] != "unknown_parameter":
+        first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
+    return first, list(map(str, path(first)))
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
@@ -520,19 +567,14 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        problems = error.errors()
-        problem = next((p for p in problems if p["type"] == "unknown_parameter"), problems[0])
-        where = [str(part) for part in problem["loc"] if part != "body"]
-        context = problem.get("ctx") or {}
-        if problem["type"] == "unknown_parameter":
-            where.append(str(context.get("name", "")))
-            message = problem["msg"]
-        else:
-            message = problem["msg"].removeprefix("Value error, ")
-            if problem["type"] == "value_error" and not where:
-                where = [name] if (name := message.partition(":")[0]).isidentifier() else []
-            else:
-                message = f"{'.'.join(where)}: {message}" if where else message
+        problem, where = _worst(error)
+        message = problem["msg"].removeprefix("Value error, ")
+        if problem["type"] == "json_invalid":
+            message = f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
+        elif problem["type"] == "value_error" and not where:
+            where = [name] if (name := message.partition(":")[0]).isidentifier() else []
+        elif problem["type"] != "unknown_parameter" and where:
+            message = f"{'.'.join(where)}: {message}"
         code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
         return ApiError(400, message, ".".join(where) or None, code).response()
 

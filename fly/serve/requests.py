@@ -134,9 +134,7 @@ class Generation(_Body):
     @classmethod
     def _few_biases(cls, data: Any) -> Any:
         if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > _MOST:
-            raise PydanticCustomError(
-                "too_long", "logit_bias has {count} entries, more than {most}", {"count": len(bias), "most": _MOST}
-            )
+            raise ValueError(f"logit_bias: {len(bias)} entries; at most {_MOST} are read")
         return data
 
     @model_validator(mode="after")
