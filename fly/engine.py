@@ -23,6 +23,7 @@ from fly.policies import verify
 from fly.policies.base import accepts_exactly
 from fly.sampling import Law, Stream, constrain, uniforms
 from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
+from fly.vocabulary import top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
@@ -31,6 +32,7 @@ __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 
 _WHY = tuple(Why)  # by its number
+_RELAXED = int(Why.RELAXED)
 
 
 class Model(Protocol):
@@ -474,52 +476,63 @@ class Engine:
         _, following, whys, asked, held = verdict.told
         tokens, trees = draft.chains, draft.trees
         relaxation = rows[numbers[0]].policy.relaxation
-        relaxed: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
             row, path, stats, chain, why = rows[b], accepted[i], rows[b].stats, tokens[b], whys[i]
             tree = range(-1, len(chain) - 1) if trees is None else trees[b]
             end = path[-1] if path else -1
             # Position 0 follows the row's last token, position j + 1 the drafted token j.
             positions = [*(tree[node] + 1 for node in path), end + 1]
+            count = self._extend(row, [*(chain[node] for node in path), following[i]], stopped)
+            if (standing := min(count, len(path))) < len(path):
+                path = path[:standing]
             block = [Token(chain[n], _WHY[why[n]], None, choices[b][at]) for n, at in zip(path, positions)]
-            for at, node in enumerate(path):
-                if why[node] == Why.RELAXED:
-                    clause = " & ".join(name for name, held_BK in held.items() if held_BK[i][node]) or str(row.policy)
-                    block[at] = block[at]._replace(clause=clause)
-            block.append(Token(following[i], Why.CORRECTION if end in tree else Why.BONUS, None, choices[b][end + 1]))
-            left, count = self.left(row), 0
-            for count, token in enumerate(block, start=1):
-                row.tokens.append(token.id)
-                row.provenance.append(token)
-                ended = stopped is not None and stopped(row, token.id)  # it hears of every token, ends included
-                if ended or token.id in row.stop_ids:
-                    row.finish_reason = "stop"
-                elif count == left:
-                    row.finish_reason = "length"
-                if row.finish_reason:
-                    break
-            emitted[b], places[b] = block[:count], positions[:count]
-            excused = [(b, at, token.id) for at, token in zip(positions, emitted[b]) if token.why is Why.RELAXED]
-            relaxed += excused
+            relaxed = [at for at, node in enumerate(path) if why[node] == _RELAXED]
+            for at in relaxed:
+                clause = " & ".join(name for name, held_BK in held.items() if held_BK[i][path[at]]) or str(row.policy)
+                block[at] = block[at]._replace(clause=clause)
+            if relaxed:
+                stats.relaxed += len(relaxed)
+                stats.nats += _nats(target, b, [(positions[at], block[at].id) for at in relaxed])
+            if count > standing:
+                why_last = Why.CORRECTION if end in tree else Why.BONUS
+                block.append(Token(following[i], why_last, None, choices[b][end + 1]))
+            row.provenance += block
+            emitted[b], places[b] = block, positions[:count]
             stats.generated += count
             if not prompts[b]:
                 stats.rounds += 1
                 stats.emitted += count
             stats.drafted += len(chain)
-            stats.accepted += min(count, len(path))
-            stats.relaxed += len(excused)
+            stats.accepted += standing
             if relaxation is not None and held and True in asked[i]:
-                emitted_here = set(path[:count])
-                tried = set() if count <= len(path) else set(range(len(chain))) - set(path)  # unless it ended before
-                for node in range(len(chain)):
-                    if asked[i][node] and (node in emitted_here or node in tried):
-                        said = {name: held_BK[i][node] for name, held_BK in held.items()}
-                        stats.count_gates(said, *relaxation.deciding(said))
-        if relaxed:
-            b_N, j_N, token_N = torch.tensor(relaxed, device=target.logits_BKV.device).unbind(1)
-            log_NV = target.logits_BKV[b_N, j_N].log_softmax(-1)
-            for (b, _, _), cost in zip(relaxed, (-log_NV.gather(1, token_N.unsqueeze(1))).squeeze(1).tolist()):
-                rows[b].stats.nats += cost
+                told = {*path} if standing == count else range(len(chain))  # unless it ended before the rest was tried
+                for node in (node for node, was in enumerate(asked[i]) if was and node in told):
+                    said = {name: held_BK[i][node] for name, held_BK in held.items()}
+                    stats.count_gates(said, *relaxation.deciding(said))
+
+    def _extend(self, row: Sequence, ids: list[int], stopped: Callable[[Sequence, int], bool] | None) -> int:
+        """Append ``ids`` to the row, as many as there are up to its end, and return how many."""
+        left, count = self.left(row), 0
+        for count, token in enumerate(ids, start=1):
+            row.tokens.append(token)
+            ended = stopped is not None and stopped(row, token)  # it hears of every token, ends included
+            if ended or token in row.stop_ids:
+                row.finish_reason = "stop"
+            elif count == left:
+                row.finish_reason = "length"
+            if row.finish_reason:
+                break
+        return count
+
+
+def _nats(target: Target, b: int, tokens: list[tuple[int, int]]) -> float:
+    """The sum of -ln target(x) over tokens of row ``b``, given with their positions; of the unprocessed law."""
+    logits_BJV = target.logits_BKV
+    if logits_BJV.device.type == "cpu" and type(logits_BJV) is Tensor:
+        return sum(top_at(logits_BJV, b, at, 1)[1] - logits_BJV[b, at, token].item() for at, token in tokens)
+    at_N, token_N = torch.tensor(tokens, device=logits_BJV.device).unbind(1)
+    log_NV = logits_BJV[b, at_N].log_softmax(-1)
+    return float(-log_NV.gather(1, token_N.unsqueeze(1)).sum())
 
 
 def _check_grammars(rows: Rows[Sequence], verdicts: list[tuple[list[int], Verdict]]) -> None:

@@ -13,6 +13,9 @@ own, by ``__torch_function__``.
 from __future__ import annotations
 
 import math
+from array import array
+from collections.abc import Callable
+from functools import cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -20,10 +23,11 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["Top", "argmax", "log_mass", "pick", "top", "top_of"]
+__all__ = ["Top", "argmax", "log_mass", "pick", "top", "top_at"]
 
 _CHUNK = 64
 _SMALL = 8192  # vocabularies up to this are done in one go
+_FEWEST = 16  # of the largest that are found by a list of them
 _FEW = 1 << 15  # values that are looked through sooner than they are cut into chunks
 
 
@@ -70,11 +74,30 @@ def top(values: Tensor, n: int) -> Top:
     return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
 
 
-def top_of(logits_V: Tensor, n: int) -> tuple[list[float], float]:
-    """The min(n, V) largest of one vector [V] on the CPU, largest first, and ln of the sum of exp over all of it."""
-    if len(logits_V) <= _SMALL:
+@cache
+def _compiled_top() -> Callable[[int, int, int, int], None] | None:
+    """``fly_top`` for this processor; None where kernels are not compiled, or not to be used."""
+    from fly.kernels import library  # which is of models, and so of what this is for
+
+    variant, _ = library.split(library.chosen())
+    return None if variant == library.TORCH else partial(library.top(), library.number(variant))
+
+
+def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
+    """Of one position on the CPU: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
+    width = logits_BKV.shape[-1]
+    n = min(n, width)
+    compiled = _compiled_top() if n <= _FEWEST and logits_BKV.dtype == torch.float32 else None
+    if compiled is not None and logits_BKV.stride(2) == 1:
+        told = array("f", bytes(4 * (n + 1)))
+        at = logits_BKV.data_ptr() + 4 * (b * logits_BKV.stride(0) + j * logits_BKV.stride(1))
+        compiled(at, width, n, told.buffer_info()[0])
+        log_total = told.pop()
+        return told.tolist(), log_total
+    logits_V = logits_BKV[b, j]
+    if width <= _SMALL:
         logits = logits_V.detach().numpy()
-        likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < len(logits) else logits.tolist(), reverse=True)
+        likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < width else logits.tolist(), reverse=True)
         return likeliest, likeliest[0] + math.log(float(np.exp(logits - likeliest[0]).sum()))
     top_1N = top(logits_V.unsqueeze(0), n).values
     likeliest = top_1N.tolist()[0]

@@ -10,6 +10,7 @@ from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 __all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
@@ -60,7 +61,6 @@ _FUNCTIONS = {
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
-    "fly_top": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 8),
 }
 
@@ -95,6 +95,14 @@ def load() -> ctypes.CDLL:
     if library is None:
         raise ValueError(f"there are no compiled kernels: {reason}")
     return library
+
+
+@cache
+def top() -> Any:
+    """``fly_top``, called without letting go of the interpreter: another thread would keep it for longer."""
+    function = ctypes.PyDLL(None, handle=load()._handle).fly_top
+    function.restype, function.argtypes = None, [c_int, c_void_p, c_int, c_int, c_void_p]
+    return function
 
 
 @cache

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
-from fly.vocabulary import log_mass, top, top_of
+from fly.vocabulary import log_mass, top, top_at
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -70,10 +70,16 @@ class Block:
 
 
 class HostBlock(Block):
-    """A block whose rows agree as lists of the host say, without padding; a tensor where somebody asks for one."""
+    """A block whose rows agree where the target's choice was drafted, as lists of the host, without padding; a tensor
+    where somebody asks for one."""
 
-    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
-        self.__dict__.update(target=target, draft=draft, agree=agree, clauses={})
+    def __init__(self, target: Target, draft: Draft) -> None:
+        self.__dict__.update(target=target, draft=draft, clauses={})
+
+    @cached_property
+    def agree(self) -> list[list[bool]]:
+        rows = zip(self.draft.chains, self.target.choices)
+        return [[token == choice for token, choice in zip(*row)] for row in rows]
 
     @cached_property
     def agree_BK(self) -> Tensor:
@@ -328,7 +334,7 @@ class EntropyGate(Condition):
         target = block.target
         if self.entropy != "top3" or not (target.all_greedy or not self.processed):
             return super().at(block, b, j)
-        likeliest, log_total = top_of(target.logits_BKV[b, j], 3)
+        likeliest, log_total = top_at(target.logits_BKV, b, j, 3)
         return -sum(math.exp(z - log_total) * (z - log_total) for z in likeliest if z > -math.inf) >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
@@ -414,7 +420,7 @@ class ControlToken(Condition):
 
     def at(self, block: Block, b: int, j: int) -> bool:
         control_V = block.target.control_V
-        return control_V is not None and bool(control_V[block.draft.chains[b][j]])
+        return control_V is not None and bool(control_V.numpy()[block.draft.chains[b][j]])
 
 
 def check_count(name: str, value: object) -> None:

@@ -6,6 +6,8 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -16,6 +18,8 @@ from fly.types import Draft, Guarantee, Noise, Target, Told, ToldVerdict, Verdic
 from fly.vocabulary import pick
 
 __all__ = ["verify"]
+
+_REJECTED, _MATCH, _RELAXED = int(Why.REJECTED), int(Why.MATCH), int(Why.RELAXED)
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
@@ -69,33 +73,34 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
     """
     chains, choices, relaxation = draft.chains, target.choices, policy.relaxation
     _, longest = draft.shape
-    agree = [[token == choice for token, choice in zip(*row)] for row in zip(chains, choices)]
-    why, asked = [[int(Why.REJECTED)] * longest for _ in chains], [[False] * longest for _ in chains]
+    why, asked = [], [[False] * longest for _ in chains]
     held: dict[str, list[list[bool]]] = {}
-    block: Block | None = None
+    block: HostBlock | None = None
     accepted = []
-    for b, same in enumerate(agree):
-        n = 0
-        for n, stands in enumerate([*same, False]):  # one more, where there is always an end
-            if stands:
-                why[b][n] = Why.MATCH
-                continue
-            if n == len(same):
+    for b, (chain, choice) in enumerate(zip(chains, choices)):
+        reasons, n, end = [_REJECTED] * longest, 0, len(chain)
+        while True:
+            while n < end and chain[n] == choice[n]:
+                reasons[n] = _MATCH
+                n += 1
+            if n == end:
                 break
             asked[b][n] = True
             if relaxation is None:
                 break
             if block is None:
-                block = HostBlock(target, draft, agree)
+                block = HostBlock(target, draft)
                 held = {clause.label: [[False] * longest for _ in chains] for clause in relaxation.clauses}
             said = {clause.label: clause.at(block, b, n) for clause in relaxation.clauses}
             for label, yes in said.items():
                 held[label][b][n] = yes
             # as ``Target.allowed``, of one token
-            if not relaxation.decide(said) or target.logits_BKV[b, n, chains[b][n]] == -torch.inf:
+            if not relaxation.decide(said) or target.logits_BKV[b, n, chain[n]].item() == -math.inf:
                 break
-            why[b][n] = Why.RELAXED
+            reasons[n] = _RELAXED
+            n += 1
         accepted.append(n)
+        why.append(reasons)
     following = [row[n] for row, n in zip(choices, accepted)]
     return ToldVerdict(Told(accepted, following, why, asked, held))
 
