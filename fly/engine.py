@@ -54,7 +54,11 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     # the usual case, at C speed, without a copy of the one that is a prefix
     if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
         return shorter
-    return next(i for i in range(shorter) if a[i] != b[i])
+    # They differ near the end, as a rule: what comes before is compared at C speed as well.
+    start, window = shorter, 32
+    while start and a[:start] != b[:start]:
+        start, window = max(shorter - window, 0), 8 * window
+    return next(i for i in range(start, shorter) if a[i] != b[i])
 
 
 class Runner:

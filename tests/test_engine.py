@@ -22,7 +22,7 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.engine import Engine, Runner, judge
+from fly.engine import Engine, Runner, common_prefix, judge
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.loading import save_model
@@ -798,3 +798,10 @@ def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
         assert alone.told.accepted[0] == beside.told.accepted[0]
         stood += alone.told.accepted[0]
     assert 70 < stood < 130
+
+
+@given(st.integers(0, 700), st.integers(0, 40), st.integers(0, 40), st.booleans())
+def test_a_common_prefix_is_found_wherever_it_ends(alike: int, more: int, others: int, differ: bool) -> None:
+    a, b = [1] * alike + [2] * more, [1] * alike + [3 if differ else 2] * others
+    naive = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    assert common_prefix(a, b) == common_prefix(b, a) == naive

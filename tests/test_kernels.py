@@ -6,6 +6,7 @@ Skipped as a whole where the library was not built, save what must hold then.
 from __future__ import annotations
 
 import os
+from array import array
 from copy import deepcopy
 from dataclasses import dataclass
 
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
-from fly.cache import PagedKVCache
+from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
@@ -26,6 +27,7 @@ from fly.models.invariant import OneByOne
 from fly.policies import Exact
 from fly.sampling import Law, draw
 from fly.types import Sequence
+from fly.vocabulary import argmax
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -307,6 +309,30 @@ def stepwise(model: Llama | CompiledLlama) -> object:
             return model(*args)  # type: ignore[arg-type]
 
     return Plain()
+
+
+@built
+@settings(max_examples=30)
+@given(data=st.data(), config=llama_configs())
+@pytest.mark.parametrize("variant", [*VARIANTS, *INT8])
+def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataObject, config: LlamaConfig) -> None:
+    """Bit for bit, of all tokens or some of them, some of them more than once; and the lowest of the likeliest."""
+    model = CompiledLlama(build_llama(config, 1, scale=0.1).to(data.draw(st.sampled_from(DTYPES))), variant)
+    counts = [data.draw(st.integers(1, 40)) for _ in range(data.draw(st.integers(1, 3)))]
+    tokens = torch.cat([text(count, b, config.vocab_size) for b, count in enumerate(counts)])
+    positions = torch.cat([torch.arange(count) for count in counts])
+    kept = data.draw(st.none() | st.lists(st.integers(0, len(tokens) - 1), max_size=300))
+    which = list(range(len(tokens))) if kept is None else kept
+
+    def batch() -> PagedBatch:
+        cache = PagedKVCache(config, sum(counts), 4, model.dtype)
+        for b, count in enumerate(counts):
+            cache.resize(b, count)
+        return cache.batch(list(range(len(counts))), [0] * len(counts), counts)
+
+    logits, choices = model.score(array("q", tokens.tolist()), array("q", positions.tolist()), batch(), kept)
+    assert same_bits(logits, model.logits(model(tokens, positions, batch())[which]))
+    assert choices == argmax(logits).tolist()
 
 
 @built

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fly.vocabulary
-from fly.vocabulary import argmax, log_mass, pick, top
+from fly.vocabulary import argmax, log_mass, pick, top, top_at
 
 
 @st.composite
@@ -56,3 +56,18 @@ def test_log_mass_is_the_sum_written_out(
         got = log_mass(values, peak, None if temperature is None else torch.full_like(peak, temperature), least)
     assert torch.equal(values, before)
     torch.testing.assert_close(got, masses.sum(-1).log().float(), atol=2e-5, rtol=1e-5)
+
+
+@given(values(), st.sampled_from([1, 3, 16, 17]), st.booleans(), st.sampled_from(["compiled", "small", "chunks"]))
+def test_the_top_of_one_position_is_topk_and_logsumexp(values: Tensor, n: int, transposed: bool, way: str) -> None:
+    """However it is found: by the kernels, by numpy, or by chunks of a large vocabulary."""
+    values = values.transpose(0, 1) if transposed else values
+    b, j = values.shape[0] - 1, values.shape[1] - 1
+    with pytest.MonkeyPatch.context() as patch:
+        if way != "compiled":
+            patch.setattr(fly.vocabulary, "_compiled_top", lambda: None)
+            patch.setattr(fly.vocabulary, "_SMALL", 0 if way == "chunks" else 1 << 30)
+        likeliest, log_total = top_at(values, b, j, n)
+    assert likeliest == values[b, j].topk(min(n, values.shape[-1])).values.tolist()
+    assert log_total == pytest.approx(values[b, j].double().logsumexp(0).item(), abs=2e-5)
+    assert log_total >= likeliest[0]

@@ -95,19 +95,19 @@ class BlockAllocator:
         if n_tokens < 0:
             raise ValueError(f"n_tokens {n_tokens} must not be negative")
         table, length = self._tables.get(seq, []), self._lengths.get(seq, 0)
-        needed = self.missing(seq, n_tokens)
+        grow, shares = self.blocks_for(n_tokens) - len(table), self._shares_tail(seq, n_tokens)
+        needed = max(grow, 0) + shares
         if needed > self.num_free:
             raise OutOfBlocks(
                 f"sequence {seq!r} needs {needed} more blocks of {self.block_size} tokens for {n_tokens} tokens; "
                 f"{self.num_free} of {self.num_blocks} are free"
             )
-        grow = self.blocks_for(n_tokens) - len(table)
         copies = []
         if grow < 0:
             for block in reversed(table[grow:]):
                 self._drop(block)
             del table[grow:]
-        if self._shares_tail(seq, n_tokens):
+        if shares:
             source = table.pop()
             self._take(table, 1)
             self._drop(source)
