@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number, split
+from fly.kernels.library import TORCH, Batch, Lookup, Sampling, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
@@ -192,6 +192,8 @@ class CompiledLlama:
         law: Law | None = None,
         uniform_BK: Tensor | None = None,
         layers: Sequence[int] | None = None,
+        lookup: Lookup | None = None,
+        texts: Sequence[array[int]] = (),
     ) -> tuple[list[list[int]], Tensor | None]:
         """Feed the tokens, then for each row its next token, again and again, until it has ``most[b]`` of them (at
         least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn from.
@@ -200,8 +202,14 @@ class CompiledLlama:
         ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the law that ``law``
         makes of the logits, which is then given as well: [B, K, V], zeros behind a row's last token.
 
-        ``kv`` is a causal batch of the tokens fed, and the rows must have room for ``most[b]`` - 1 tokens behind them;
-        of what a row drafts, all but the last is stored then. Errors as for a forward.
+        With a ``lookup``, whose settings are those of ``NGramDraft``, a forward is also fed what followed the last time
+        the text looked like this, and drafting goes on from the first token that is another: the tokens, what they were
+        drawn from and what is stored are the same, only sooner. ``texts`` then holds of each row the tokens that are
+        stored (an array of int32 each).
+
+        ``kv`` is a causal batch of the tokens fed, at the positions behind what is stored, and the rows must have room
+        for ``most[b]`` - 1 tokens behind them; of what a row drafts, all but the last is stored then. Errors as for a
+        forward.
         """
         tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
         batch, _kept = self._batch(tokens_T, positions_T, kv, layers)
@@ -220,6 +228,14 @@ class CompiledLlama:
             sampling, uniform_BK = _sampling(law), uniform_BK.contiguous()
             laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
             addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
+        if lookup is None:
+            addresses += [None, None]
+        else:
+            stored, given = list(cast(PagedBatch, kv).starts), [len(text) for text in texts]
+            if given != stored:
+                raise ValueError(f"texts of {given} tokens for rows that have {stored} stored")
+            told = array("Q", [text.buffer_info()[0] for text in texts])
+            addresses += [ctypes.addressof(lookup), told.buffer_info()[0]]
         self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
