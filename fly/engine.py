@@ -8,6 +8,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, Protocol
@@ -25,6 +26,7 @@ from fly.types import Draft, Noise, Sequence, Target, Token, Verdict, Why, depth
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
+    from fly.kernels.library import Lookup
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
@@ -70,6 +72,7 @@ class Runner:
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
+        self._texts: dict[int, array[int]] = {}  # a beginning of what is cached, for a lookup in compiled code
 
     def pending(self, row: Sequence) -> int:
         """Tokens of ``row`` that are not cached yet."""
@@ -99,11 +102,13 @@ class Runner:
         """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
         for row in rows:
             self._cached[row.id] = list(other._cached.get(row.id, ()))
+            self._texts.pop(row.id, None)
 
     def forget(self, rows: Rows[Sequence]) -> None:
         """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
         for row in rows:
             self._cached.pop(row.id, None)
+            self._texts.pop(row.id, None)
 
     def feed(
         self,
@@ -159,11 +164,17 @@ class Runner:
         return self.model.logits(hidden_TC).unflatten(0, (len(rows), longest + 1))
 
     def draft(
-        self, rows: Rows[Sequence], most: Rows[int], law: Law | None = None, uniform_BK: Tensor | None = None
+        self,
+        rows: Rows[Sequence],
+        most: Rows[int],
+        law: Law | None = None,
+        uniform_BK: Tensor | None = None,
+        lookup: Lookup | None = None,
     ) -> tuple[list[list[int]], Tensor | None] | None:
         """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
         all but the last are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
-        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law.
+        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law. The same
+        with a ``lookup``, by fewer forwards.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
@@ -180,13 +191,21 @@ class Runner:
         tokens_T = torch.tensor([token for tokens in new for token in tokens])
         positions_T = torch.tensor([at for start, count in zip(starts, counts) for at in range(start, start + count)])
         found: tuple[list[list[int]], Tensor | None]
-        found = draft(tokens_T, positions_T, kv, most, [row.stop_ids for row in rows], law, uniform_BK)
+        stop_ids = [row.stop_ids for row in rows]
+        looked_up = {} if lookup is None else {"lookup": lookup, "texts": [self._text(row) for row in rows]}
+        found = draft(tokens_T, positions_T, kv, most, stop_ids, law, uniform_BK, **looked_up)
         for row, tokens, drafted, n in zip(rows, new, found[0], most):
             cached = self._cached[row.id]
             cached += tokens + drafted[:-1]
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
         return found
+
+    def _text(self, row: Sequence) -> array[int]:
+        """What is cached of ``row``, as compiled code reads it."""
+        text = self._texts.setdefault(row.id, array("i"))
+        text.fromlist(self._cached[row.id][len(text) :])
+        return text
 
     def _reserve(
         self,
@@ -246,10 +265,14 @@ class Runner:
                 start, parents = tree
                 path = _descend(cached[start:], parents, row.tokens[start:])
                 cached[start:] = [cached[start + node] for node in path]
+                if (text := self._texts.get(row.id)) is not None:
+                    del text[start:]
                 self.cache.keep(row.id, start, path)
             keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
             if keep < len(cached) or keep != self.cache.allocator.length(row.id):
                 del cached[keep:]
+                if (text := self._texts.get(row.id)) is not None:
+                    del text[keep:]
                 self.cache.resize(row.id, keep)
             if self.share:
                 self.cache.allocator.publish(row.id, cached, keep)
@@ -258,6 +281,7 @@ class Runner:
         """Forget ``row`` and free its pages."""
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
+        self._texts.pop(row.id, None)
         self.cache.allocator.release(row.id)
 
 

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
 from fly.cache import PagedKVCache
-from fly.drafts import NGramDraft, SingleDraft
+from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
 from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.models.invariant import OneByOne
-from fly.policies import Exact
+from fly.policies import Exact, FLy
 from fly.sampling import Law, draw
 from fly.types import Sequence
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
@@ -330,6 +330,8 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
         SingleDraft(some, cache_tokens=tokens, block_size=4)  # type: ignore[arg-type]
         for some in (model, stepwise(model))
     )
+    if tokens == 400 and data.draw(st.booleans()):  # with room, a lookup changes nothing
+        fast = fast.over(NGramDraft(data.draw(st.integers(1, 5)), 1, data.draw(st.integers(1, 9))))
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
         outcomes, laws = [], []
@@ -356,6 +358,8 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
             row.tokens += new[: data.draw(st.integers(0, n))] + [data.draw(st.integers(0, vocab - 1))]
         for strategy in (fast, slow):
             strategy.commit(rows)
+        for number, tokens_seen in fast.runner._texts.items():  # a beginning of what is cached
+            assert tokens_seen.tolist() == fast.runner._cached[number][: len(tokens_seen)]
 
 
 @built
@@ -540,7 +544,11 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     assert not proposes(SingleDraft(model, entropy=9.0), row)
     other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
     assert proposes(SingleDraft(model), other)
-    assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
+    assert proposes(SingleDraft(model, draft=NGramDraft()), other)
+    assert proposes(SingleDraft(model).over(NGramDraft()), other)
+    assert not proposes(SingleDraft(model, draft=SuffixDraft()), other)
+    assert not proposes(SingleDraft(model, draft=type("Own", (NGramDraft,), {})()), other)
+    assert not proposes(SingleDraft(model, draft=NGramDraft(), policy=FLy()), row)
     for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
