@@ -27,6 +27,7 @@ from fly.vocabulary import top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import DraftStrategy
+    from fly.kernels.library import Lookup
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
@@ -77,6 +78,7 @@ class Runner:
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
+        self._texts: dict[int, array[int]] = {}  # a beginning of what is cached, for a lookup in compiled code
 
     def pending(self, row: Sequence) -> int:
         """Tokens of ``row`` that are not cached yet."""
@@ -106,11 +108,13 @@ class Runner:
         """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
         for row in rows:
             self._cached[row.id] = list(other._cached.get(row.id, ()))
+            self._texts.pop(row.id, None)
 
     def forget(self, rows: Rows[Sequence]) -> None:
         """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
         for row in rows:
             self._cached.pop(row.id, None)
+            self._texts.pop(row.id, None)
 
     def feed(
         self,
@@ -181,11 +185,17 @@ class Runner:
         return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
 
     def draft(
-        self, rows: Rows[Sequence], most: Rows[int], law: Law | None = None, uniform_BK: Tensor | None = None
+        self,
+        rows: Rows[Sequence],
+        most: Rows[int],
+        law: Law | None = None,
+        uniform_BK: Tensor | None = None,
+        lookup: Lookup | None = None,
     ) -> tuple[list[list[int]], Tensor | None] | None:
         """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
         all but the last are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
-        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law.
+        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law. The same
+        with a ``lookup``, by fewer forwards.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
@@ -202,13 +212,20 @@ class Runner:
         tokens, positions = _packed(new, starts)
         found: tuple[list[list[int]], Tensor | None]
         stop_ids = [row.stop_ids for row in rows]
-        found = draft(torch.tensor(tokens), torch.tensor(positions), kv, most, stop_ids, law, uniform_BK)
+        looked_up = {} if lookup is None else {"lookup": lookup, "texts": [self._text(row) for row in rows]}
+        found = draft(array("q", tokens), array("q", positions), kv, most, stop_ids, law, uniform_BK, **looked_up)
         for row, added, drafted, n in zip(rows, new, found[0], most):
             cached = self._cached[row.id]
             cached += added + drafted[:-1]
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
         return found
+
+    def _text(self, row: Sequence) -> array[int]:
+        """What is cached of ``row``, as compiled code reads it."""
+        text = self._texts.setdefault(row.id, array("i"))
+        text.fromlist(self._cached[row.id][len(text) :])
+        return text
 
     def _reserve(
         self,
@@ -269,10 +286,14 @@ class Runner:
                 start, parents = tree
                 path = _descend(cached[start:], parents, row.tokens[start:])
                 cached[start:] = [cached[start + node] for node in path]
+                if (text := self._texts.get(row.id)) is not None:
+                    del text[start:]
                 self.cache.keep(row.id, start, path)
             keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
             if keep < len(cached) or keep != self.cache.allocator.length(row.id):
                 del cached[keep:]
+                if (text := self._texts.get(row.id)) is not None:
+                    del text[keep:]
                 self.cache.resize(row.id, keep)
             if self.share:
                 self.cache.allocator.publish(row.id, cached, keep)
@@ -281,6 +302,7 @@ class Runner:
         """Forget ``row`` and free its pages."""
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
+        self._texts.pop(row.id, None)
         self.cache.allocator.release(row.id)
 
 

@@ -353,13 +353,13 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
         def __call__(self, *args):  # type: ignore[no-untyped-def]
             return model(*args)
 
-        def draft(self, tokens_T, positions_T, kv, most, stop_ids, law, uniform_BK):  # type: ignore[no-untyped-def]
+        def draft(self, tokens, positions, kv, most, stop_ids, law, uniform_BK):  # type: ignore[no-untyped-def]
             """As the compiled kernels do, for one row."""
             alone[0] += 1
             now[0] += 1.0
             text, drafted = kv.cache, []
-            hidden = model(tokens_T, positions_T, kv)
-            (seq,), at = kv.seqs, int(positions_T[-1]) + 1
+            hidden = model(torch.tensor(tokens.tolist()), torch.tensor(positions.tolist()), kv)
+            (seq,), at = kv.seqs, positions[-1] + 1
             while True:
                 drafted.append(int(model.logits(hidden[-1:]).argmax()))
                 if len(drafted) == most[0] or drafted[-1] in stop_ids[0]:

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
 from fly.cache import PagedBatch, PagedKVCache
-from fly.drafts import NGramDraft, SingleDraft
+from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
 from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.models.invariant import OneByOne
-from fly.policies import Exact
+from fly.policies import Exact, FLy
 from fly.sampling import Law, draw
 from fly.types import Sequence
 from fly.vocabulary import argmax
@@ -355,6 +355,8 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
         SingleDraft(some, cache_tokens=tokens, block_size=4)  # type: ignore[arg-type]
         for some in (model, stepwise(model))
     )
+    if tokens == 400 and data.draw(st.booleans()):  # with room, a lookup changes nothing
+        fast = fast.over(NGramDraft(data.draw(st.integers(1, 5)), 1, data.draw(st.integers(1, 9))))
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
         outcomes, laws = [], []
@@ -381,6 +383,8 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
             row.tokens += new[: data.draw(st.integers(0, n))] + [data.draw(st.integers(0, vocab - 1))]
         for strategy in (fast, slow):
             strategy.commit(rows)
+        for number, tokens_seen in fast.runner._texts.items():  # a beginning of what is cached
+            assert tokens_seen.tolist() == fast.runner._cached[number][: len(tokens_seen)]
 
 
 @built
@@ -400,11 +404,150 @@ def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject
     cache.resize(0, 1)
     tokens_T, positions_T, kv = torch.tensor([1]), torch.tensor([0]), cache.batch([0], [0], [1])
     law, uniform_BK = Law.of([params]), torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]])
-    drafted, laws_BKV = model.draft(tokens_T, positions_T, kv, [1], [()], law, uniform_BK)
+    drafted, laws_BKV = model.draft(array("q", [1]), array("q", [0]), kv, [1], [()], law, uniform_BK)
     wanted_BKV = law.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
     assert laws_BKV is not None
     torch.testing.assert_close(laws_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
     assert drafted == draw(laws_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
+
+
+def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:
+    """With the first ``starts[b]`` tokens of each prompt stored, and room for so many more than the prompts."""
+    cache = PagedKVCache(model.config, sum((len(p) + room) // 4 + 1 for p in prompts), 4, model.dtype)
+    for b, (prompt, start) in enumerate(zip(prompts, starts)):
+        cache.resize(b, start)
+        if start:
+            model(torch.tensor(prompt[:start]), torch.arange(start), cache.batch([b], [0], [start]))
+        cache.resize(b, len(prompt) + room)
+    return cache
+
+
+def drafted_by(
+    model: CompiledLlama,
+    prompts: list[list[int]],
+    starts: list[int],
+    most: list[int],
+    lookup: library.Lookup | None,
+    stops: list[frozenset[int]] | None = None,
+    law: Law | None = None,
+    uniform_BK: Tensor | None = None,
+) -> tuple[list[list[int]], Tensor | None, list[Tensor]]:
+    """What ``model.draft`` says of prompts whose first tokens are stored, and all keys and values stored then."""
+    rows, cache = range(len(prompts)), fresh_cache(model, prompts, starts, max(most))
+    counts = [len(prompt) - start for prompt, start in zip(prompts, starts)]
+    new_T = torch.tensor([token for prompt, start in zip(prompts, starts) for token in prompt[start:]])
+    at_T = torch.tensor([at for prompt, start in zip(prompts, starts) for at in range(start, len(prompt))])
+    texts = [array("i", prompt[:start]) for prompt, start in zip(prompts, starts)]
+    drafted, laws = model.draft(
+        array("q", new_T.tolist()),
+        array("q", at_T.tolist()),
+        cache.batch(list(rows), starts, counts),
+        most,
+        stops or [frozenset()] * len(prompts),
+        law,
+        uniform_BK,
+        lookup=lookup,
+        texts=texts,
+    )
+    stored = []
+    for b, (prompt, tokens) in enumerate(zip(prompts, drafted)):
+        slots = cache.slots(b, 0, len(prompt) + len(tokens) - 1)
+        stored += [cache.keys[:, slots], cache.values[:, slots]]
+    return drafted, laws, stored
+
+
+@built
+@settings(max_examples=40)
+@given(data=st.data())
+@pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1]])
+def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.DataObject) -> None:
+    """Tokens, the laws they were drawn from and all that is stored, bit for bit, however much is copied."""
+    vocab, rows_n = data.draw(st.sampled_from([2, 3, 11])), data.draw(st.integers(1, 4))
+    dtype = data.draw(st.sampled_from(DTYPES))
+    model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
+    lengths = st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(250, 300))  # more than a tile
+    prompts = [text(data.draw(lengths), b, vocab).tolist() for b in range(rows_n)]
+    starts = [data.draw(st.integers(0, len(prompt) - 1)) for prompt in prompts]
+    most = [data.draw(st.integers(1, 20)) for _ in prompts]
+    stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=1))) for _ in prompts]
+    law, uniform_BK = None, None
+    if data.draw(st.booleans()):
+        law = Law.of([data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in prompts])
+        uniform_BK = torch.rand(
+            rows_n, max(most), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
+        )
+    a, b = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    lookup = library.Lookup(max(a, b), min(a, b), data.draw(st.integers(1, 24)))
+    for number in range(len(lookup.share)):
+        lookup.share[number] = data.draw(st.sampled_from([1.0, 1.0, 0.8, 0.3]))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(data.draw(st.integers(1, 2)))
+    try:
+        wanted = drafted_by(model, prompts, starts, most, None, stops, law, uniform_BK)
+        for _ in range(2):  # with what was learned of it as well
+            got = drafted_by(model, prompts, starts, most, lookup, stops, law, uniform_BK)
+            assert got[0] == wanted[0]
+            assert got[1] is wanted[1] is None or same_bits(got[1], wanted[1])  # type: ignore[arg-type]
+            assert all(map(same_bits, got[2], wanted[2]))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def naive_lookup(tokens: list[int], longest: int, shortest: int) -> tuple[int, int] | None:
+    """The token that followed the latest place of the longest n-gram that ends the text, and how many tokens before
+    both are the same."""
+    for n in range(min(longest, len(tokens) - 1), shortest - 1, -1):
+        for end in range(len(tokens) - 1, n - 1, -1):
+            if tokens[end - n : end] == tokens[-n:]:
+                while n < end and tokens[end - n - 1] == tokens[-n - 1]:
+                    n += 1
+                return tokens[end], n
+    return None
+
+
+@built
+@settings(max_examples=40)
+@given(data=st.data())
+def test_what_is_looked_up_is_the_latest_place_of_the_longest_match(data: st.DataObject) -> None:
+    """A lookup that copies nothing still sees, by the length of the match, whether the copy would have stood."""
+    vocab, seed = data.draw(st.integers(2, 12)), data.draw(st.integers(0, 9))
+    model = CompiledLlama(random_llama(seed, vocab_size=vocab), VARIANTS[0])
+    prompt = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=200))
+    start = data.draw(st.integers(0, len(prompt) - 1))
+    a, b = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
+    lookup = library.Lookup(max(a, b), min(a, b), 0)
+    share = list(lookup.share)
+    ((drafted,), _, _) = drafted_by(model, [prompt], [start], [9], lookup)
+    for number, token in enumerate(drafted):
+        if (found := naive_lookup(prompt + drafted[:number], max(a, b), min(a, b))) is not None:
+            at = min(found[1], len(share)) - 1
+            share[at] += 0.05 * ((found[0] == token) - share[at])
+    assert list(lookup.share) == pytest.approx(share, abs=1e-6)
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_repetition_is_drafted_in_one_forward(variant: str) -> None:
+    """By copies of copies, where as many are thought to stand as are asked for."""
+    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), variant)
+    ((rolled,), _, _) = drafted_by(model, [[1, 2, 3]], [0], [60], None)
+    one, other = rolled[-2:]
+    assert rolled[-20:] == [one, other] * 10 and one != other
+    lookup = library.Lookup(4, 1, 7)
+    ((drafted,), _, _) = drafted_by(model, [[1, 2, 3, *rolled[:-8]]], [50], [8], lookup)
+    assert drafted == [one, other] * 4
+    assert [number + 1 for number, time in enumerate(lookup.time) if time] == [5 + 7]
+
+
+@built
+def test_a_lookup_wants_the_tokens_that_are_stored() -> None:
+    model = CompiledLlama(random_llama(0), VARIANTS[0])
+    cache = fresh_cache(model, [[1, 2, 3]], [2], 1)
+    kv = cache.batch([0], [2], [1])
+    with pytest.raises(ValueError, match=r"\[1\] tokens .* \[2\] stored"):
+        model.draft(
+            array("q", [3]), array("q", [2]), kv, [2], [()], lookup=library.Lookup(4, 1, 6), texts=[array("i", [1])]
+        )
 
 
 @built
@@ -426,7 +569,11 @@ def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pyt
     assert not proposes(SingleDraft(model, entropy=9.0), row)
     other = Sequence([1, 2, 3], 3, SamplingParams(), Exact(), seed=0, k=8, stop_ids=frozenset({4}))
     assert proposes(SingleDraft(model), other)
-    assert not proposes(SingleDraft(model, draft=NGramDraft()), other)
+    assert proposes(SingleDraft(model, draft=NGramDraft()), other)
+    assert proposes(SingleDraft(model).over(NGramDraft()), other)
+    assert not proposes(SingleDraft(model, draft=SuffixDraft()), other)
+    assert not proposes(SingleDraft(model, draft=type("Own", (NGramDraft,), {})()), other)
+    assert not proposes(SingleDraft(model, draft=NGramDraft(), policy=FLy()), row)
     for changed in ({"presence_penalty": 0.5}, {"logit_bias": {3: 1.0}}, {"min_tokens": 9}):
         params = SamplingParams(**{"temperature": 0.0, "max_tokens": 64, **changed})  # type: ignore[arg-type]
         other = Sequence([1, 2, 3], 3, params, Exact(), seed=0, k=8, stop_ids=frozenset({4}))
@@ -487,7 +634,7 @@ def test_what_is_out_of_range_is_an_index_error_and_writes_nothing() -> None:
         with pytest.raises(IndexError, match=r"vocabulary of 37|context of 16"):
             model(torch.tensor([token]), torch.tensor([position]), cache.batch([0], [0], [1]))
     with pytest.raises(IndexError, match="context of 16"):
-        model.draft(torch.tensor([1]), torch.tensor([15]), cache.batch([0], [15], [1]), [3], [()])
+        model.draft(array("q", [1]), array("q", [15]), cache.batch([0], [15], [1]), [3], [()])
     assert not cache.keys.any() and not cache.values.any()
 
 

@@ -19,8 +19,10 @@ from torch import Tensor
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
+from fly.drafts.ngram import NGramDraft
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
+from fly.kernels.library import Lookup
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
@@ -71,9 +73,9 @@ class SingleDraft(DraftStrategy):
 
     Args:
         model: a loaded model, or the path or bundled name of a checkpoint.
-        draft: who proposes for this model; None for nobody. Where the model can draft in one call and gives the same
-            tokens so (compiled kernels, temperature 0, a policy that is exact), ``draft`` is asked only while that is
-            measured to take less time.
+        draft: who proposes for this model; None for nobody. Where the model can draft in one call (compiled kernels)
+            and its policy is exact, that call does itself what an ``NGramDraft`` would; another ``draft`` is asked, at
+            temperature 0, only while that is measured to take less time.
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
@@ -86,6 +88,8 @@ class SingleDraft(DraftStrategy):
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
         load: what loads it: ``load(directory, dtype, device)``.
     """
+
+    _lookup: Lookup | None = None  # what the one call that drafts does itself of an n-gram draft below
 
     def __init__(
         self,
@@ -120,6 +124,7 @@ class SingleDraft(DraftStrategy):
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
         self._attached = False
         self._ways, self.clock = _Ways(), time.perf_counter
+        self._lookup = self._lookup_at_once()
 
     @cached_property
     def runner(self) -> Runner:
@@ -165,6 +170,7 @@ class SingleDraft(DraftStrategy):
         draft = self._understood(draft)
         level = object.__new__(SingleDraft)
         level.__dict__.update(self.__dict__, draft=draft, _ways=_Ways())
+        level._lookup = level._lookup_at_once()
         return level
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
@@ -190,7 +196,7 @@ class SingleDraft(DraftStrategy):
         self._attach_below()  # where nobody attached this level itself
         way, begin = None, 0.0
         if self._may_go_at_once([rows[b] for b in active]):
-            if self.draft is not None:
+            if self.draft is not None and self._lookup is None:
                 way, begin = self._ways.choose(), self.clock()
             if way != 0 and (proposal := self._at_once(rows, active, most)) is not None:
                 if way is not None:
@@ -225,7 +231,7 @@ class SingleDraft(DraftStrategy):
 
     def commit(self, rows: Rows[Sequence]) -> None:
         self.runner.commit(rows)
-        if self.draft is not None:
+        if self.draft is not None and self._lookup is None:  # whose index catches up where it is ever needed
             self.draft.commit(rows)
 
     def release(self, row: Sequence) -> None:
@@ -251,9 +257,15 @@ class SingleDraft(DraftStrategy):
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
         if self._stops or getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
             return False
-        # with a level below, what is drawn would depend on which way was faster
+        # with another level below, what is drawn would depend on which way was faster
         lossless = self.policy.guarantee is Guarantee.LOSSLESS
-        return self.draft is None or (lossless and all(row.greedy for row in rows))
+        return self.draft is None or (lossless and (self._lookup is not None or all(row.greedy for row in rows)))
+
+    def _lookup_at_once(self) -> Lookup | None:
+        """The settings of an n-gram draft below; None where there is none, or no call to do its work."""
+        if type(draft := self.draft) is not NGramDraft or getattr(self._model, "draft", None) is None:
+            return None
+        return Lookup(draft.longest, draft.shortest, draft.k)
 
     def _at_once(self, rows: Rows[Sequence], active: list[int], most: list[int]) -> Draft | None:
         """The proposal in one call of the model, for rows ``active``; None where the cache has no room for it."""
@@ -266,7 +278,7 @@ class SingleDraft(DraftStrategy):
             seeds_B1 = torch.tensor([[self._seed(row)] for row in going]).expand(-1, longest)
             steps_BK = (starts_B1 + torch.arange(longest)).flatten()
             uniform_BK = uniforms(seeds_B1.flatten(), steps_BK, Stream.SAMPLE, 1).view(len(going), longest)
-        if (found := self.runner.draft(going, wanted, law, uniform_BK)) is None:
+        if (found := self.runner.draft(going, wanted, law, uniform_BK, self._lookup)) is None:
             return None
         drafted: list[list[int]] = [[] for _ in rows]
         for b, tokens in zip(active, found[0]):

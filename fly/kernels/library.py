@@ -12,9 +12,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Batch", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Lookup", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 4  # of src/library.cpp: what was built from other sources is not called
+_ABI = 5  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -50,6 +50,19 @@ class Sampling(ctypes.Structure):
     _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
 
 
+class Lookup(ctypes.Structure):
+    """src/fly.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("longest", "shortest", "most")),
+        ("share", c_float * 16),
+        ("time", c_float * 64),
+    ]
+
+    def __init__(self, longest: int, shortest: int, most: int) -> None:
+        super().__init__(longest, shortest, most, (c_float * 16)(*[0.8] * 16))
+
+
 _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
@@ -61,7 +74,7 @@ _FUNCTIONS = {
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
-    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 8),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 10),
 }
 
 

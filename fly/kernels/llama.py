@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Sampling, Shape, chosen, load, number, split
+from fly.kernels.library import TORCH, Batch, Lookup, Sampling, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
@@ -166,7 +166,10 @@ class CompiledLlama:
         Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
         """
         tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
-        batch, _kept = self._batch(_places(tokens_T, positions_T), len(tokens_T), kv, layers)
+        count = len(tokens_T)
+        if count != len(positions_T):
+            raise ValueError(f"{count} tokens, {len(positions_T)} positions")
+        batch, _kept = self._batch((tokens_T.data_ptr(), positions_T.data_ptr()), count, kv, layers)
         hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
         self._done(self._library.fly_forward(self._model, ctypes.byref(batch), hidden_TC.data_ptr()))
         return hidden_TC
@@ -193,10 +196,7 @@ class CompiledLlama:
         """A forward and its logits in one call, of lists of the host (arrays of int64): logits [N, V] in float32 behind
         the packed tokens numbered in ``kept`` (None: all), bit for bit those of ``logits``, and the most likely token
         of each, the lowest id among equals. Errors as for a forward."""
-        if len(tokens) != len(positions):
-            raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions")
-        places = tokens.buffer_info()[0], positions.buffer_info()[0]
-        batch, _kept = self._batch(places, len(tokens), kv, layers)
+        batch, _kept = self._batch(_places(tokens, positions), len(tokens), kv, layers)
         which = None if kept is None else array("i", kept)
         count = len(tokens) if which is None else len(which)
         logits_NV, choices = torch.empty(count, self.vocab), array("i", bytes(4 * count))
@@ -210,27 +210,35 @@ class CompiledLlama:
 
     def draft(
         self,
-        tokens_T: Tensor,
-        positions_T: Tensor,
+        tokens: array[int],
+        positions: array[int],
         kv: KV,
         most: Sequence[int],
         stop_ids: Sequence[Collection[int]],
         law: Law | None = None,
         uniform_BK: Tensor | None = None,
         layers: Sequence[int] | None = None,
+        lookup: Lookup | None = None,
+        texts: Sequence[array[int]] = (),
     ) -> tuple[list[list[int]], Tensor | None]:
-        """Feed the tokens, then for each row its next token, again and again, until it has ``most[b]`` of them (at
-        least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn from.
+        """Feed the tokens (arrays of int64), then for each row its next token, again and again, until it has
+        ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn
+        from.
 
         Without a ``law`` a token is the most likely one (the lowest id among equals). With one, it is drawn by
         ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the law that ``law``
         makes of the logits, which is then given as well: [B, K, V], zeros behind a row's last token.
 
-        ``kv`` is a causal batch of the tokens fed, and the rows must have room for ``most[b]`` - 1 tokens behind them;
-        of what a row drafts, all but the last is stored then. Errors as for a forward.
+        With a ``lookup``, whose settings are those of ``NGramDraft``, a forward is also fed what followed the last time
+        the text looked like this, and drafting goes on from the first token that is another: the tokens, what they were
+        drawn from and what is stored are the same, only sooner. ``texts`` then holds of each row the tokens that are
+        stored (an array of int32 each).
+
+        ``kv`` is a causal batch of the tokens fed, at the positions behind what is stored, and the rows must have room
+        for ``most[b]`` - 1 tokens behind them; of what a row drafts, all but the last is stored then. Errors as for a
+        forward.
         """
-        tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
-        batch, _kept = self._batch(_places(tokens_T, positions_T), len(tokens_T), kv, layers)
+        batch, _kept = self._batch(_places(tokens, positions), len(tokens), kv, layers)
         longest, rows = max(most, default=0), len(most)
         limits, stops, at = array("i", most), array("q"), array("i", [0])
         for ids in stop_ids:
@@ -246,6 +254,14 @@ class CompiledLlama:
             sampling, uniform_BK = _sampling(law), uniform_BK.contiguous()
             laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
             addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
+        if lookup is None:
+            addresses += [None, None]
+        else:
+            stored, given = list(cast(PagedBatch, kv).starts), [len(text) for text in texts]
+            if given != stored:
+                raise ValueError(f"texts of {given} tokens for rows that have {stored} stored")
+            told = array("Q", [text.buffer_info()[0] for text in texts])
+            addresses += [ctypes.addressof(lookup), told.buffer_info()[0]]
         self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
@@ -294,10 +310,10 @@ class CompiledLlama:
         self._cache = weakref.ref(cache)
 
 
-def _places(tokens_T: Tensor, positions_T: Tensor) -> tuple[int, int]:
-    if len(tokens_T) != len(positions_T):
-        raise ValueError(f"{len(tokens_T)} tokens, {len(positions_T)} positions")
-    return tokens_T.data_ptr(), positions_T.data_ptr()
+def _places(tokens: array[int], positions: array[int]) -> tuple[int, int]:
+    if len(tokens) != len(positions):
+        raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions")
+    return tokens.buffer_info()[0], positions.buffer_info()[0]
 
 
 def _sampling(law: Law) -> ctypes.Array[Sampling]:

@@ -8,6 +8,7 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
+constexpr float UNSEEN = 0.05f, FORGOTTEN = 1.0f / 4096;  // of a forward's time, see time_of and learn_time
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
 // Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
@@ -594,8 +595,8 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
                 });
 }
 
-// Final hidden states of the tile's tokens, or where ``last`` is given, of each row's last token alone, ready for the
-// product with the head. They are rounded to the type in which hidden states are handed out either way.
+// Final hidden states of the tile's tokens, or where ``last`` is given, of those alone whose logits a draft goes by, ready
+// for the product with the head. They are rounded to the type in which hidden states are handed out either way.
 template <class H, class Act>
 void finish(Call* call, int thread, const Scratch& s, Act* last) {
     const Model* model = call->model;
@@ -604,12 +605,15 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
     const long ldx = padded(width);
     H* normed = (H*)s.normed;
     if (last) {
-        for (int i = thread; i < call->piece_count; i += call->threads) {
+        for (int i = 0; i < call->piece_count; i++) {
             const Piece& piece = call->pieces[i];
-            if (piece.to < call->row[piece.row].count) continue;
-            const long t = piece.at + piece.to - piece.from - 1;
-            normalise(model->work.x + t * ldx, model->norm, width, shape.eps, normed);
-            convert(normed, width, last + piece.row * ldx, (int)ldx);
+            const int behind = call->kept_at[piece.row + 1] - call->row[piece.row].count;
+            for (int n = piece.from; n < piece.to; n++) {
+                const int at = behind + n;
+                if (at < call->kept_at[piece.row] || at % call->threads != thread) continue;
+                normalise(model->work.x + (piece.at + n - piece.from) * ldx, model->norm, width, shape.eps, normed);
+                convert(normed, width, last + at * ldx, (int)ldx);
+            }
         }
         return;
     }
@@ -732,7 +736,7 @@ inline int64_t sample(const Sampling& how, const float* given, int vocab, float 
     return 0;
 }
 
-// The next token of row ``b``, by the logits of its last.
+// The next token of row ``b``, by the logits of the one before.
 inline int64_t next_token(Call* call, int b, const float* logits) {
     const int vocab = call->model->shape.vocab;
     if (!call->sampling) return best(logits, vocab);
@@ -746,40 +750,150 @@ inline int64_t next_token(Call* call, int b, const float* logits) {
     return token;
 }
 
-// What each live row drafts next, and the step after it.
+// Nanoseconds that a forward of so many tokens is thought to take: not much more than the most that fewer were seen to.
+inline float time_of(const Lookup& lookup, int tokens) {
+    int seen = tokens < TIMES ? tokens : TIMES;
+    while (seen > 1 && !lookup.time[seen - 1]) seen--;
+    const float time = lookup.time[seen - 1] ? lookup.time[seen - 1] : 1;
+    return tokens > TIMES ? time * tokens / TIMES : time * (1 + UNSEEN * (tokens - seen));
+}
+
+// A forward of so many tokens took so long. What took long by chance must not be avoided for ever: one measurement says
+// at most twice what was thought, and what is not measured is thought a little faster each time.
+inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
+    const float thought = time_of(*lookup, tokens), most = lookup->time[0] ? 2 * thought : nanoseconds;
+    float measured = nanoseconds < most ? nanoseconds : most;
+    const int at = (tokens < TIMES ? tokens : TIMES) - 1;
+    if (tokens > TIMES) measured *= (float)TIMES / tokens;
+    for (int i = 0; i < TIMES; i++) lookup->time[i] *= 1 - FORGOTTEN;
+    lookup->time[at] += lookup->time[at] ? 0.5f * (measured - lookup->time[at]) : measured;
+    for (int i = 0; i < at; i++)
+        if (lookup->time[i] > lookup->time[at]) lookup->time[i] = lookup->time[at];
+}
+
+// Find the longest n-gram that ends a text of ``length`` tokens and occurred before, at its latest place, and copy
+// ``most`` tokens that followed (or followed these) behind the text. Returns how many tokens before are the same.
+inline int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
+    constexpr int SOME = 32;
+    const int32_t last = text[length - 1];
+    int matched = 0, follows = 0;
+    for (int to = length - 1; to > 0 && matched < lookup.longest; to -= SOME) {
+        const int from = to > SOME ? to - SOME : 0;
+        if (to >= SOME) {  // most of a text is passed over at the speed of vectors
+            int any = 0;
+            for (int i = 0; i < SOME; i++) any |= text[from + i] == last;
+            if (!any) continue;
+        }
+        for (int end = to - 1; end >= from && matched < lookup.longest; end--) {
+            if (text[end] != last) continue;
+            int n = 1;
+            while (n < lookup.longest && n <= end && text[end - n] == text[length - 1 - n]) n++;
+            if (n > matched && n >= lookup.shortest) matched = n, follows = end + 1;
+        }
+    }
+    if (!matched) return 0;
+    for (int i = 0; i < most; i++) text[length + i] = text[follows + i];
+    while (matched < MATCHES && matched < follows && text[follows - 1 - matched] == text[length - 1 - matched]) matched++;
+    return matched;
+}
+
+inline float& share_of(Lookup* lookup, int matched, int copied) {
+    const int at = matched + copied - 1;
+    return lookup->share[at < MATCHES ? at : MATCHES - 1];
+}
+
+// The next forward: of each live row the tokens not stored, and as many copies behind them as make for the most tokens
+// drafted a second: (1 + a + a·a + ...) over what the forward takes, for copies that stand with a chance of a.
+inline void pack(Call* call) {
+    Lookup* lookup = call->lookup;
+    int tokens = 0, kept = 0, room = MAX_COPIES;
+    float expected = call->live_rows;
+    for (int i = 0; i < call->live_rows; i++) tokens += call->live[i].count;
+    int forward = tokens;  // tokens of the forward, as far as it is decided
+    tokens = 0;
+    for (int i = 0; i < call->live_rows; i++) {
+        const int b = call->live_row[i];
+        Row& row = call->live[i];
+        int32_t* text = call->text[b];
+        int copies = 0;
+        if (lookup) {
+            int most = call->limit[b] - call->drafted_count[b] - 1;
+            most = most < lookup->most ? most : lookup->most;
+            // at least one, for what is seen of it
+            const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, most > 0 ? most : 1);
+            most = !matched ? 0 : most < room ? most : room;
+            float stands = 1, reached = expected, best = expected / time_of(*lookup, forward);
+            for (int n = 1; n <= most; n++) {
+                stands *= share_of(lookup, matched, n - 1);
+                reached += stands;
+                const float rate = reached / time_of(*lookup, forward + n);
+                if (rate > best) best = rate, copies = n, expected = reached;
+            }
+            forward += copies, room -= copies;
+        }
+        row.count += copies;
+        for (int n = 0; n < row.count; n++, tokens++) {
+            call->live_token[tokens] = text[row.start + n];
+            call->live_position[tokens] = row.start + n;
+        }
+        call->kept_at[i] = kept;
+        kept += copies + 1;
+    }
+    call->kept_at[call->live_rows] = kept;
+    call->rows = call->live_rows, call->tokens = tokens;
+    call->token = call->live_token, call->position = call->live_position;
+    if (tokens) first_tile(call);
+}
+
+// What each live row drafts: the next token, and as long as that is the one copied, the one behind it.
 inline void advance(Call* call) {
     const Model* model = call->model;
     int live = 0;
     for (int i = 0; i < call->live_rows; i++) {
-        const int b = call->live_row[i];
-        const int64_t token = next_token(call, b, model->work.logits + (long)i * model->shape.vocab);
-        call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
-        bool ends = call->drafted_count[b] == call->limit[b];
-        for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
-        if (ends) continue;
+        const int b = call->live_row[i], copies = call->kept_at[i + 1] - call->kept_at[i] - 1;
+        const float* logits = model->work.logits + (long)call->kept_at[i] * model->shape.vocab;
         Row row = call->live[i];
-        row.start += row.count;
-        row.count = 1;
+        int32_t* next = call->text[b] + row.start + row.count - copies;
+        row.start += row.count - copies - 1, row.count = 1;
+        const int matched = call->lookup ? call->matched[i] : 0;
+        bool ends = false, same = true;
+        for (int n = 0; same && !ends && n <= copies; n++, next++, logits += model->shape.vocab) {
+            const int64_t token = next_token(call, b, logits);
+            same = *next == token;
+            if (matched && (n < copies || !copies)) {
+                float& share = share_of(call->lookup, matched, n);
+                share += 0.05f * (same - share);
+            }
+            *next = (int32_t)token;
+            call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
+            row.start++;
+            ends = call->drafted_count[b] == call->limit[b];
+            for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
+        }
+        if (ends) continue;
         call->live[live] = row;
         call->live_row[live] = b;
-        call->live_token[live] = token;
-        call->live_position[live] = row.start;
         live++;
     }
-    call->live_rows = call->rows = call->tokens = live;
-    call->token = call->live_token, call->position = call->live_position;
-    if (live) first_tile(call);
+    call->live_rows = live;
+    pack(call);
 }
 
 template <class Wt, class K, class H>
 void draft(Call* call, int thread) {
     typename Wt::Act* last = (typename Wt::Act*)call->model->work.last;
+    if (!thread) pack(call);
+    wait(call);
     do {
+        const int64_t begin = nanoseconds();
         tiles<Wt, K, H>(call, thread, last);
         wait(call);
-        project<Wt>(call, last, call->live_rows, call->model->work.logits, thread);
+        project<Wt>(call, last, call->kept_at[call->live_rows], call->model->work.logits, thread);
         wait(call);
-        if (!thread) advance(call);
+        if (!thread) {
+            if (call->lookup) learn_time(call->lookup, call->tokens, (float)(nanoseconds() - begin));
+            advance(call);
+        }
         wait(call);
     } while (call->live_rows);
 }

@@ -15,6 +15,7 @@ namespace fly {
 
 constexpr int PANEL = 32;       // outputs of a matrix that lie together
 constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
+constexpr int MAX_COPIES = 256; // tokens of a drafter's forward that a lookup copied
 constexpr int MAX_THREADS = 64;
 
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
@@ -101,6 +102,16 @@ struct Sampling {
     int32_t top_k;                    // 0 is off
 };
 
+// Prompt lookup for a drafter (fly/drafts/ngram.py), which says itself what follows, copied or not: a copy only lets it
+// say several tokens in one forward. How much is copied goes by what was seen so far.
+constexpr int MATCHES = 16, TIMES = 64;
+
+struct Lookup {
+    int32_t longest, shortest, most;  // tokens to find again, and to copy
+    float share[MATCHES];  // of the tokens copied behind a match of 1, 2, ... tokens (or more), how many it said as well
+    float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0 was not seen
+};
+
 struct Barrier {
     alignas(64) int32_t arrived;
     alignas(64) int32_t phase;
@@ -129,6 +140,7 @@ struct Call {
     const Sampling* sampling;  // [B]; null where every row takes the most likely
     const float* uniform;      // [B, most] in [0, 1)
     float* laws;               // [B, most, V] out: what each token was drawn from
+    Lookup* lookup;            // null looks up nothing
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;
@@ -136,6 +148,9 @@ struct Call {
     int32_t* live_row;   // [B] their numbers
     int64_t *live_token, *live_position;  // [T]
     int32_t live_rows;
+    int32_t** text;      // [B] all tokens of each row (those stored only for a lookup), with room for what is drafted
+    int32_t* matched;    // [B] of the live rows: tokens found again; copies of what followed lie behind the text
+    int32_t* kept_at;    // [B + 1] where the logits of each live row begin: of its last token, and of each copy fed
     int32_t threads;
     int32_t stalled;  // somebody had to be waited for unduly long
     Barrier barrier;

@@ -337,8 +337,8 @@ namespace {
 
 int threads_for(int wanted) { return wanted < 1 ? 1 : wanted > MAX_THREADS ? MAX_THREADS : wanted; }
 
-// Everything of a call but its work. Returns an error or OK.
-int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last_rows, int extra) {
+// Everything of a call but its work, for forwards of at most ``tokens``. Returns an error or OK.
+int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int tokens, int last_rows, int extra) {
     memset((void*)call, 0, sizeof(Call));
     if (!arena->memory) return NO_MEMORY;
     if (const int error = check(model->shape, model->tokens, batch->token, batch->position, batch->tokens)) return error;
@@ -357,7 +357,7 @@ int prepare(Call* call, Model* model, const Batch* batch, Arena* arena, int last
     }
     call->row = rows;
     call->pieces = arena->take<Piece>(batch->rows);
-    if (!make_room(model, batch->tokens, last_rows, longest + extra, threads_for(batch->threads)))
+    if (!make_room(model, tokens, last_rows, longest + extra, threads_for(batch->threads)))
         return NO_MEMORY;
     first_tile(call);
     return OK;
@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 4; }
+EXPORT int fly_abi() { return 5; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -466,7 +466,7 @@ EXPORT int fly_forward(Model* model, const Batch* batch, void* hidden) {
     Arena arena(batch->rows * (long)(sizeof(Row) + sizeof(Piece)) + 256);
     pthread_mutex_lock(&model->lock);
     Call call;
-    const int error = prepare(&call, model, batch, &arena, 0, 0);
+    const int error = prepare(&call, model, batch, &arena, batch->tokens, 0, 0);
     if (!error && batch->tokens) {
         call.hidden = hidden;
         run(&call, model->variant->forward, threads_for(batch->threads), patience_for(model, batch->tokens, 1));
@@ -498,9 +498,8 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     Arena arena(batch->rows * (long)(sizeof(Row) + sizeof(Piece)) + (long)batch->tokens * model->shape.width * value + 512);
     pthread_mutex_lock(&model->lock);
     Call call;
-    int error = prepare(&call, model, batch, &arena, 0, 0);
-    // a token may be kept more than once
-    if (!error && !make_room(model, count, 0, 1, threads_for(batch->threads))) error = NO_MEMORY;
+    const int most = count > batch->tokens ? count : batch->tokens;  // a token may be kept more than once
+    const int error = prepare(&call, model, batch, &arena, most, 0, 0);
     if (!error && batch->tokens) {
         call.hidden = arena.take<char>(batch->tokens * model->shape.width * value);
         call.kept = kept, call.kept_count = count;
@@ -519,29 +518,46 @@ EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* f
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids. All
 // but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the
 // most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what ``laws`` [B, most, V] shows then, with
-// zeros behind the last.
+// zeros behind the last. They are the same with a ``lookup`` (or null), which copies from ``texts``: of each row the
+// start[b] tokens that are stored. New tokens are causal, at the positions behind those.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
-                     const float* uniform, float* laws) {
+                     const float* uniform, float* laws, Lookup* lookup, const int32_t* const* texts) {
     const int rows = batch->rows;
-    Arena arena(rows * (long)(2 * sizeof(Row) + sizeof(Piece) + 3 * 8) + 512);
+    long copies = !lookup ? 0 : (long)rows * (lookup->most < most ? lookup->most : most);
+    copies = copies < MAX_COPIES ? copies : MAX_COPIES;
+    const long tokens = batch->tokens + copies;
+    long text = 0;
+    for (int b = 0; b < rows; b++) text += batch->start[b] + batch->count[b] + limit[b];
+    Arena arena(rows * (long)(2 * sizeof(Row) + sizeof(Piece) + 3 * 4 + 8) + tokens * 16 + text * 4 + 1024);
     pthread_mutex_lock(&model->lock);
     Call call;
-    int error = prepare(&call, model, batch, &arena, rows, most);
+    int error = prepare(&call, model, batch, &arena, (int)tokens, rows + (int)copies, most);
     for (int b = 0; !error && b < rows; b++)
         if (batch->start[b] + batch->count[b] + limit[b] - 1 > model->shape.positions) error = BAD_POSITION;
     if (!error && rows) {
         call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
         call.drafted = drafted, call.drafted_count = drafted_count;
         call.sampling = sampling, call.uniform = uniform, call.laws = laws;
+        call.lookup = lookup;
         call.live = arena.take<Row>(rows);
         call.live_row = arena.take<int32_t>(rows);
-        call.live_token = arena.take<int64_t>(rows);
-        call.live_position = arena.take<int64_t>(rows);
+        call.matched = arena.take<int32_t>(rows);
+        call.kept_at = arena.take<int32_t>(rows + 1);
+        call.text = arena.take<int32_t*>(rows);
+        call.live_token = arena.take<int64_t>(tokens);
+        call.live_position = arena.take<int64_t>(tokens);
+        int32_t* end = arena.take<int32_t>(text);
+        const int64_t* token = batch->token;
         for (int b = 0; b < rows; b++) {
             call.live[b] = call.row[b];
             call.live_row[b] = b;
             drafted_count[b] = 0;
+            call.text[b] = end;
+            if (lookup) memcpy(end, texts[b], batch->start[b] * sizeof(int32_t));
+            end += batch->start[b];
+            for (int n = 0; n < batch->count[b]; n++) *end++ = (int32_t)*token++;
+            end += limit[b];
         }
         call.row = call.live;
         call.live_rows = rows;
