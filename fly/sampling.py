@@ -8,19 +8,20 @@ depends on its own seed and text alone, never on the batch, and a round that is 
 
 from __future__ import annotations
 
+import ctypes
+import math
 from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields, replace
 from enum import IntEnum
+from functools import cached_property, lru_cache
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fly.types import SamplingParams, Sequence
-from fly.vocabulary import argmax, log_mass, pick, top
+from fly.vocabulary import SMALL, argmax, compiled, log_mass, pick, top
 
 __all__ = ["Law", "ProcessedLaw", "Stream", "constrain", "constrains", "derive", "draw", "uniforms"]
 
@@ -33,6 +34,7 @@ class Stream(IntEnum):
 
 
 _MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64, as signed 64-bit
+_UNSIGNED = tuple(mix % 2**64 for mix in _MIX)
 
 
 def _scramble(x: Tensor) -> Tensor:
@@ -44,8 +46,11 @@ def _scramble(x: Tensor) -> Tensor:
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     """Uniform float32 in [0, 1) of shape [B, n] for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
-    if seed_B.device.type == "cpu":
-        return torch.from_numpy(_uniforms_on_host(seed_B.numpy(), round_B.numpy(), stream, n))
+    if seed_B.device.type == "cpu" and (fill := compiled("fly_uniforms")) is not None:
+        seed_B, round_B = seed_B.contiguous(), round_B.contiguous()
+        uniform_BN = torch.empty(len(seed_B), n)
+        fill(seed_B.data_ptr(), round_B.data_ptr(), len(seed_B), stream, n, uniform_BN.data_ptr())
+        return uniform_BN
     return _uniforms_by_tensors(seed_B, round_B, stream, n)
 
 
@@ -56,29 +61,18 @@ def _uniforms_by_tensors(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -
     return ((bits_BN >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
 
 
-_UNSIGNED = tuple(np.uint64(mix % 2**64) for mix in _MIX)
-
-
-def _scramble_on_host(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    x = (x ^ (x >> np.uint64(30))) * _UNSIGNED[1]
-    x = (x ^ (x >> np.uint64(27))) * _UNSIGNED[2]
-    return x ^ (x >> np.uint64(31))
-
-
-def _uniforms_on_host(seed_B: NDArray[Any], round_B: NDArray[Any], stream: int, n: int) -> NDArray[np.float32]:
-    """The same numbers by arrays, which take a quarter of the time."""
-    first = _scramble_on_host(seed_B.view(np.uint64) + _UNSIGNED[0]) + round_B.view(np.uint64) * _UNSIGNED[0]
-    index_N = np.arange(1, n + 1, dtype=np.uint64) * _UNSIGNED[0]
-    bits_BN = _scramble_on_host(_scramble_on_host(first + np.uint64(stream))[:, None] + index_N)
-    return (bits_BN >> np.uint64(40)).astype(np.float32) * np.float32(2.0**-24)
+def _scramble_one(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _UNSIGNED[1]) % 2**64
+    x = ((x ^ (x >> 27)) * _UNSIGNED[2]) % 2**64
+    return x ^ (x >> 31)
 
 
 def derive(seed: int, position: int) -> int:
     """The seed of a strategy that speculates from ``position`` on: independent of the row's own randomness, and
     of what the same strategy drew in another round."""
-    base_1, round_1 = np.array([seed]), np.array([position])
-    mixed = _scramble_on_host(base_1.view(np.uint64) ^ _UNSIGNED[2]) + round_1.view(np.uint64) * _UNSIGNED[0]
-    return int(_scramble_on_host(mixed).view(np.int64)[0])
+    mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
+    found = _scramble_one(mixed % 2**64)
+    return found - 2**64 if found >= 2**63 else found
 
 
 @dataclass(frozen=True)
@@ -103,21 +97,38 @@ class Law:
     @staticmethod
     def of(params: Rows[SamplingParams], device: torch.device | str = "cpu") -> Law:
         """Columns of ``params``, one row each."""
+        return _law(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), torch.device(device))
 
+    @cached_property
+    def compiled(self) -> Any:
+        """What ``fly.kernels`` take, an array of a row each; only of columns on the CPU."""
+        from fly.kernels.library import Sampling  # which is of models, and so of what this is for
+
+        columns = self.temperature_B, self.top_p_B, self.min_p_B, self.top_k_B, self.greedy_B
+        rows = list(zip(*(column.tolist() for column in columns)))
+        made = (Sampling * len(rows))()
+        for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
+            row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
+            row.floor = temperature * math.log(min_p) if min_p else -math.inf
+        return made
+
+    @staticmethod
+    def _of(params: tuple[tuple[float, int, float, float], ...], device: torch.device) -> Law:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
         limits = torch.finfo(torch.float32)  # beyond them a temperature would round to 0 or infinity: no law at all
+        temperatures, top_ks, top_ps, min_ps = zip(*params) if params else ((), (), (), ())
         return Law(
-            temperature_B=column([min(max(p.temperature or 1.0, limits.tiny), limits.max) for p in params]),
-            top_k_B=column([p.top_k for p in params], torch.int64),
-            top_p_B=column([p.top_p for p in params]),
-            min_p_B=column([p.min_p for p in params]),
-            greedy_B=column([p.temperature == 0 for p in params], torch.bool),
-            some_greedy=any(p.temperature == 0 for p in params),
-            most_k=max((p.top_k for p in params), default=0),
-            top_p=any(p.top_p < 1 for p in params),
-            min_p=any(p.min_p > 0 for p in params),
+            temperature_B=column([min(max(t or 1.0, limits.tiny), limits.max) for t in temperatures]),
+            top_k_B=column(list(top_ks), torch.int64),
+            top_p_B=column(list(top_ps)),
+            min_p_B=column(list(min_ps)),
+            greedy_B=column([t == 0 for t in temperatures], torch.bool),
+            some_greedy=0 in temperatures,
+            most_k=max(top_ks, default=0),
+            top_p=any(p < 1 for p in top_ps),
+            min_p=any(p > 0 for p in min_ps),
         )
 
     def rows(self, index_B: Tensor) -> Law:
@@ -132,6 +143,9 @@ class Law:
     def probs(self, logits_BJV: Tensor) -> Tensor:
         """The processed law [B, J, V], float32, rows summing to 1; one-hot on the argmax at temperature 0."""
         return self.on(logits_BJV).dense()
+
+
+_law = lru_cache(64)(Law._of)  # a batch asks for the same round after round
 
 
 class ProcessedLaw:
@@ -201,6 +215,8 @@ class ProcessedLaw:
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """[B, J] each: the largest logit, the least that is kept (None if all are), ln of the mass kept."""
         law, (rows, positions, width) = self.law, self.logits_BJV.shape
+        if (found := self._find_at_once()) is not None:
+            return found
         logits_NV = self.logits_BJV.flatten(0, 1)
         peak_N = logits_NV.amax(-1)
 
@@ -227,6 +243,21 @@ class ProcessedLaw:
         total_N = _kept_mass(logits_NV, peak_N, temperature_N, least_N)
         shape = (rows, positions)
         return peak_N.view(shape), None if least_N is None else least_N.view(shape), total_N.view(shape)
+
+    def _find_at_once(self) -> tuple[Tensor, Tensor | None, Tensor] | None:
+        """``_find`` by compiled code, for small vocabularies: it goes over all of one many times."""
+        law, logits_BJV = self.law, self.logits_BJV
+        plain = type(logits_BJV) is Tensor and logits_BJV.device.type == "cpu" and logits_BJV.dtype == torch.float32
+        if not plain or law.some_greedy or logits_BJV.shape[-1] > SMALL or (find := compiled("fly_kept")) is None:
+            return None
+        rows, positions, width = logits_BJV.shape
+        logits_BJV, found_3BJ = logits_BJV.contiguous(), torch.empty(3, rows, positions)
+        at, each = found_3BJ.data_ptr(), 4 * rows * positions
+        how = ctypes.addressof(law.compiled)
+        if find(logits_BJV.data_ptr(), rows, positions, width, how, at, at + each, at + 2 * each):
+            raise MemoryError(f"no memory for a law over {width} tokens")
+        peak_BJ, least_BJ, total_BJ = found_3BJ
+        return peak_BJ, least_BJ if law.most_k or law.top_p or law.min_p else None, total_BJ
 
 
 _FIRST = 16  # most nuclei are within this many tokens

@@ -14,19 +14,18 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable
-from functools import cache, partial
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["Top", "argmax", "log_mass", "pick", "top", "top_at"]
+__all__ = ["SMALL", "Top", "argmax", "compiled", "log_mass", "pick", "top", "top_at"]
 
 _CHUNK = 64
-_SMALL = 8192  # vocabularies up to this are done in one go
+SMALL = 8192  # vocabularies up to this are done in one go
 _FEWEST = 16  # of the largest that are found by a list of them
 _FEW = 1 << 15  # values that are looked through sooner than they are cut into chunks
 
@@ -75,27 +74,26 @@ def top(values: Tensor, n: int) -> Top:
 
 
 @cache
-def _compiled_top() -> Callable[[int, int, int, int], None] | None:
-    """``fly_top`` for this processor; None where kernels are not compiled, or not to be used."""
+def compiled(name: str) -> Any:
+    """A short call of the compiled kernels (``fly.kernels.library.short``); None where there are none."""
     from fly.kernels import library  # which is of models, and so of what this is for
 
-    variant, _ = library.split(library.chosen())
-    return None if variant == library.TORCH else partial(library.top(), library.number(variant))
+    return library.short(name)
 
 
 def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
     """Of one position on the CPU: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
     width = logits_BKV.shape[-1]
     n = min(n, width)
-    compiled = _compiled_top() if n <= _FEWEST and logits_BKV.dtype == torch.float32 else None
-    if compiled is not None and logits_BKV.stride(2) == 1:
+    likeliest_of = compiled("fly_top") if n <= _FEWEST and logits_BKV.dtype == torch.float32 else None
+    if likeliest_of is not None and logits_BKV.stride(2) == 1:
         told = array("f", bytes(4 * (n + 1)))
         at = logits_BKV.data_ptr() + 4 * (b * logits_BKV.stride(0) + j * logits_BKV.stride(1))
-        compiled(at, width, n, told.buffer_info()[0])
+        likeliest_of(at, width, n, told.buffer_info()[0])
         log_total = told.pop()
         return told.tolist(), log_total
     logits_V = logits_BKV[b, j]
-    if width <= _SMALL:
+    if width <= SMALL:
         logits = logits_V.detach().numpy()
         likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < width else logits.tolist(), reverse=True)
         return likeliest, likeliest[0] + math.log(float(np.exp(logits - likeliest[0]).sum()))
@@ -130,7 +128,7 @@ def log_mass(
     width = logits_RV.shape[1]
     if logits_RV.device.type != "cpu":
         return scale(logits_RV.clone() if at_N is None else logits_RV[at_N], slice(None)).logsumexp(-1)
-    if width <= _SMALL:
+    if width <= SMALL:
         logits_NV = (logits_RV if at_N is None else logits_RV[at_N]).detach().numpy()
         scaled_NV = logits_NV - peak_N.detach().numpy()[:, None]
         if temperature_N is not None:

@@ -7,14 +7,14 @@ import ctypes
 import os
 import platform
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import cache
+from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
 __all__ = ["Batch", "Lookup", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 5  # of src/library.cpp: what was built from other sources is not called
+_ABI = 6  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -110,12 +110,23 @@ def load() -> ctypes.CDLL:
     return library
 
 
+_SHORT: dict[str, tuple[Any, list[Any]]] = {
+    "fly_top": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
+    "fly_kept": (c_int, [c_int, c_void_p, c_int, c_int, c_int] + [c_void_p] * 4),
+    "fly_uniforms": (None, [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
+}
+
+
 @cache
-def top() -> Any:
-    """``fly_top``, called without letting go of the interpreter: another thread would keep it for longer."""
-    function = ctypes.PyDLL(None, handle=load()._handle).fly_top
-    function.restype, function.argtypes = None, [c_int, c_void_p, c_int, c_int, c_void_p]
-    return function
+def short(name: str) -> Any:
+    """One of the calls that are over soon, for the best variant; it keeps the interpreter meanwhile, which another
+    thread would hold for longer. None where kernels are not compiled, or not to be used."""
+    variant, _ = split(chosen())
+    if variant == TORCH:
+        return None
+    function = getattr(ctypes.PyDLL(None, handle=load()._handle), name)
+    function.restype, function.argtypes = _SHORT[name]
+    return partial(function, number(variant)) if _SHORT[name][1][0] is c_int else function
 
 
 @cache

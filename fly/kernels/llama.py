@@ -10,7 +10,6 @@ fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at
 from __future__ import annotations
 
 import ctypes
-import math
 import threading
 import weakref
 from array import array
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Lookup, Sampling, Shape, chosen, load, number, split
+from fly.kernels.library import TORCH, Batch, Lookup, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
@@ -251,7 +250,7 @@ class CompiledLlama:
             addresses += [None, None, None]
         else:
             assert uniform_BK is not None and uniform_BK.shape == (rows, longest)
-            sampling, uniform_BK = _sampling(law), uniform_BK.contiguous()
+            sampling, uniform_BK = law.compiled, uniform_BK.contiguous()
             laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
             addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
         if lookup is None:
@@ -314,17 +313,6 @@ def _places(tokens: array[int], positions: array[int]) -> tuple[int, int]:
     if len(tokens) != len(positions):
         raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions")
     return tokens.buffer_info()[0], positions.buffer_info()[0]
-
-
-def _sampling(law: Law) -> ctypes.Array[Sampling]:
-    """The library's form of it, a row each."""
-    columns = law.temperature_B, law.top_p_B, law.min_p_B, law.top_k_B, law.greedy_B
-    rows = list(zip(*(column.tolist() for column in columns)))
-    made = (Sampling * len(rows))()
-    for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
-        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
-        row.floor = temperature * math.log(min_p) if min_p else -math.inf
-    return made
 
 
 def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -687,9 +687,14 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: ProcessedLaw and
-// draw). ``spread`` [2, room] is for the time between; counts of tokens are exact in floats up to 2^24.
-inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread) {
+// What ``how`` keeps of logits (fly/sampling.py: ProcessedLaw): the largest, the least that is kept, the mass of those.
+struct Kept {
+    float peak, least, total;
+};
+
+// ``spread`` [2, room] then holds the logits and the mass of each that is kept, zeros for the others; counts of tokens
+// are exact in floats up to 2^24.
+inline Kept keep(const Sampling& how, const float* given, int vocab, float* spread) {
     const int room = padded(vocab);
     float *logits = spread, *mass = spread + room;
     memcpy(logits, given, vocab * sizeof(float));
@@ -723,8 +728,24 @@ inline int64_t sample(const Sampling& how, const float* given, int vocab, float 
         }
         total = sum(all);
     }
-    for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), set1(total)));
-    for (int v = vocab; v < room; v++) mass[v] = 0;
+    return {peak, kept_from, total};
+}
+
+// The same of ``rows`` times ``each`` positions, each row by its own ``how``; ``total`` as its logarithm.
+void kept(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
+          float* least, float* total) {
+    for (int at = 0; at < rows * each; at++) {
+        const Kept found = keep(how[at / each], logits + (long)at * vocab, vocab, spread);
+        peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
+    }
+}
+
+// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: draw).
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread) {
+    const int room = padded(vocab);
+    const Vec total = set1(keep(how, given, vocab, spread).total);
+    float* mass = spread + room;
+    for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), total));
     memcpy(law, mass, vocab * sizeof(float));
     double whole = 0, so_far = 0;
     for (int v = 0; v < vocab; v++) whole += law[v];

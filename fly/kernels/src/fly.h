@@ -166,6 +166,8 @@ struct Variant {
     void (*draft)(Call*, int thread);
     void (*score)(Call*, int thread);  // forward and logits
     void (*top)(const float* logits, int vocab, int n, float* found);
+    void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
+                 float* least, float* total);
 };
 
 extern const Variant avx512bf16, avx2;

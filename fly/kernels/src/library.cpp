@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 5; }
+EXPORT int fly_abi() { return 6; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -508,6 +508,32 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     }
     pthread_mutex_unlock(&model->lock);
     return error;
+}
+
+// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedLaw): at each position the largest
+// logit, the least that is kept, and ln of the mass kept, [B, J] each. ``how`` [B] is of temperatures above 0.
+EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vocab, const Sampling* how, float* peak,
+                    float* least, float* total) {
+    float* spread = (float*)allocate(2L * padded(vocab) * 4);
+    if (!spread) return NO_MEMORY;
+    variants[variant]->kept(logits, rows, each, vocab, how, spread, peak, least, total);
+    free(spread);
+    return OK;
+}
+
+// Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms).
+EXPORT void fly_uniforms(const int64_t* seed, const int64_t* round, int rows, int stream, int n, float* uniform) {
+    constexpr uint64_t mix = 0x9e3779b97f4a7c15;
+    auto scramble = [](uint64_t x) {  // the finaliser of splitmix64
+        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+        x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+        return x ^ (x >> 31);
+    };
+    for (int b = 0; b < rows; b++) {
+        const uint64_t key = scramble(scramble((uint64_t)seed[b] + mix) + (uint64_t)round[b] * mix + (uint64_t)stream);
+        for (int i = 0; i < n; i++)
+            uniform[(long)b * n + i] = (float)(scramble(key + (uint64_t)(i + 1) * mix) >> 40) * 0x1p-24f;
+    }
 }
 
 // The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all; n is 1 to V.
