@@ -163,6 +163,7 @@ class _Row:
     tried: float = 0.0  # drafted tokens, those long past for little
     stood: float = 0.0
     rest: int = 0  # rounds for which nothing needs to be thought about
+    base: float = 0.0  # seconds of each, as far as they were known when the rest began
     seen: int = 0  # its tokens when it was last drafted for
 
     def add(self, asked: int, accepted: int, common: float) -> None:
@@ -265,20 +266,23 @@ class AdaptiveDraft(Wrapper):
         self._rows: dict[int, _Row] = {}
         self._astray = _FEAR  # share of the latest rows in which the strategy was at the end
         self._round: _Round | None = None
+        self._quiet = 0.0  # seconds of rounds that were not thought about, not booked yet
         self._silent = False  # whether nothing is asked of the strategy in this round
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
         count = len(known)
-        costs = self._costs[all(row.greedy for row in rows)]
         self._silent = True
-        if all(row.rest for row in known) and count in costs.plain:
+        if all(row.rest for row in known):
             for row in known:
                 row.rest -= 1
-            base = costs.plain[count].seconds
-            self._book(base, 0.0, base)
+            self._quiet += known[0].base
             return _nothing(count)
         begin = self.clock()
+        costs = self._costs[all(row.greedy for row in rows)]
+        if self._quiet and (plain := costs.plain.get(count)) is not None:
+            self._book(self._quiet, 0.0, plain.seconds)
+            self._quiet = 0.0
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         lengths = self._lengths(costs, known, behind, max_len)
         late = verified = 0
@@ -434,3 +438,4 @@ class AdaptiveDraft(Wrapper):
                 self._pot -= cost
                 return
             row.rest = min(_REST, int((wanted - self._pot) / max(self.loss * base, 1e-12)))
+            row.base = base
