@@ -155,8 +155,11 @@ def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
         def draft(self, most: int) -> list[int]:
             return [3] * most
 
-    drafting = Clock(Drafting())
-    assert drafting.draft(2) == [3, 3] and drafting.seconds > 0
+        score = draft
+
+    for call in ("draft", "score"):
+        drafting = Clock(Drafting())
+        assert getattr(drafting, call)(2) == [3, 3] and drafting.seconds > 0
 
 
 def test_the_models_of_a_draft() -> None:
