@@ -540,6 +540,23 @@ def test_a_repetition_is_drafted_in_one_forward(variant: str) -> None:
 
 
 @built
+def test_a_level_looks_up_by_itself_where_its_call_cannot() -> None:
+    """A constrained row takes the n-gram index, which never heard of the rounds before."""
+    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
+    level, twin = SingleDraft(model).over(NGramDraft()), SingleDraft(stepwise(model))  # type: ignore[arg-type]
+    rows = [make_row([1, 2, 3]), make_row([1, 2, 3])]
+    rows[1].params = SamplingParams(temperature=0.0, logit_bias={5: -1.0})
+    for number in range(6):
+        going = rows[: 1 + number // 2 % 2]
+        mine, plain = (strategy.propose(going, [8] * len(going)).chains for strategy in (level, twin))
+        assert mine == plain
+        for row, tokens in zip(going, mine):
+            row.tokens += [*tokens[: 3 + number], number]
+        for strategy in (level, twin):
+            strategy.commit(going)
+
+
+@built
 def test_a_lookup_wants_the_tokens_that_are_stored() -> None:
     model = CompiledLlama(random_llama(0), VARIANTS[0])
     cache = fresh_cache(model, [[1, 2, 3]], [2], 1)

@@ -366,6 +366,10 @@ class CascadeDraft(Wrapper):
 
     The first level is any strategy; each further one is a ``SingleDraft``, which verifies the level below by its
     own policy (exact by default, so the cascade proposes just what its last level alone would).
+
+    On compiled kernels prompt lookup for a model is part of the model's one call: how many copied tokens go into each
+    of its forwards follows from how many stood and what forwards took so far, down to none, and the draft is the
+    model's own bit for bit.
     """
 
     def __init__(self, levels: Rows[DraftStrategy]) -> None:

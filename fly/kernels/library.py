@@ -54,13 +54,13 @@ class Lookup(ctypes.Structure):
     """src/fly.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("longest", "shortest", "most")),
+        *((name, c_int32) for name in ("longest", "shortest", "most", "forwards")),
         ("share", c_float * 16),
         ("time", c_float * 64),
     ]
 
     def __init__(self, longest: int, shortest: int, most: int) -> None:
-        super().__init__(longest, shortest, most, (c_float * 16)(*[0.8] * 16))
+        super().__init__(longest, shortest, most, 0, (c_float * 16)(*[0.8] * 16))
 
 
 _FUNCTIONS = {

@@ -8,7 +8,6 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 
-constexpr float UNSEEN = 0.05f, FORGOTTEN = 1.0f / 4096;  // of a forward's time, see time_of and learn_time
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
 // Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
@@ -771,25 +770,23 @@ inline int64_t next_token(Call* call, int b, const float* logits) {
     return token;
 }
 
-// Nanoseconds that a forward of so many tokens is thought to take: not much more than the most that fewer were seen to.
+// Nanoseconds that a forward of so many tokens is thought to take: somewhat more than the most that fewer were seen to.
 inline float time_of(const Lookup& lookup, int tokens) {
     int seen = tokens < TIMES ? tokens : TIMES;
     while (seen > 1 && !lookup.time[seen - 1]) seen--;
     const float time = lookup.time[seen - 1] ? lookup.time[seen - 1] : 1;
-    return tokens > TIMES ? time * tokens / TIMES : time * (1 + UNSEEN * (tokens - seen));
+    return tokens > TIMES ? time * tokens / TIMES : time * (1 + 0.1f * (tokens - seen));
 }
 
-// A forward of so many tokens took so long. What took long by chance must not be avoided for ever: one measurement says
-// at most twice what was thought, and what is not measured is thought a little faster each time.
+// A forward of so many tokens took so long. What lost the processor meanwhile counts for twice what was thought at most;
+// what was avoided for what it took, by chance or at another length of text, is tried again at times.
 inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
-    const float thought = time_of(*lookup, tokens), most = lookup->time[0] ? 2 * thought : nanoseconds;
-    float measured = nanoseconds < most ? nanoseconds : most;
-    const int at = (tokens < TIMES ? tokens : TIMES) - 1;
-    if (tokens > TIMES) measured *= (float)TIMES / tokens;
-    for (int i = 0; i < TIMES; i++) lookup->time[i] *= 1 - FORGOTTEN;
-    lookup->time[at] += lookup->time[at] ? 0.5f * (measured - lookup->time[at]) : measured;
-    for (int i = 0; i < at; i++)
-        if (lookup->time[i] > lookup->time[at]) lookup->time[i] = lookup->time[at];
+    if (lookup->forwards++ % 1024 == 0) memset(lookup->time, 0, sizeof(lookup->time));
+    const float most = 2 * time_of(*lookup, tokens);
+    if (nanoseconds > most && most > 1000) nanoseconds = most;  // nothing is known where it is less
+    if (tokens > TIMES) nanoseconds *= (float)TIMES / tokens;
+    float& time = lookup->time[(tokens < TIMES ? tokens : TIMES) - 1];
+    time += time ? 0.25f * (nanoseconds - time) : nanoseconds;
 }
 
 // Find the longest n-gram that ends a text of ``length`` tokens and occurred before, at its latest place, and copy

@@ -108,6 +108,7 @@ constexpr int MATCHES = 16, TIMES = 64;
 
 struct Lookup {
     int32_t longest, shortest, most;  // tokens to find again, and to copy
+    uint32_t forwards;
     float share[MATCHES];  // of the tokens copied behind a match of 1, 2, ... tokens (or more), how many it said as well
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0 was not seen
 };
