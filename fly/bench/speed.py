@@ -145,8 +145,8 @@ class Forwards:
         one. Logits are part of it."""
         draft: Callable[..., Any] | None = getattr(self.model, "draft", None)
         if drafting and draft is not None:
-            batch = _listed(*self._batch(1, context, 1, tokens))
-            return self._timed(partial(draft, *batch, [tokens], [()]), 1)
+            listed = _listed(*self._batch(1, context, 1, tokens))
+            return self._timed(partial(draft, *listed, [tokens], [()]), 1)
         if drafting:
             return sum(self.seconds(1, context + n, 1) for n in range(tokens))
         batch = self._batch(rows, context, tokens, tokens)

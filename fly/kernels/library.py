@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["Batch", "Lookup", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 6  # of src/library.cpp: what was built from other sources is not called
+_ABI = 7  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"

@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 6; }
+EXPORT int fly_abi() { return 7; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
