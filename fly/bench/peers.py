@@ -42,6 +42,9 @@ __all__ = [
 Decode = Callable[[list[int], int], list[int]]
 
 
+_TOGETHER = 8  # prompts of a contender's turn
+
+
 class Skipped(Exception):
     """A peer cannot take part; the message says why."""
 
@@ -95,9 +98,11 @@ def measure_matches(
     turns: int = 3,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Match]:
-    """Let every contender decode every prompt, ``turns`` times over, in turns prompt by prompt after a warm-up.
+    """Let every contender decode every prompt, ``turns`` times over, in turns of a few prompts after a warm-up.
 
-    Outputs are those of the first turn. ``advance(name)`` is called after every completion.
+    A few, since whoever comes next finds the caches of the processor full of another's weights, and for a moment its
+    threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
+    completion.
     """
     if not contenders or not prompts or turns < 1:
         raise ValueError(f"need contenders, prompts and turns, got {len(contenders)}, {len(prompts)} and {turns}")
@@ -107,14 +112,15 @@ def measure_matches(
     for turn in range(turns):
         for match in matches:
             match.seconds.append(0.0)
-        for prompt in prompts:
+        for first in range(0, len(prompts), _TOGETHER):
             for match in matches:
-                start = time.perf_counter()
-                ids = match.contender.decode(list(prompt), max_tokens)
-                match.seconds[-1] += time.perf_counter() - start
-                if not turn:
-                    match.outputs.append(ids)
-                advance(match.contender.name)
+                for prompt in prompts[first : first + _TOGETHER]:
+                    start = time.perf_counter()
+                    ids = match.contender.decode(list(prompt), max_tokens)
+                    match.seconds[-1] += time.perf_counter() - start
+                    if not turn:
+                        match.outputs.append(ids)
+                    advance(match.contender.name)
     return matches
 
 
