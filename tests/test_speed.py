@@ -234,10 +234,12 @@ def test_contenders_take_turns_and_give_their_first_outputs() -> None:
 
         return Contender(name, "toy", False, decode)
 
-    matches = measure_matches([contender("a"), contender("b")], [[1], [2]], 2, turns=2)
-    assert calls == [("a", 1), ("b", 1)] + [("a", 1), ("b", 1), ("a", 2), ("b", 2)] * 2
-    assert [match.outputs for match in matches] == [[[3, 3], [5, 5]], [[4, 4], [6, 6]]]
-    assert all(len(match.seconds) == 2 for match in matches)
+    matches = measure_matches([contender("a"), contender("b")], [[n] for n in range(10)], 2, turns=2)
+    turn = [(name, n) for part in (range(8), range(8, 10)) for name in "ab" for n in part]
+    assert calls == [("a", 0), ("b", 0)] + turn * 2
+    for match, name in zip(matches, "ab"):
+        assert match.outputs == [[3 + turn.index((name, n))] * 2 for n in range(10)]
+        assert len(match.seconds) == 2
     with pytest.raises(ValueError, match="need contenders"):
         measure_matches([contender("a")], [], 2)
 
