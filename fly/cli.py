@@ -930,7 +930,8 @@ def bench_batch(
         sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
-        plain, fast = LLM(model, **options), LLM(model, draft, **options)
+        plain = LLM(model, **options)
+        fast = LLM(plain, draft, **options)
         if ranks is not None:
             _loaded(ranks)
         settings = [Setting("autoregressive", plain, 0), Setting("exact", fast, k, Exact())]
@@ -1160,7 +1161,7 @@ def _compare_on_bundled(
     llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
     settings = _settings(llm, k, [rule])
     if multi_level:
-        levels = LLM("fly-target", "ngram+fly-draft", k=k, dtype=dtype, kernels=kernels)
+        levels = LLM(llm, "ngram+fly-draft", k=k, dtype=dtype, kernels=kernels)  # of the same weights in memory
         settings.append(Setting(f"{rule_name(rule)}, multi-level", levels, k, rule))
     _compare(settings, None, split, seed, count)
 

@@ -128,8 +128,9 @@ class LLM:
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
     Args:
-        model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), or a loaded model (which
-            then takes token ids only).
+        model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), a loaded model (which
+            then takes token ids only), or another ``LLM``, whose loaded model, tokenizer and ends serve this one too
+            (not its caches, nor its draft).
         draft: any ``DraftStrategy``, its text (a checkpoint's path or bundled name, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
@@ -167,7 +168,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Model,
+        model: str | Path | Model | LLM,
         draft: str | Path | DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int = 15,
@@ -187,6 +188,7 @@ class LLM:
         draft_placement: Placement = "auto",
         whole_sums: bool = False,
     ) -> None:
+        self.engine: Engine
         self.k, self.policy = _check_k(k), Exact() if policy is None else policy
         _check_policy(self.policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
@@ -208,6 +210,9 @@ class LLM:
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)
+        elif isinstance(model, LLM):
+            self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
+            loaded = model.engine.runner.model
         else:
             loaded = model
         if deterministic:

@@ -414,3 +414,15 @@ def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None
         assert token.choice_prob == pytest.approx(float(row.max()), abs=1e-5)
         assert token.entropy == pytest.approx(float(-(row * row.log()).sum()), abs=1e-4)
     assert {(token.prob, token.choice_prob, token.entropy) for token in unasked.provenance} == {(None, None, None)}
+
+
+def test_another_llm_may_share_the_loaded_model() -> None:
+    plain = LLM("fly-target", device="cpu")
+    fast = LLM(plain, "ngram+fly-draft")
+    assert fast.engine.runner.model is plain.engine.runner.model
+    assert fast.engine.runner.cache is not plain.engine.runner.cache
+    params = SamplingParams(temperature=0.0, max_tokens=40)
+    prompt = plain.chat_prompt("Sam has 3 red pens and buys 4 more. How many pens does Sam have?")
+    (alone,), (drafted,), (again,) = (llm.generate([prompt], params) for llm in (plain, fast, plain))
+    assert drafted.text == alone.text == again.text != ""
+    assert drafted.stats.drafted and fast.eos_ids == plain.eos_ids

@@ -77,7 +77,7 @@ def bench_speed(
         configs = {name: shape_config(name.removesuffix(_INT8)) for name in shapes}
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         plain = LLM(model, **options)
-        fast = LLM(model, draft=parse_draft(draft, trusted=True, **options), **options)
+        fast = LLM(plain, draft=parse_draft(draft, trusted=True, **options), **options)
         levels = draft_runners(fast.draft)
         target: Any = fast.engine.runner.model
         if shape is None and hasattr(target, "kernels"):
@@ -368,8 +368,9 @@ def bench_peers(
         plain = LLM(source, **options)
         settings = [Setting("autoregressive", plain, 0)]
         if helper is not None:
-            fast, lookup = LLM(source, str(helper), **options), LLM(source, "ngram", **options)
-            levels = LLM(source, f"ngram+{helper}", **options)
+            # of the same weights: a copy for each would drive the others from the caches of the processor
+            fast, lookup = LLM(plain, str(helper), **options), LLM(plain, "ngram", **options)
+            levels = LLM(plain, f"ngram+{helper}", **options)
             settings += [Setting("exact", fast, k, Exact()), Setting("exact, n-gram", lookup, k, Exact())]
             if rule != Exact():
                 name = cli.rule_name(rule)

@@ -79,10 +79,11 @@ def measure_drafts(
     ``count`` held-out problems a kind, greedy, batch 1. All take turns prompt by prompt. ``advance`` is called after
     every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
     """
-    settings = []
-    for name in ("none", *names):
-        draft = _parse(name, dtype, device, kernels)
-        settings.append(Setting(name, LLM(model, draft=draft, dtype=dtype, device=device, kernels=kernels), k, policy))
+    # All of the same weights: a copy for each would drive the others from the caches of the processor.
+    plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
+    settings = [Setting("none", plain, k, policy)]
+    for name in names:
+        settings.append(Setting(name, LLM(plain, draft=_parse(name, dtype, device, kernels)), k, policy))
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
         kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())

@@ -217,8 +217,9 @@ def measure_twins(
         paths.append(str(path))
     del originals
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": 1024}
-    plain, single = LLM(paths[0], **options), LLM(paths[0], paths[1], **options)
-    levels = LLM(paths[0], f"ngram+{paths[1]}", **options)
+    plain = LLM(paths[0], **options)
+    single = LLM(plain, paths[1], **options)
+    levels = LLM(plain, f"ngram+{paths[1]}", **options)
     named = str(policy).split("(")[0]
     settings = [Setting("autoregressive", plain, 0)]
     for k in lengths:

@@ -63,6 +63,8 @@ def decode(
         _decode(result.setting, [0, 1, 2, 3], params.model_copy(update={"ignore_eos": True, "max_tokens": 24}))
     for prompt in prompts:
         for result in results:
+            for allocator in result.setting.llm.scheduler.allocators():
+                allocator.forget()  # else who comes later would find the prompt in the cache
             start = time.perf_counter()
             text, stats = _decode(result.setting, prompt, params)
             result.seconds += time.perf_counter() - start
