@@ -460,14 +460,15 @@ class Engine:
         name, vocabulary = type(self.strategy).__name__, self.runner.model.config.vocab_size
         if not isinstance(draft, Draft):
             raise ValueError(f"{name} proposed {draft!r}, not a Draft")
-        rows, padded = draft.shape
         if isinstance(draft, ListedDraft):
+            rows, padded = draft.shape
             if rows != len(max_len):
                 raise ValueError(f"{name} proposed tokens for {rows} rows, not for {len(max_len)}")
         else:
-            if rows != len(max_len) or draft.lengths_B.shape != (len(max_len),):
+            if draft.tokens_BK.shape[:-1] != (len(max_len),) or draft.lengths_B.shape != (len(max_len),):
                 shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
                 raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
+            padded = draft.tokens_BK.shape[1]
             for n in draft.lengths_B.tolist():
                 if not 0 <= n <= padded:
                     raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
@@ -502,6 +503,7 @@ class Engine:
         _, following, whys, asked, held = verdict.told
         tokens, trees = draft.chains, draft.trees
         relaxation = rows[numbers[0]].policy.relaxation
+        excused: list[tuple[int, int, int]] = []  # row, position, token
         for i, b in enumerate(numbers):
             row, path, stats, chain, why = rows[b], accepted[i], rows[b].stats, tokens[b], whys[i]
             tree = range(-1, len(chain) - 1) if trees is None else trees[b]
@@ -516,9 +518,8 @@ class Engine:
             for at in relaxed:
                 clause = " & ".join(name for name, held_BK in held.items() if held_BK[i][path[at]]) or str(row.policy)
                 block[at] = block[at]._replace(clause=clause)
-            if relaxed:
-                stats.relaxed += len(relaxed)
-                stats.nats += _nats(target, b, [(positions[at], block[at].id) for at in relaxed])
+            stats.relaxed += len(relaxed)
+            excused += [(b, positions[at], block[at].id) for at in relaxed]
             if count > standing:
                 why_last = Why.CORRECTION if end in tree else Why.BONUS
                 block.append(Token(following[i], why_last, None, choices[b][end + 1]))
@@ -535,13 +536,20 @@ class Engine:
                 for node in (node for node, was in enumerate(asked[i]) if was and node in told):
                     said = {name: held_BK[i][node] for name, held_BK in held.items()}
                     stats.count_gates(said, *relaxation.deciding(said))
+        if excused:
+            for (b, _, _), cost in zip(excused, _nats(target, excused)):
+                rows[b].stats.nats += cost
 
     def _extend(self, row: Sequence, ids: list[int], stopped: Callable[[Sequence, int], bool] | None) -> int:
         """Append ``ids`` to the row, as many as there are up to its end, and return how many."""
-        left, count = self.left(row), 0
+        left, count, before = self.left(row), 0, len(row.tokens)
         for count, token in enumerate(ids, start=1):
             row.tokens.append(token)
-            ended = stopped is not None and stopped(row, token)  # it hears of every token, ends included
+            try:
+                ended = stopped is not None and stopped(row, token)  # it hears of every token, ends included
+            except BaseException:
+                del row.tokens[before:]  # no more than the provenance tells of
+                raise
             if ended or token in row.stop_ids:
                 row.finish_reason = "stop"
             elif count == left:
@@ -551,14 +559,15 @@ class Engine:
         return count
 
 
-def _nats(target: Target, b: int, tokens: list[tuple[int, int]]) -> float:
-    """The sum of -ln target(x) over tokens of row ``b``, given with their positions; of the unprocessed law."""
+def _nats(target: Target, tokens: list[tuple[int, int, int]]) -> list[float]:
+    """-ln target(x), of the unprocessed law, of each token, given as its row, its position and its id."""
     logits_BJV = target.logits_BKV
     if logits_BJV.device.type == "cpu" and type(logits_BJV) is Tensor:
-        return sum(top_at(logits_BJV, b, at, 1)[1] - logits_BJV[b, at, token].item() for at, token in tokens)
-    at_N, token_N = torch.tensor(tokens, device=logits_BJV.device).unbind(1)
-    log_NV = logits_BJV[b, at_N].log_softmax(-1)
-    return float(-log_NV.gather(1, token_N.unsqueeze(1)).sum())
+        return [top_at(logits_BJV, b, at, 1)[1] - logits_BJV[b, at, token].item() for b, at, token in tokens]
+    b_N, at_N, token_N = torch.tensor(tokens, device=logits_BJV.device).unbind(1)
+    log_NV = logits_BJV[b_N, at_N].log_softmax(-1)
+    costs: list[float] = (-log_NV.gather(1, token_N.unsqueeze(1))).squeeze(1).tolist()
+    return costs
 
 
 def _check_grammars(rows: Rows[Sequence], verdicts: list[tuple[list[int], Verdict]]) -> None:

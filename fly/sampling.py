@@ -46,7 +46,10 @@ def _scramble(x: Tensor) -> Tensor:
 
 def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     """Uniform float32 in [0, 1) of shape [B, n] for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
-    if seed_B.device.type == "cpu" and (fill := compiled("fly_uniforms")) is not None:
+    if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
+        given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
+        raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
+    if seed_B.device.type == round_B.device.type == "cpu" and (fill := compiled("fly_uniforms")) is not None:
         seed_B, round_B = seed_B.contiguous(), round_B.contiguous()
         uniform_BN = torch.empty(len(seed_B), n)
         fill(seed_B.data_ptr(), round_B.data_ptr(), len(seed_B), stream, n, uniform_BN.data_ptr())
@@ -248,9 +251,10 @@ class ProcessedLaw:
         """``_find`` by compiled code, for small vocabularies: it goes over all of one many times."""
         law, logits_BJV = self.law, self.logits_BJV
         plain = type(logits_BJV) is Tensor and logits_BJV.device.type == "cpu" and logits_BJV.dtype == torch.float32
-        if not plain or law.some_greedy or logits_BJV.shape[-1] > SMALL or (find := compiled("fly_kept")) is None:
-            return None
         rows, positions, width = logits_BJV.shape
+        lets_go = logits_BJV.numel() > _SOON
+        if not plain or width > SMALL or (find := compiled("fly_kept", lets_go)) is None:
+            return None
         logits_BJV, found_3BJ = logits_BJV.contiguous(), torch.empty(3, rows, positions)
         at, each = found_3BJ.data_ptr(), 4 * rows * positions
         how = ctypes.addressof(law.compiled)
@@ -260,6 +264,7 @@ class ProcessedLaw:
         return peak_BJ, least_BJ if law.most_k or law.top_p or law.min_p else None, total_BJ
 
 
+_SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
 _FIRST = 16  # most nuclei are within this many tokens
 
 

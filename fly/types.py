@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, replace
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -279,8 +279,11 @@ class Draft:
 
 class ListedDraft(Draft):
     """Chains that were proposed as lists on the host, deterministic, and become tensors where somebody asks for them:
-    between two forwards of a small model, making tensors takes longer than what is done with them. It is made of lists
-    alone: ``dataclasses.replace`` cannot copy it."""
+    between two forwards of a small model, making tensors takes longer than what is done with them. A copy with other
+    columns (``dataclasses.replace``) is a plain ``Draft``."""
+
+    def __new__(cls, chains: list[list[int]] | None = None, **columns: Any) -> Any:
+        return Draft(**columns) if columns else object.__new__(cls)
 
     def __init__(self, chains: list[list[int]]) -> None:
         self.__dict__["chains"] = chains

@@ -74,11 +74,11 @@ def top(values: Tensor, n: int) -> Top:
 
 
 @cache
-def compiled(name: str) -> Any:
+def compiled(name: str, lets_go: bool = False) -> Any:
     """A short call of the compiled kernels (``fly.kernels.library.short``); None where there are none."""
     from fly.kernels import library  # which is of models, and so of what this is for
 
-    return library.short(name)
+    return library.short(name, lets_go)
 
 
 def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:

@@ -390,3 +390,17 @@ def test_what_cannot_skip_is_refused() -> None:
 def test_expected_speedup_by_hand(a: float, c: float, k: int, wanted: float) -> None:
     assert expected_speedup(a, c, k)[0] == pytest.approx(wanted)
     assert expected_speedup(a, c, k)[1] == {5.0: 4, 1.0: 0}[wanted]
+
+
+def test_a_rest_beside_other_rows_is_over_when_they_leave() -> None:
+    """Its rounds were priced for so many."""
+    adaptive = AdaptiveDraft(NGramDraft())
+    rows = [make_row([1, 2, 3]) for _ in range(2)]
+    for row in rows:
+        known = adaptive._new(row)
+        known.rest, known.beside, known.base = 9, 2, 1.0
+    adaptive.propose(rows, [4, 4])
+    assert adaptive._quiet == 1.0 and [adaptive._rows[row.id].rest for row in rows] == [8, 8]
+    adaptive.propose(rows[:1], [4])
+    assert adaptive._quiet == 1.0  # it was thought about
+    assert adaptive.propose([], []).chains == []

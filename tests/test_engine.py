@@ -7,7 +7,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +22,8 @@ from fly import LLM, Output, SamplingParams, Why
 from fly.bundled import CHECKPOINTS, tasks
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
-from fly.engine import Engine, Runner, common_prefix, judge
+from fly.drafts.base import pad
+from fly.engine import Engine, Runner, _nats, common_prefix, judge
 from fly.models import Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.loading import save_model
@@ -36,9 +37,10 @@ from fly.policies import (
     FLy,
     LossySampling,
     Room,
+    verify,
 )
 from fly.sampling import Law
-from fly.types import Draft, Gate, Sequence, Target
+from fly.types import Draft, Gate, Noise, Sequence, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama
 
@@ -805,3 +807,48 @@ def test_a_common_prefix_is_found_wherever_it_ends(alike: int, more: int, others
     a, b = [1] * alike + [2] * more, [1] * alike + [3 if differ else 2] * others
     naive = next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
     assert common_prefix(a, b) == common_prefix(b, a) == naive
+
+
+@given(st.integers(0, 999), st.booleans())
+def test_what_a_relaxed_token_costs_is_its_surprise(seed: int, elsewhere: bool) -> None:
+    """By the kernels or numpy for a plain tensor on the CPU, by torch for any other."""
+
+    class Shards(Tensor):
+        pass
+
+    generator = torch.Generator().manual_seed(seed)
+    logits_BJV = 4 * torch.randn(3, 5, 37, generator=generator)
+    tokens = [(2, 0, 5), (0, 4, 36), (2, 3, int(logits_BJV[2, 3].argmax()))]
+    wanted = [-float(logits_BJV[b, at].log_softmax(-1)[token]) for b, at, token in tokens]
+    target = Target(logits_BJV.as_subclass(Shards) if elsewhere else logits_BJV)
+    assert _nats(target, tokens) == pytest.approx(wanted, abs=1e-5)
+
+
+@given(st.lists(st.lists(st.integers(0, 9), max_size=4), max_size=3))
+def test_a_draft_of_lists_is_the_draft_of_its_tensors(chains: list[list[int]]) -> None:
+    listed, longest = Draft.of(chains), max(map(len, chains), default=0)
+    padded = [[*chain, *[0] * (longest - len(chain))] for chain in chains]
+    plain = Draft(torch.tensor(padded).long().view(len(chains), longest), torch.tensor([*map(len, chains)]).long())
+    assert listed.shape == plain.shape == (len(chains), longest)
+    assert listed.chains == plain.chains and listed.trees is None
+    for made in (listed, listed.to(torch.device("cpu")), replace(listed, parents_BK=None)):
+        assert torch.equal(made.tokens_BK, plain.tokens_BK) and torch.equal(made.lengths_B, plain.lengths_B)
+        assert torch.equal(made.mask_BK(), plain.mask_BK()) and made.tokens_BK.dtype == torch.int64
+    changed = replace(listed, tokens_BK=plain.tokens_BK + 1)
+    assert type(changed) is Draft and torch.equal(changed.tokens_BK, plain.tokens_BK + 1)
+    assert pad(chains).chains == chains and all(a is not b for a, b in zip(pad(chains).chains, chains))
+
+
+def test_a_verdict_without_coins_is_for_rules_that_need_none() -> None:
+    logits_BKV = torch.randn(1, 3, 7, generator=torch.Generator().manual_seed(0))
+    first, second = logits_BKV[0, :2].argmax(-1).tolist()
+    zeros = Noise(torch.zeros(1, 2), torch.zeros(1))
+    chain, tree = (
+        Draft.of([[first, second]]),
+        Draft(torch.tensor([[first, second]]), torch.tensor([2]), parents_BK=torch.tensor([[-1, 0]])),
+    )
+    for draft in (chain, tree):
+        told = [verify(Exact(), Target(logits_BKV), draft, noise).told for noise in (None, zeros)]
+        assert told[0] == told[1] and told[0].accepted == [2]
+    with pytest.raises(ValueError, match="needs coins"):
+        verify(Exact(), Target(logits_BKV, logits_BKV.softmax(-1)), chain, None)

@@ -557,6 +557,40 @@ def test_a_level_looks_up_by_itself_where_its_call_cannot() -> None:
 
 
 @built
+def test_what_a_row_draws_does_not_hang_on_the_rows_beside_it() -> None:
+    """One of which keeps the level from drafting in one call."""
+    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
+    drawn = SamplingParams(temperature=1.0)
+    for seed in range(8):
+        alone, beside = (make_row([1, 2, 3, 1, 2, 3], frozenset(), drawn, seed) for _ in range(2))
+        other = make_row([4, 5], frozenset(), SamplingParams(temperature=0.0, logit_bias={5: -1.0}), 0)
+        one, two = SingleDraft(model).over(NGramDraft()), SingleDraft(model).over(NGramDraft())
+        mine, theirs = one.propose([alone], [8]), two.propose([beside, other], [8, 8])
+        assert mine.chains[0] == theirs.chains[0]
+        assert mine.probs_BKV is not None and theirs.probs_BKV is not None
+        torch.testing.assert_close(theirs.probs_BKV[0], mine.probs_BKV[0], rtol=2e-5, atol=1e-7)
+
+
+@built
+@settings(max_examples=30)
+@given(
+    st.integers(0, 10_000),
+    st.lists(
+        st.tuples(st.sampled_from([0.0, 0.7, 2.0]), st.sampled_from([0, 3]), st.sampled_from([0.6, 1.0])), max_size=4
+    ),
+)
+def test_what_sampling_keeps_does_not_hang_on_the_rows_beside_it(
+    seed: int, beside: list[tuple[float, int, float]]
+) -> None:
+    """To the last bit, greedy rows among them."""
+    every = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.01) for t, k, p in [(0.9, 0, 0.8), *beside]]
+    logits_BJV = 3 * torch.randn(len(every), 2, 301, generator=torch.Generator().manual_seed(seed))
+    together, alone = Law.of(every).on(logits_BJV)._find(), Law.of(every[:1]).on(logits_BJV[:1])._find()
+    for all_rows, one in zip(together, alone):
+        assert all_rows is not None and one is not None and same_bits(all_rows[:1], one)
+
+
+@built
 def test_a_lookup_wants_the_tokens_that_are_stored() -> None:
     model = CompiledLlama(random_llama(0), VARIANTS[0])
     cache = fresh_cache(model, [[1, 2, 3]], [2], 1)

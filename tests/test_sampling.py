@@ -100,10 +100,10 @@ def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, float]
     st.sampled_from([17, 300, 2100, 5000]),
     st.sampled_from([0.0, 0.3, 1.0, 8.0]),
     st.lists(params, min_size=1, max_size=3),
-    st.booleans(),
+    st.sampled_from(["compiled", "small steps", "arrays"]),
 )
 def test_a_law_is_the_same_wherever_one_looks(
-    seed: int, vocab: int, sharpness: float, rows: list[SamplingParams], small_steps: bool
+    seed: int, vocab: int, sharpness: float, rows: list[SamplingParams], way: str
 ) -> None:
     """All of it, some positions, some tokens, some rows; for flat and peaked laws, which decide a nucleus early or
     late; and by the sums of large vocabularies as of small ones."""
@@ -114,7 +114,9 @@ def test_a_law_is_the_same_wherever_one_looks(
     torch.testing.assert_close(dense.sum(-1), torch.ones(len(rows), 3))
     with pytest.MonkeyPatch.context() as patch:
         for module in (fly.vocabulary, fly.sampling):  # which asks compiled code of small ones
-            patch.setattr(module, "SMALL", 8 if small_steps else 8192)
+            patch.setattr(module, "SMALL", 8 if way == "small steps" else 8192)
+        if way == "arrays":  # where nothing is compiled
+            patch.setattr(fly.sampling, "compiled", lambda name, lets_go=False: None)
         lazy = law.on(logits)
         tokens = torch.randint(0, vocab, (len(rows), 2), generator=generator)
         close = {"atol": 1e-7, "rtol": 1e-4}
@@ -332,3 +334,10 @@ def test_constraints_hold_at_every_drafted_position(
                     wanted = -math.inf
                 assert float(got[b, j, v]) == pytest.approx(wanted, abs=1e-4)
             event(f"penalised: {p.penalises}")
+
+
+def test_uniforms_want_numbers_of_64_bits_for_every_row() -> None:
+    two = torch.tensor([1, 2])
+    for seeds, rounds in ((two.int(), two), (two, two[:1]), (two, two.float()), (two.view(1, 2), two.view(1, 2))):
+        with pytest.raises(ValueError, match="int64 of one shape"):
+            uniforms(seeds, rounds, Stream.SAMPLE, 3)

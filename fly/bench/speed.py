@@ -223,7 +223,7 @@ class Clock:
 
     def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
         value = getattr(self._model, name)
-        return self._clocked(value) if name in ("draft", "score") else value
+        return self._clocked(value) if name in ("draft", "score") and value is not None else value
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         return self._clocked(self._model)(*arguments, **options)

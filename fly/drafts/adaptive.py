@@ -164,6 +164,7 @@ class _Row:
     stood: float = 0.0
     rest: int = 0  # rounds for which nothing needs to be thought about
     base: float = 0.0  # seconds of each, as far as they were known when the rest began
+    beside: int = 0  # rows there were then
     seen: int = 0  # its tokens when it was last drafted for
 
     def add(self, asked: int, accepted: int, common: float) -> None:
@@ -273,7 +274,7 @@ class AdaptiveDraft(Wrapper):
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
         count = len(known)
         self._silent = True
-        if all(row.rest for row in known):
+        if known and all(row.rest and row.beside == count for row in known):
             for row in known:
                 row.rest -= 1
             self._quiet += known[0].base
@@ -438,4 +439,4 @@ class AdaptiveDraft(Wrapper):
                 self._pot -= cost
                 return
             row.rest = min(_REST, int((wanted - self._pot) / max(self.loss * base, 1e-12)))
-            row.base = base
+            row.base, row.beside = base, len(known)

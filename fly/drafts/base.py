@@ -124,8 +124,8 @@ def until_end(tokens: list[int], row: Sequence) -> list[int]:
 
 
 def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:
-    """A deterministic ``Draft`` of ragged token lists."""
-    return Draft.of(list(drafts), device)
+    """A deterministic ``Draft`` of ragged token lists, which are copied."""
+    return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
 def pad_trees(drafts: Rows[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:

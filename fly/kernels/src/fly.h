@@ -128,7 +128,7 @@ struct Call {
     int32_t layers;
     void* hidden;  // [T, C] in or out
     float* logits;  // [T, V] out, of all tokens or of those that are kept
-    const int32_t* kept;  // [N] their numbers, ascending within a row; null is all
+    const int32_t* kept;  // [N] their numbers; null is all
     int32_t kept_count;
     int32_t* choice;      // [N] out: the most likely token of each; or null
     // a drafter's loop

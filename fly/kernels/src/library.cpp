@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 7; }
+EXPORT int fly_abi() { return 8; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -511,7 +511,7 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
 }
 
 // What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedLaw): at each position the largest
-// logit, the least that is kept, and ln of the mass kept, [B, J] each. ``how`` [B] is of temperatures above 0.
+// logit, the least that is kept, and ln of the mass kept, [B, J] each; of a row at temperature 0 as at 1.
 EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vocab, const Sampling* how, float* peak,
                     float* least, float* total) {
     float* spread = (float*)allocate(2L * padded(vocab) * 4);
