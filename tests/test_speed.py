@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
 from fly.bench import limits as limits_module
+from fly.bench.calibrate import _Slips
 from fly.bench.commands import context_slope
 from fly.bench.limits import Limits, Timing, take_turns
 from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount, write_gguf
@@ -23,12 +24,13 @@ from fly.bench.speed import Clock, Forward, Forwards, Rounds, draft_runners, mea
 from fly.bench.twins import PAIRS, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
-from fly.drafts import NGramDraft
+from fly.drafts import NGramDraft, SingleDraft
 from fly.eval import Setting, compare
 from fly.kernels import available, why_not
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
 from fly.types import Stats
+from tests.test_drafts import make_row
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 CPU = torch.device("cpu")
@@ -160,6 +162,12 @@ def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
     for call in ("draft", "score"):
         drafting = Clock(Drafting())
         assert getattr(drafting, call)(2) == [3, 3] and drafting.seconds > 0
+
+
+def test_a_draft_that_slips_is_wrong_from_the_middle_on() -> None:
+    model, row = random_llama(), make_row([1, 2, 3])
+    right, wrong = (kind(model).propose([row], [6]).chains[0] for kind in (SingleDraft, _Slips))
+    assert wrong[:3] == right[:3] and all(a != b for a, b in zip(wrong[3:], right[3:], strict=True))
 
 
 def test_the_models_of_a_draft() -> None:

@@ -76,7 +76,7 @@ def measure_drafts(
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
-    ``count`` held-out problems a kind, greedy, batch 1. All take turns prompt by prompt. ``advance`` is called after
+    ``count`` held-out problems a kind, greedy, batch 1. All take turns of a few prompts. ``advance`` is called after
     every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
     """
     # All of the same weights: a copy for each would drive the others from the caches of the processor.

@@ -21,6 +21,7 @@ import torch
 
 from fly.bench.limits import Timing
 from fly.eval import Setting
+from fly.eval.compare import TOGETHER
 from fly.models import Llama, LlamaConfig, load_model
 from fly.models.config import RopeScaling
 from fly.models.llama import rotary_frequencies
@@ -40,9 +41,6 @@ __all__ = [
 ]
 
 Decode = Callable[[list[int], int], list[int]]
-
-
-_TOGETHER = 8  # prompts of a contender's turn
 
 
 class Skipped(Exception):
@@ -112,9 +110,9 @@ def measure_matches(
     for turn in range(turns):
         for match in matches:
             match.seconds.append(0.0)
-        for first in range(0, len(prompts), _TOGETHER):
+        for first in range(0, len(prompts), TOGETHER):
             for match in matches:
-                for prompt in prompts[first : first + _TOGETHER]:
+                for prompt in prompts[first : first + TOGETHER]:
                     start = time.perf_counter()
                     ids = match.contender.decode(list(prompt), max_tokens)
                     match.seconds[-1] += time.perf_counter() - start

@@ -145,7 +145,7 @@ class Twins:
         return self.target[k + 1].timing.low / self.target[1].timing.low
 
     def exact(self, result: Result) -> bool:
-        """Whether it is exact speculation with the draft twin alone."""
+        """Whether it is exact speculation, of one level or of two."""
         return result.setting.k > 0 and result.setting.policy == Exact()
 
     def predicted(self, result: Result) -> float | None:
@@ -204,8 +204,8 @@ def measure_twins(
     """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
 
     Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
-    that ratio. Autoregressive decoding, exact speculation, ``policy``, and ``policy`` on a draft that prompt lookup
-    drafts for, take turns problem by problem, greedily, at every draft length. ``advance(name)`` is called after every
+    that ratio. Autoregressive decoding, and exact speculation and ``policy``, each also on a draft that prompt lookup
+    drafts for, take turns of a few problems, greedily, at every draft length. ``advance(name)`` is called after every
     completion; ``directory`` takes the twins' weights.
     """
     sources = [resolve_checkpoint(name) for name in (model, draft)]
@@ -223,8 +223,8 @@ def measure_twins(
     named = str(policy).split("(")[0]
     settings = [Setting("autoregressive", plain, 0)]
     for k in lengths:
-        settings += [Setting("exact", single, k, Exact()), Setting(named, single, k, policy)]
-        settings.append(Setting(named + _LEVELS, levels, k, policy))
+        for llm, how in ((single, ""), (levels, _LEVELS)):
+            settings += [Setting(f"exact{how}", llm, k, Exact()), Setting(f"{named}{how}", llm, k, policy)]
     target = Forwards("target", plain.engine.runner.model, 1024)
     drafting = Forwards("draft", draft_runners(single.draft)[0].model, 1024)
     tokens = sorted({1, *(k + 1 for k in lengths)})

@@ -11,7 +11,9 @@ from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams, Stats
 
-__all__ = ["Result", "Setting", "compare", "decode"]
+__all__ = ["TOGETHER", "Result", "Setting", "compare", "decode"]
+
+TOGETHER = 8  # prompts of a turn
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,8 @@ def decode(
 ) -> list[Result]:
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
-    Settings take turns prompt by prompt, so that a busy moment of the machine falls on all of them alike; each is
-    warmed up before any clock runs, on another prompt, since a strategy may remember what it has seen.
+    Settings take turns of a few prompts, so that a busy moment of the machine falls on all of them alike, and none
+    finds the caches of the processor full of another's doings each time; each is warmed up before any clock runs, on another prompt, since a strategy may remember what it has seen.
     ``advance(name)`` is called after every completion.
     """
     if not settings or not prompts:
@@ -61,16 +63,17 @@ def decode(
     results = [Result(setting, Stats(), 0.0, [], []) for setting in settings]
     for result in results:
         _decode(result.setting, [0, 1, 2, 3], params.model_copy(update={"ignore_eos": True, "max_tokens": 24}))
-    for prompt in prompts:
+    for first in range(0, len(prompts), TOGETHER):
         for result in results:
-            for allocator in result.setting.llm.scheduler.allocators():
-                allocator.forget()  # else who comes later would find the prompt in the cache
-            start = time.perf_counter()
-            text, stats = _decode(result.setting, prompt, params)
-            result.seconds += time.perf_counter() - start
-            result.stats += stats
-            result.texts.append(text)
-            advance(result.setting.name)
+            for prompt in prompts[first : first + TOGETHER]:
+                for allocator in result.setting.llm.scheduler.allocators():
+                    allocator.forget()  # else who comes later would find the prompt in the cache
+                start = time.perf_counter()
+                text, stats = _decode(result.setting, prompt, params)
+                result.seconds += time.perf_counter() - start
+                result.stats += stats
+                result.texts.append(text)
+                advance(result.setting.name)
     return results
 
 
