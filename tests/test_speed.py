@@ -379,7 +379,7 @@ def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
     assert "…" not in text  # tables fit a terminal
     (figures,) = json.loads(record.read_text())
     names = [result["decoding"] for result in figures["results"]]
-    assert names == ["autoregressive", "exact", "fly", "fly, multi-level"]
+    assert names == ["autoregressive", "exact", "fly", "exact, multi-level", "fly, multi-level"]
     assert figures["lengths"]["3"]["c"] > 0 and figures["problems"] == 1
 
 

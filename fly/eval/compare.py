@@ -55,7 +55,8 @@ def decode(
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
     Settings take turns of a few prompts, so that a busy moment of the machine falls on all of them alike, and none
-    finds the caches of the processor full of another's doings each time; each is warmed up before any clock runs, on another prompt, since a strategy may remember what it has seen.
+    finds the caches of the processor full of another's doings each time; each is warmed up before any clock runs, on
+    another prompt, since a strategy may remember what it has seen.
     ``advance(name)`` is called after every completion.
     """
     if not settings or not prompts:
