@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from fly.bench.speed import draft_runners
 from fly.bundled.tasks import Problem, check_many
 from fly.eval import Setting
 from fly.llm import Request
@@ -63,6 +64,9 @@ def measure_load(
     """
     loads = []
     for setting in settings:
+        for runner in (setting.llm.engine.runner, *draft_runners(setting.llm.draft)):
+            for stored in (runner.cache.keys, runner.cache.values):
+                stored.zero_()  # memory is taken when it is first written, which is nobody's decoding
         _run(Load(setting, 2), list(problems[:2]), params, lambda: None)
     for size in sizes:
         for setting in settings:
