@@ -206,7 +206,7 @@ class LLM:
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = compiled(load(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels, consume=True)
             self.tokenizer = Tokenizer.load(directory)
             self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
             self.default_params = read_sampling_defaults(directory)

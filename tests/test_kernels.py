@@ -790,3 +790,19 @@ def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.Monkey
         compiled(model, "avx2")
     with pytest.raises(ValueError, match="no compiler was found"):
         library.load()
+
+
+@built
+def test_a_model_may_be_consumed_as_it_is_packed() -> None:
+    """Its matrices are gone; what was made of them is the same."""
+    kept, taken = random_llama(3), random_llama(3)
+    wanted, made = compiled(kept, VARIANTS[0]), compiled(taken, VARIANTS[0], consume=True)
+    tokens, at = torch.tensor([1, 2, 3]), torch.arange(3)
+    logits = []
+    for model in (wanted, made):
+        cache = PagedKVCache(model.config, 4, 4, model.dtype)
+        cache.resize(0, 3)
+        logits.append(model.logits(model(tokens, at, cache.batch([0], [0], [3]))))
+    assert same_bits(*logits)
+    assert all(parameter is not None for parameter in kept.parameters())
+    assert all(linear.weight is None for linear in taken.layers.modules() if isinstance(linear, nn.Linear))

@@ -110,7 +110,7 @@ class SingleDraft(DraftStrategy):
         control: frozenset[int] = frozenset()
         if isinstance(model, (str, Path)):
             directory = resolve_checkpoint(model)
-            loaded: Model = compiled(load(directory, dtype, device), kernels)
+            loaded: Model = compiled(load(directory, dtype, device), kernels, consume=load is load_model)
             model = loaded
             self.tokenizer = Tokenizer.load(directory)
             control = read_eos_ids(directory, model.config.vocab_size)

@@ -45,9 +45,10 @@ def refusal(model: Llama) -> str | None:
     return None
 
 
-def compiled(model: Any, kernels: str = "auto") -> Any:
+def compiled(model: Any, kernels: str = "auto", consume: bool = False) -> Any:
     """A ``Llama`` on the kernels that ``kernels`` stands for (see ``chosen``), or itself where that is PyTorch, or what
-    ranks share and have compiled as it was loaded.
+    ranks share and have compiled as it was loaded. To ``consume`` it takes its matrices away one by one as they are
+    packed, so that the weights never lie in memory twice; it is of no use then.
 
     ``"auto"`` leaves a model alone that there is no compiled code for: another device, another dtype, no ``Llama``.
 
@@ -65,7 +66,7 @@ def compiled(model: Any, kernels: str = "auto") -> Any:
         if kernels == "auto":
             return model
         raise ValueError(f"kernels {kernels!r}: {reason}")
-    return CompiledLlama(model, variant)
+    return CompiledLlama(model, variant, consume)
 
 
 class CompiledLlama:
@@ -79,12 +80,13 @@ class CompiledLlama:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
             ``-int8`` behind.
+        consume: take the model's matrices away as they are packed.
     """
 
     layer_subsets = True  # a call may go through some layers only
     batch_invariant = True  # a token's logits depend on the tokens before it alone
 
-    def __init__(self, model: Llama, variant: str) -> None:
+    def __init__(self, model: Llama, variant: str, consume: bool = False) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
@@ -128,6 +130,10 @@ class CompiledLlama:
             attention, mlp = layer.self_attn, layer.mlp
             for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
                 self._pack(i, which, linear)
+                if consume:
+                    linear.register_parameter("weight", None)
+            if consume:
+                _return_memory()
         self._pack(0, 4, model.lm_head)
         self._every_layer = array("i", range(config.num_hidden_layers))
         # What is the same from one call to the next: the cache last attended over, and what the library is told of it.
@@ -307,6 +313,12 @@ class CompiledLlama:
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
         call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
+
+
+def _return_memory() -> None:
+    """Give what was freed back to the system, where the allocator would rather keep it."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
 
 
 def _places(tokens: array[int], positions: array[int]) -> tuple[int, int]:

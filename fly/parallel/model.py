@@ -52,7 +52,7 @@ def load(
         ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
-        return compiled(load_model(path, dtype, device), kernels)
+        return compiled(load_model(path, dtype, device), kernels, consume=True)
     parts: list[Part] = []
 
     def part(config: LlamaConfig) -> Part:
