@@ -226,8 +226,7 @@ class Draft:
     @staticmethod
     def of(chains: list[list[int]], device: torch.device | str = "cpu") -> Draft:
         """A deterministic proposal of ragged token lists."""
-        listed = ListedDraft(chains)
-        return listed if torch.device(device).type == "cpu" else listed.to(torch.device(device))
+        return ListedDraft(chains).to(torch.device(device))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -303,8 +302,7 @@ class ListedDraft(Draft):
         return torch.tensor([len(tokens) for tokens in self.chains], dtype=torch.int64)
 
     def to(self, device: torch.device) -> Draft:
-        on_host = torch.device(device).type == "cpu"
-        return self if on_host else Draft(self.tokens_BK.to(device), self.lengths_B.to(device))
+        return self if device.type == "cpu" else Draft(self.tokens_BK.to(device), self.lengths_B.to(device))
 
 
 class LazyLaw(Protocol):
@@ -384,7 +382,9 @@ class Target:
         """[B, K+1] int64, the target's most likely token at each position (the lowest id among equals)."""
         if self._argmax is None:
             known = self.__dict__.get("choices")
-            self._argmax = argmax(self.logits_BKV) if known is None else torch.tensor(known)
+            self._argmax = (
+                argmax(self.logits_BKV) if known is None else torch.tensor(known, device=self.logits_BKV.device)
+            )
         return self._argmax
 
     def allowed(self, tokens_BK: Tensor) -> Tensor:

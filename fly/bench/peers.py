@@ -21,7 +21,7 @@ import torch
 
 from fly.bench.limits import Timing
 from fly.eval import Setting
-from fly.eval.compare import TOGETHER
+from fly.eval.compare import in_turns
 from fly.models import Llama, LlamaConfig, load_model
 from fly.models.config import RopeScaling
 from fly.models.llama import rotary_frequencies
@@ -110,15 +110,13 @@ def measure_matches(
     for turn in range(turns):
         for match in matches:
             match.seconds.append(0.0)
-        for first in range(0, len(prompts), TOGETHER):
-            for match in matches:
-                for prompt in prompts[first : first + TOGETHER]:
-                    start = time.perf_counter()
-                    ids = match.contender.decode(list(prompt), max_tokens)
-                    match.seconds[-1] += time.perf_counter() - start
-                    if not turn:
-                        match.outputs.append(ids)
-                    advance(match.contender.name)
+        for match, prompt in in_turns(matches, prompts):
+            start = time.perf_counter()
+            ids = match.contender.decode(list(prompt), max_tokens)
+            match.seconds[-1] += time.perf_counter() - start
+            if not turn:
+                match.outputs.append(ids)
+            advance(match.contender.name)
     return matches
 
 

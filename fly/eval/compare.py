@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fly.bundled.tasks import Problem, check_many
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams, Stats
 
-__all__ = ["TOGETHER", "Result", "Setting", "compare", "decode"]
+__all__ = ["Result", "Setting", "compare", "decode", "in_turns"]
 
-TOGETHER = 8  # prompts of a turn
+_TOGETHER = 8  # prompts of a turn
+_Who = TypeVar("_Who")
+_Prompt = TypeVar("_Prompt")
 
 
 @dataclass(frozen=True)
@@ -46,6 +49,14 @@ class Result:
         return sum(self.right) / len(self.right)
 
 
+def in_turns(everybody: Sequence[_Who], prompts: Sequence[_Prompt]) -> Iterator[tuple[_Who, _Prompt]]:
+    """Everybody with every prompt, a few prompts a turn."""
+    for first in range(0, len(prompts), _TOGETHER):
+        for one in everybody:
+            for prompt in prompts[first : first + _TOGETHER]:
+                yield one, prompt
+
+
 def decode(
     settings: Sequence[Setting],
     prompts: Sequence[str | list[int]],
@@ -64,17 +75,15 @@ def decode(
     results = [Result(setting, Stats(), 0.0, [], []) for setting in settings]
     for result in results:
         _decode(result.setting, [0, 1, 2, 3], params.model_copy(update={"ignore_eos": True, "max_tokens": 24}))
-    for first in range(0, len(prompts), TOGETHER):
-        for result in results:
-            for prompt in prompts[first : first + TOGETHER]:
-                for allocator in result.setting.llm.scheduler.allocators():
-                    allocator.forget()  # else who comes later would find the prompt in the cache
-                start = time.perf_counter()
-                text, stats = _decode(result.setting, prompt, params)
-                result.seconds += time.perf_counter() - start
-                result.stats += stats
-                result.texts.append(text)
-                advance(result.setting.name)
+    for result, prompt in in_turns(results, prompts):
+        for allocator in result.setting.llm.scheduler.allocators():
+            allocator.forget()  # else who comes later would find the prompt in the cache
+        start = time.perf_counter()
+        text, stats = _decode(result.setting, prompt, params)
+        result.seconds += time.perf_counter() - start
+        result.stats += stats
+        result.texts.append(text)
+        advance(result.setting.name)
     return results
 
 
