@@ -21,19 +21,23 @@ from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
 from fly.policies.base import accepts_exactly
-from fly.sampling import Law, Stream, constrain, uniforms
+from fly.sampling import Law, Stream, constrain, constrains, uniforms
 from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
 from fly.vocabulary import top_at
 
 if TYPE_CHECKING:
-    from fly.drafts.base import DraftStrategy
+    from fly.drafts.base import Continuation, DraftStrategy
     from fly.kernels.library import Lookup
+    from fly.kernels.llama import Ran
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
+_MOST_AT_ONCE = 64  # tokens that settled rounds of one call may emit: what the caches must have room for
+
+Settled = tuple[list[int], list[int], int]  # drafted tokens, the target's choices, and how many drafts are those
 
 
 class Model(Protocol):
@@ -221,6 +225,48 @@ class Runner:
                 self.cache.resize(row.id, len(cached))
         return found
 
+    def rounds(
+        self, row: Sequence, left: int, drafting: Continuation | None, k: int, corrects: bool, seconds: float
+    ) -> tuple[list[Settled], Draft, Target, Tensor] | None:
+        """Rounds at temperature 0 of one ``row``, cached but for its last token, in one call of the model
+        (``CompiledLlama.rounds``): those that are settled, and of the one behind them its draft and what ``score`` says
+        of it. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None; the row may emit ``left``.
+
+        None where a model has no such call, or a cache not the room for it; nothing was changed then.
+        """
+        if (run := getattr(self.model, "rounds", None)) is None:
+            return None
+        length, drafter = len(row.tokens), None if drafting is None else drafting.runner
+        room, told = length + min(left, k + _MOST_AT_ONCE), {}
+        try:
+            kv = self._behind(row, room)
+            if drafter is not None and drafting is not None:
+                context = min(room, drafter.model.config.max_position_embeddings)
+                if length >= context or getattr(drafter.model, "rounds", None) is None:
+                    raise OutOfBlocks
+                told = {"draft_kv": drafter._behind(row, context), "context": context, "lookup": drafting.lookup}
+                told["drafter"] = drafter.model
+        except OutOfBlocks:
+            self.commit([row])
+            return None
+        ran: Ran = run(row.tokens, kv, left, row.stop_ids, k=k, corrects=corrects, seconds=seconds, **told)
+        *settled, (drafted, choices, _) = ran.rounds
+        text = [*row.tokens]
+        for _, said, n in settled:
+            text += said[: n + 1]
+        text += drafted
+        self._cached[row.id] = text
+        if drafter is not None:
+            drafter._cached[row.id] = text[: ran.draft_start]
+        draft, raw_BJV = Draft.of([drafted]), ran.logits_JV.unsqueeze(0)
+        return settled, draft, self._view([row], draft, raw_BJV, [choices]), raw_BJV
+
+    def _behind(self, row: Sequence, room: int) -> PagedBatch:
+        """The batch of what of ``row`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
+        strange = [] if row.id in self._cached else [row]
+        start = len(self.begin(row))
+        return self._reserve([row], [start], [len(row.tokens) - start], None, [room - start], strange)
+
     def _text(self, row: Sequence) -> array[int]:
         """What is cached of ``row``, as compiled code reads it."""
         text = self._texts.setdefault(row.id, array("i"))
@@ -258,13 +304,18 @@ class Runner:
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
+        return self._view(rows, draft, raw_BJV, choices), raw_BJV
+
+    def _view(self, rows: Rows[Sequence], draft: Draft, raw_BJV: Tensor, choices: list[list[int]] | None) -> Target:
+        """The target's view of a block, from its raw logits and, where they are known, the most likely tokens."""
+        drafts, trees = draft.chains, draft.trees
         logits_BJV = constrain(raw_BJV, rows, drafts, trees)
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
             law = Law.of([row.params for row in rows], device)
             probs, greedy_B = law.on(logits_BJV), law.greedy_B if law.some_greedy else None
-        target = Target(
+        return Target(
             logits_BJV,
             probs,
             greedy_B=greedy_B,
@@ -275,7 +326,6 @@ class Runner:
             history=[row.tokens for row in rows],
             choices=choices if logits_BJV is raw_BJV else None,
         )
-        return target, raw_BJV
 
     def commit(self, rows: Iterable[Sequence]) -> None:
         """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
@@ -373,6 +423,8 @@ class Engine:
         strategy: who proposes; None decodes autoregressively.
     """
 
+    stretch = 0.005  # seconds after which a step begins no further round of a row that it takes several rounds with
+
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
         if strategy is not None:
@@ -388,14 +440,17 @@ class Engine:
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
+        A row alone, at temperature 0, may be taken through several rounds, as long as ids decide them and ``stretch``
+        is not over: where compiled kernels draft and verify, they do so in one call. Its tokens are the same.
+
         ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
         same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
         ``stopped(row, token)`` is told of every emitted token in order and may end the row there (stop strings).
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
-            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were, as after any error of
-                a strategy or a policy.
+            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were before it, as after any
+                error of a strategy or a policy.
         """
         if prefill and self.strategy is not None:
             self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
@@ -404,9 +459,17 @@ class Engine:
             self.runner.commit(row for row, _ in prefill)
             return []
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
+        told: list[Token] = []  # of rounds before the last
         try:
-            draft = self._propose(rows, prompts)
-            target, raw_BJV = self.runner.score(rows, draft, prefill)
+            if not prefill and (found := self._several_rounds(rows, prompts)) is not None:
+                settled, draft, target, raw_BJV = found
+                told = self._settle(rows[0], settled, stopped)
+                if rows[0].finish_reason:
+                    self._commit(rows)
+                    return [told]
+            else:
+                draft = self._propose(rows, prompts)
+                target, raw_BJV = self.runner.score(rows, draft, prefill)
             verdicts = judge(rows, target, draft)
             _check_grammars(rows, verdicts)
             if self.strategy is not None:
@@ -428,7 +491,7 @@ class Engine:
             if row.params.explain:
                 tokens[:] = row.provenance[-len(tokens) :] = _explained(log_JV, tokens)
         self._commit(rows)
-        return emitted
+        return [told + emitted[0]] if told else emitted
 
     def release(self, row: Sequence) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""
@@ -444,6 +507,46 @@ class Engine:
     def left(self, row: Sequence) -> int:
         """Tokens ``row`` may still emit: of its ``max_tokens`` and of the target's context."""
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
+
+    def _several_rounds(
+        self, rows: Rows[Sequence], prompts: list[bool]
+    ) -> tuple[list[Settled], Draft, Target, Tensor] | None:
+        """``Runner.rounds`` of a row that is alone; None where something is to be done between two rounds."""
+        if len(rows) != 1 or prompts[0] or not self.stretch:
+            return None
+        (row,) = rows
+        asked = row.params.logprobs is not None or row.params.explain or constrains(row)
+        if asked or not row.greedy or not accepts_exactly(row.policy):
+            return None
+        drafting = None
+        if self.strategy is not None and (drafting := self.strategy.continuation(row)) is None:
+            return None
+        k = 0 if drafting is None else min(row.k, drafting.most)
+        corrects = row.policy.relaxation is None
+        return self.runner.rounds(row, self.left(row), drafting if k else None, k, corrects, self.stretch)
+
+    def _settle(
+        self, row: Sequence, rounds: list[Settled], stopped: Callable[[Sequence, int], bool] | None
+    ) -> list[Token]:
+        """Extend the row by rounds in which ids decided all, and count them. Returns the tokens."""
+        before, stats = len(row.provenance), row.stats
+        for drafted, choices, n in rounds:
+            ids = choices[: n + 1]
+            if stopped is None:  # nothing else ends a row in such a round
+                row.tokens += ids
+            elif (count := self._extend(row, ids, stopped)) <= n:
+                ids, n = ids[:count], count
+            row.provenance += [Token(id, Why.MATCH, None, id) for id in ids[:n]]
+            if n < len(ids):
+                row.provenance.append(Token(ids[n], Why.CORRECTION if n < len(drafted) else Why.BONUS, None, ids[n]))
+            stats.generated += len(ids)
+            stats.rounds += 1
+            stats.emitted += len(ids)
+            stats.drafted += len(drafted)
+            stats.accepted += n
+            if row.finish_reason:
+                break
+        return row.provenance[before:]
 
     def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one

@@ -223,6 +223,8 @@ class Clock:
 
     def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
         value = getattr(self._model, name)
+        if name == "rounds" and value is not None:
+            return self._rounds
         return self._clocked(value) if name in ("draft", "score") and value is not None else value
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
@@ -231,6 +233,15 @@ class Clock:
     def logits(self, hidden_TC: Tensor) -> Tensor:
         result: Tensor = self._clocked(self._model.logits)(hidden_TC)
         return result
+
+    def _rounds(self, *arguments: Any, drafter: Clock | None = None, **options: Any) -> Any:
+        """Several rounds in one call, which says itself how long target and drafter took."""
+        drafts = {} if drafter is None else {"drafter": drafter._model}
+        ran = self._model.rounds(*arguments, **drafts, **options)
+        for clock, seconds in zip((self, drafter), ran.seconds):
+            if clock is not None:
+                clock.seconds += seconds
+        return ran
 
     def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def clocked(*arguments: Any, **options: Any) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -14,8 +14,17 @@ from fly.types import Draft, Sequence, Target
 
 if TYPE_CHECKING:
     from fly.engine import Runner
+    from fly.kernels.library import Lookup
 
-__all__ = ["DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
+__all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
+
+
+class Continuation(NamedTuple):
+    """What a strategy proposes where that is just what one model says, most likely token after most likely token."""
+
+    runner: Runner
+    most: int  # tokens a round
+    lookup: Lookup | None  # says nothing, only sooner
 
 
 class DraftStrategy(ABC):
@@ -49,6 +58,11 @@ class DraftStrategy(ABC):
         Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the law it was drawn from. How
         much it proposes must not depend on what it drew, other than by ending after a token that ends the row.
         """
+
+    def continuation(self, row: Sequence) -> Continuation | None:
+        """Where ``propose`` would just go on with a model's most likely tokens, whatever the target says: that model.
+        Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
+        return None
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""

@@ -6,6 +6,7 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -18,7 +19,7 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, Wrapper, pad, until_end
 from fly.drafts.ngram import NGramDraft
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
@@ -231,6 +232,12 @@ class SingleDraft(DraftStrategy):
                 probs_BKV[b, : len(row_laws)] = torch.stack(row_laws)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
+    def continuation(self, row: Sequence) -> Continuation | None:
+        plain = type(self) is SingleDraft and (self.draft is None or self._lookup is not None)
+        if not plain or not row.greedy or not self._may_go_at_once([row]):
+            return None
+        return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._lookup)
+
     def commit(self, rows: Rows[Sequence]) -> None:
         self.runner.commit(rows)
         if self.draft is not None and self._lookup is None:  # whose index catches up where it is ever needed
@@ -395,3 +402,6 @@ class CascadeDraft(Wrapper):
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
+
+    def continuation(self, row: Sequence) -> Continuation | None:
+        return self.top.continuation(row) if type(self) is CascadeDraft else None

@@ -12,9 +12,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Batch", "Lookup", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
 
-_ABI = 8  # of src/library.cpp: what was built from other sources is not called
+_ABI = 9  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -63,6 +63,19 @@ class Lookup(ctypes.Structure):
         super().__init__(longest, shortest, most, 0, (c_float * 16)(*[0.8] * 16))
 
 
+class Rounds(ctypes.Structure):
+    """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "corrects")),
+        ("nanoseconds", c_int64),
+        *((name, c_void_p) for name in ("stop", "text", "position", "copied", "logits", "drafted", "drafted_count")),
+        *((name, c_void_p) for name in ("choice", "accepted")),
+        *((name, c_int32) for name in ("stops", "rounds")),
+        *((name, c_int64) for name in ("scoring", "drafting")),
+    ]
+
+
 _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
@@ -75,6 +88,7 @@ _FUNCTIONS = {
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 10),
+    "fly_rounds": (c_int, [c_void_p] * 6),
 }
 
 

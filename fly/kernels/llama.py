@@ -14,18 +14,19 @@ import threading
 import weakref
 from array import array
 from collections.abc import Collection, Sequence
-from typing import Any, cast
+from functools import cached_property
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Lookup, Shape, chosen, load, number, split
+from fly.kernels.library import TORCH, Batch, Lookup, Rounds, Shape, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
 
-__all__ = ["CompiledLlama", "compiled", "int8_weights"]
+__all__ = ["CompiledLlama", "Ran", "compiled", "int8_weights"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
@@ -67,6 +68,15 @@ def compiled(model: Any, kernels: str = "auto", consume: bool = False) -> Any:
             return model
         raise ValueError(f"kernels {kernels!r}: {reason}")
     return CompiledLlama(model, variant, consume)
+
+
+class Ran(NamedTuple):
+    """What ``CompiledLlama.rounds`` came to."""
+
+    rounds: list[tuple[list[int], list[int], int]]  # drafted tokens, the target's choices, how many drafts are those
+    logits_JV: Tensor  # float32, of the last round
+    draft_start: int  # tokens that the drafter has stored
+    seconds: tuple[float, float]  # in the target and in the drafter
 
 
 class CompiledLlama:
@@ -205,11 +215,9 @@ class CompiledLlama:
         which = None if kept is None else array("i", kept)
         count = len(tokens) if which is None else len(which)
         logits_NV, choices = torch.empty(count, self.vocab), array("i", bytes(4 * count))
-        at = None if which is None else which.buffer_info()[0]
+        at = None if which is None else _at(which)
         self._done(
-            self._library.fly_score(
-                self._model, ctypes.byref(batch), at, count, logits_NV.data_ptr(), choices.buffer_info()[0]
-            )
+            self._library.fly_score(self._model, ctypes.byref(batch), at, count, logits_NV.data_ptr(), _at(choices))
         )
         return logits_NV, choices.tolist()
 
@@ -250,7 +258,7 @@ class CompiledLlama:
             stops.extend(ids)
             at.append(len(stops))
         drafted, counts = array("q", bytes(8 * rows * longest)), array("i", bytes(4 * rows))
-        addresses: list[int | None] = [values.buffer_info()[0] for values in (limits, stops, at, drafted, counts)]
+        addresses: list[int | None] = [_at(values) for values in (limits, stops, at, drafted, counts)]
         laws_BKV: Tensor | None = None
         if law is None:
             addresses += [None, None, None]
@@ -265,10 +273,82 @@ class CompiledLlama:
             stored, given = list(cast(PagedBatch, kv).starts), [len(text) for text in texts]
             if given != stored:
                 raise ValueError(f"texts of {given} tokens for rows that have {stored} stored")
-            told = array("Q", [text.buffer_info()[0] for text in texts])
-            addresses += [ctypes.addressof(lookup), told.buffer_info()[0]]
+            told = array("Q", [_at(text) for text in texts])
+            addresses += [ctypes.addressof(lookup), _at(told)]
         self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
+
+    def rounds(
+        self,
+        text: Sequence[int],
+        kv: PagedBatch,
+        left: int,
+        stop_ids: Collection[int],
+        drafter: CompiledLlama | None = None,
+        draft_kv: PagedBatch | None = None,
+        k: int = 0,
+        context: int = 0,
+        lookup: Lookup | None = None,
+        corrects: bool = True,
+        seconds: float = 0.0,
+    ) -> Ran:
+        """Rounds of speculative decoding of one row, in one call: draft greedily, score, emit what is the target's own
+        most likely token and the one behind it; again and again until ``seconds`` are over, all but the last *settled*.
+
+        The last, which is nobody's verdict yet, is also one that emits one of ``stop_ids`` or the last of the ``left``
+        tokens the row may still emit, one for whose successor the rows have no room, or, unless the target
+        ``corrects`` drafts, one with a drafted token that is not its own.
+
+        Args:
+            text: the row's tokens.
+            kv: its last token, behind all others stored, with room for the tokens of all rounds behind it.
+            left: at least 1.
+            drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room; None decodes
+                autoregressively.
+            k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup``.
+
+        Errors as for a forward.
+        """
+        length = len(text)
+        room = kv.cache.allocator.length(kv.seqs[0])
+        most = room - length + 1
+        words, copied = array("q", text), None
+        words.frombytes(bytes(8 * (room + k - length)))
+        batch, _kept = self._batch((0, 0), 1, kv, None)
+        draft_batch, draft_start = None, length
+        if drafter is not None and draft_kv is not None:
+            (draft_start,), (pending,) = draft_kv.starts, draft_kv.counts
+            draft_batch, _kept_too = drafter._batch((0, 0), pending, draft_kv, None)
+            if lookup is not None:
+                copied = array("i", words)
+        stops, logits_JV = array("q", stop_ids), torch.empty(k + 1, self.vocab)
+        drafted, counts, accepted = array("q", bytes(8 * most * k)), *(array("i", bytes(4 * most)) for _ in range(2))
+        choices = array("i", bytes(4 * most * (k + 1)))
+        call = Rounds(
+            length, room, left, k, context, draft_start, most, corrects, int(1e9 * seconds),
+            _at(stops), _at(words), _at(self._positions), None if copied is None else _at(copied),
+            logits_JV.data_ptr(), _at(drafted), _at(counts), _at(choices), _at(accepted), len(stops),
+        )  # fmt: skip
+        self._done(
+            self._library.fly_rounds(
+                self._model,
+                ctypes.byref(batch),
+                None if drafter is None else drafter._model,
+                None if draft_batch is None else ctypes.byref(draft_batch),
+                None if lookup is None else ctypes.addressof(lookup),
+                ctypes.byref(call),
+            )
+        )
+        rounds = []
+        for done, (count, n) in enumerate(zip(counts[: call.rounds], accepted)):
+            first, at = done * k, done * (k + 1)
+            rounds.append((drafted[first : first + count].tolist(), choices[at : at + count + 1].tolist(), n))
+        spent = call.scoring / 1e9, call.drafting / 1e9
+        return Ran(rounds, logits_JV[: len(rounds[-1][1])], call.draft_start, spent)
+
+    @cached_property
+    def _positions(self) -> array[int]:
+        return array("q", range(self.config.max_position_embeddings))
 
     def _batch(
         self, places: tuple[int, int], count: int, kv: KV, layers: Sequence[int] | None
@@ -294,10 +374,10 @@ class CompiledLlama:
         which = self._every_layer if layers is None else array("i", layers)
         call.rows, call.tokens = len(starts), count
         call.token, call.position = places
-        call.start, call.count = starts.buffer_info()[0], counts.buffer_info()[0]
-        call.tables, call.table_at = tables.buffer_info()[0], table_at.buffer_info()[0]
-        call.masks = None if masks is None else masks.buffer_info()[0]
-        call.layer, call.layers = which.buffer_info()[0], len(which)
+        call.start, call.count = _at(starts), _at(counts)
+        call.tables, call.table_at = _at(tables), _at(table_at)
+        call.masks = None if masks is None else _at(masks)
+        call.layer, call.layers = _at(which), len(which)
         call.threads = torch.get_num_threads()
         return call, (starts, counts, tables, table_at, masks, kept_masks, which)
 
@@ -321,10 +401,15 @@ def _return_memory() -> None:
         trim(0)
 
 
+def _at(values: array[int]) -> int:
+    address, _ = values.buffer_info()
+    return address
+
+
 def _places(tokens: array[int], positions: array[int]) -> tuple[int, int]:
     if len(tokens) != len(positions):
         raise ValueError(f"{len(tokens)} tokens, {len(positions)} positions")
-    return tokens.buffer_info()[0], positions.buffer_info()[0]
+    return _at(tokens), _at(positions)
 
 
 def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:

@@ -34,6 +34,7 @@ class CompiledPart(CompiledLlama):
     # One call of both, or of the whole loop, would know only this rank's logits.
     score = None  # type: ignore[assignment]
     draft = None  # type: ignore[assignment]
+    rounds = None  # type: ignore[assignment]
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
         super().__init__(model, variant)

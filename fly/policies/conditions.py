@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -275,6 +275,8 @@ class Not(Condition):
 
 def expression(instance: NamedDataclass, first: bool = False) -> str:
     """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``."""
+    if not is_dataclass(instance):
+        raise TypeError(f"{type(instance).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
     shown = []
     for number, parameter in enumerate(f for f in fields(instance) if f.init):
         value = getattr(instance, parameter.name)

@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 8; }
+EXPORT int fly_abi() { return 9; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -595,4 +595,82 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     }
     pthread_mutex_unlock(&model->lock);
     return error;
+}
+
+// Rounds of one row: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
+struct Rounds {
+    int32_t length, room;     // tokens of the row; how many its pages and ``text`` hold
+    int32_t left;             // tokens it may still emit
+    int32_t k, context;       // tokens drafted a round, at most, and the longest text that can be drafted for
+    int32_t draft_start;      // tokens that the drafter has stored, in and out
+    int32_t most;             // rounds
+    int32_t corrects;         // a mismatch is settled: the target's own token takes its place
+    int64_t nanoseconds;      // after which no further round begins
+    const int64_t* stop;      // ids that end the row
+    int64_t* text;            // [room] the row's tokens, in and out
+    const int64_t* position;  // [room] 0, 1, 2, ...
+    int32_t* copied;          // [room] the tokens for a lookup, or null
+    float* logits;            // [k + 1, V] out, of the last round
+    int64_t* drafted;         // [most, k] out
+    int32_t* drafted_count;   // [most] out
+    int32_t* choice;          // [most, k + 1] out
+    int32_t* accepted;        // [most] out: drafted tokens that are the target's own
+    int32_t stops;
+    int32_t rounds;           // out
+    int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
+};
+
+// Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again and
+// again. All but the last are settled: what stands follows from ids alone, and the row goes on. The last is left to the
+// caller, whatever it comes to. ``drafter`` null decodes autoregressively.
+EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
+                      Rounds* it) {
+    const int64_t begin = nanoseconds();
+    Batch scored = *batch, draft;
+    int32_t start, count, draft_start, draft_count;
+    const int32_t stop_at[2] = {0, it->stops};
+    scored.start = &start, scored.count = &count;
+    if (drafter) {
+        draft = *draft_batch;
+        draft.start = &draft_start, draft.count = &draft_count;
+    }
+    it->rounds = 0, it->scoring = it->drafting = 0;
+    for (int64_t now = begin;;) {
+        const int32_t length = it->length, round = it->rounds;
+        int32_t limit = it->k < it->left - 1 ? it->k : it->left - 1, drafts = 0;
+        limit = limit < it->context - length ? limit : it->context - length;
+        int64_t* drafted = it->drafted + (long)round * it->k;
+        int32_t* choice = it->choice + (long)round * (it->k + 1);
+        if (drafter && limit > 0) {
+            draft_start = it->draft_start, draft_count = length - draft_start;
+            draft.tokens = draft_count;
+            draft.token = it->text + draft_start, draft.position = it->position + draft_start;
+            const int32_t* texts[1] = {it->copied};
+            if (const int error = fly_draft(drafter, &draft, limit, &limit, it->stop, stop_at, drafted, &drafts, nullptr,
+                                            nullptr, nullptr, lookup, texts))
+                return error;
+            it->draft_start = length + drafts - 1;
+            const int64_t since = now;
+            it->drafting += (now = nanoseconds()) - since;
+            memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
+        }
+        start = length - 1, count = drafts + 1;
+        scored.tokens = count;
+        scored.token = it->text + start, scored.position = it->position + start;
+        if (const int error = fly_score(target, &scored, nullptr, count, it->logits, choice)) return error;
+        const int64_t since = now;
+        it->scoring += (now = nanoseconds()) - since;
+        int32_t n = 0;
+        while (n < drafts && drafted[n] == choice[n]) n++;
+        it->drafted_count[round] = drafts, it->accepted[round] = n, it->rounds++;
+        bool over = n < drafts && !it->corrects;
+        for (int i = 0; i <= n; i++)
+            for (int s = 0; s < it->stops; s++) over |= choice[i] == it->stop[s];
+        over |= n + 1 >= it->left || it->rounds == it->most || length + n + 1 + it->k > it->room;
+        if (over || now - begin >= it->nanoseconds) return OK;
+        it->text[length + n] = choice[n];
+        it->length = length + n + 1, it->left -= n + 1;
+        if (it->draft_start > length + n) it->draft_start = length + n;
+        for (int32_t at = length; it->copied && at < it->length; at++) it->copied[at] = (int32_t)it->text[at];
+    }
 }
