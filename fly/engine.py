@@ -28,16 +28,14 @@ from fly.vocabulary import top_at
 if TYPE_CHECKING:
     from fly.drafts.base import Continuation, DraftStrategy
     from fly.kernels.library import Lookup
-    from fly.kernels.llama import Ran
+    from fly.kernels.llama import Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
-_MOST_AT_ONCE = 64  # tokens that settled rounds of one call may emit: what the caches must have room for
-
-Settled = tuple[list[int], list[int], int]  # drafted tokens, the target's choices, and how many drafts are those
+_MOST_AT_ONCE = 64  # tokens that rounds of one call may emit: what the caches must have room for
 
 
 class Model(Protocol):
@@ -226,13 +224,20 @@ class Runner:
         return found
 
     def rounds(
-        self, row: Sequence, left: int, drafting: Continuation | None, k: int, corrects: bool, seconds: float
-    ) -> tuple[list[Settled], Draft, Target, Tensor] | None:
+        self,
+        row: Sequence,
+        left: int,
+        drafting: Continuation | None,
+        k: int,
+        decide: Callable[[list[Round], list[int], list[int], Tensor], int | None] | None,
+        seconds: float,
+    ) -> list[Round] | None:
         """Rounds at temperature 0 of one ``row``, cached but for its last token, in one call of the model
-        (``CompiledLlama.rounds``): those that are settled, and of the one behind them its draft and what ``score`` says
-        of it. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None; the row may emit ``left``.
+        (``CompiledLlama.rounds``): those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none
+        where ``drafting`` is None; the row may emit ``left``. Only ``decide`` may change the row.
 
-        None where a model has no such call, or a cache not the room for it; nothing was changed then.
+        None where a model has no such call, or a cache not the room for it; nothing was changed then. Raises what
+        ``decide`` does.
         """
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
@@ -249,17 +254,13 @@ class Runner:
         except OutOfBlocks:
             self.commit([row])
             return None
-        ran: Ran = run(row.tokens, kv, left, row.stop_ids, k=k, corrects=corrects, seconds=seconds, **told)
-        *settled, (drafted, choices, _) = ran.rounds
-        text = [*row.tokens]
-        for _, said, n in settled:
-            text += said[: n + 1]
-        text += drafted
-        self._cached[row.id] = text
+        ran: Ran = run(row.tokens, kv, left, row.stop_ids, k=k, decide=decide, seconds=seconds, **told)
+        self._cached[row.id] = ran.text
         if drafter is not None:
-            drafter._cached[row.id] = text[: ran.draft_start]
-        draft, raw_BJV = Draft.of([drafted]), ran.logits_JV.unsqueeze(0)
-        return settled, draft, self._view([row], draft, raw_BJV, [choices]), raw_BJV
+            drafter._cached[row.id] = ran.text[: ran.draft_start]
+        if ran.error is not None:
+            raise ran.error
+        return ran.rounds
 
     def _behind(self, row: Sequence, room: int) -> PagedBatch:
         """The batch of what of ``row`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
@@ -304,9 +305,9 @@ class Runner:
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
-        return self._view(rows, draft, raw_BJV, choices), raw_BJV
+        return self.view(rows, draft, raw_BJV, choices), raw_BJV
 
-    def _view(self, rows: Rows[Sequence], draft: Draft, raw_BJV: Tensor, choices: list[list[int]] | None) -> Target:
+    def view(self, rows: Rows[Sequence], draft: Draft, raw_BJV: Tensor, choices: list[list[int]] | None) -> Target:
         """The target's view of a block, from its raw logits and, where they are known, the most likely tokens."""
         drafts, trees = draft.chains, draft.trees
         logits_BJV = constrain(raw_BJV, rows, drafts, trees)
@@ -459,17 +460,12 @@ class Engine:
             self.runner.commit(row for row, _ in prefill)
             return []
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
-        told: list[Token] = []  # of rounds before the last
         try:
-            if not prefill and (found := self._several_rounds(rows, prompts)) is not None:
-                settled, draft, target, raw_BJV = found
-                told = self._settle(rows[0], settled, stopped)
-                if rows[0].finish_reason:
-                    self._commit(rows)
-                    return [told]
-            else:
-                draft = self._propose(rows, prompts)
-                target, raw_BJV = self.runner.score(rows, draft, prefill)
+            if not prefill and (several := self._several_rounds(rows, prompts, stopped)) is not None:
+                self._commit(rows)
+                return [several]
+            draft = self._propose(rows, prompts)
+            target, raw_BJV = self.runner.score(rows, draft, prefill)
             verdicts = judge(rows, target, draft)
             _check_grammars(rows, verdicts)
             if self.strategy is not None:
@@ -491,7 +487,7 @@ class Engine:
             if row.params.explain:
                 tokens[:] = row.provenance[-len(tokens) :] = _explained(log_JV, tokens)
         self._commit(rows)
-        return [told + emitted[0]] if told else emitted
+        return emitted
 
     def release(self, row: Sequence) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""
@@ -509,30 +505,46 @@ class Engine:
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def _several_rounds(
-        self, rows: Rows[Sequence], prompts: list[bool]
-    ) -> tuple[list[Settled], Draft, Target, Tensor] | None:
-        """``Runner.rounds`` of a row that is alone; None where something is to be done between two rounds."""
+        self, rows: Rows[Sequence], prompts: list[bool], stopped: Callable[[Sequence, int], bool] | None
+    ) -> list[Token] | None:
+        """Take a row that is alone through ``Runner.rounds``, and return what it emitted; None where something else is
+        to be done between two rounds than to ask its policy."""
         if len(rows) != 1 or prompts[0] or not self.stretch:
             return None
         (row,) = rows
-        asked = row.params.logprobs is not None or row.params.explain or constrains(row)
-        if asked or not row.greedy or not accepts_exactly(row.policy):
+        watched = row.params.logprobs is not None or row.params.explain or constrains(row)
+        if watched or not row.greedy or not accepts_exactly(row.policy):
             return None
         drafting = None
         if self.strategy is not None and (drafting := self.strategy.continuation(row)) is None:
             return None
-        k = 0 if drafting is None else min(row.k, drafting.most)
-        corrects = row.policy.relaxation is None
-        return self.runner.rounds(row, self.left(row), drafting if k else None, k, corrects, self.stretch)
+        before, k = len(row.provenance), 0 if drafting is None else min(row.k, drafting.most)
 
-    def _settle(
-        self, row: Sequence, rounds: list[Settled], stopped: Callable[[Sequence, int], bool] | None
-    ) -> list[Token]:
-        """Extend the row by rounds in which ids decided all, and count them. Returns the tokens."""
-        before, stats = len(row.provenance), row.stats
-        for drafted, choices, n in rounds:
+        def decide(settled: list[Round], drafted: list[int], choices: list[int], raw_JV: Tensor) -> int | None:
+            self._settle(row, settled, stopped)
+            if row.finish_reason:
+                return None
+            draft, raw_BJV = Draft.of([drafted]), raw_JV.unsqueeze(0)
+            target = self.runner.view(rows, draft, raw_BJV, [choices])
+            ((_, verdict),) = judge(rows, target, draft)
+            self._account(rows, [0], verdict, target, draft, prompts, stopped, [[]], [[]])
+            return None if row.finish_reason else verdict.told.accepted[0]
+
+        asks = None if row.policy.relaxation is None else decide
+        rest = self.runner.rounds(row, self.left(row), drafting if k else None, k, asks, self.stretch)
+        if rest is None:
+            return None
+        self._settle(row, rest, stopped)
+        return row.provenance[before:]
+
+    def _settle(self, row: Sequence, rounds: list[Round], stopped: Callable[[Sequence, int], bool] | None) -> None:
+        """Extend the row by rounds in which the target's own tokens stand, up to its end, and count them."""
+        stats = row.stats
+        for number, (drafted, choices, n) in enumerate(rounds, start=1):
+            if row.finish_reason:
+                break
             ids = choices[: n + 1]
-            if stopped is None:  # nothing else ends a row in such a round
+            if stopped is None and number < len(rounds):  # of several rounds only the last may end a row by itself
                 row.tokens += ids
             elif (count := self._extend(row, ids, stopped)) <= n:
                 ids, n = ids[:count], count
@@ -544,9 +556,6 @@ class Engine:
             stats.emitted += len(ids)
             stats.drafted += len(drafted)
             stats.accepted += n
-            if row.finish_reason:
-                break
-        return row.provenance[before:]
 
     def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one

@@ -66,12 +66,16 @@ class Lookup(ctypes.Structure):
 class Rounds(ctypes.Structure):
     """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
 
+    Decide = ctypes.CFUNCTYPE(c_int32, c_int32)
+
     _fields_ = [
-        *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "corrects")),
+        *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "stops")),
+        ("stop", c_void_p),
         ("nanoseconds", c_int64),
-        *((name, c_void_p) for name in ("stop", "text", "position", "copied", "logits", "drafted", "drafted_count")),
-        *((name, c_void_p) for name in ("choice", "accepted")),
-        *((name, c_int32) for name in ("stops", "rounds")),
+        *((name, c_void_p) for name in ("text", "position", "copied", "logits", "drafted", "drafted_count", "choice")),
+        ("accepted", c_void_p),
+        ("decide", Decide),
+        ("rounds", c_int32),
         *((name, c_int64) for name in ("scoring", "drafting")),
     ]
 

@@ -13,7 +13,7 @@ import ctypes
 import threading
 import weakref
 from array import array
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, cast
 
@@ -26,7 +26,7 @@ from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
 
-__all__ = ["CompiledLlama", "Ran", "compiled", "int8_weights"]
+__all__ = ["CompiledLlama", "Ran", "Round", "compiled", "int8_weights"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
@@ -70,13 +70,22 @@ def compiled(model: Any, kernels: str = "auto", consume: bool = False) -> Any:
     return CompiledLlama(model, variant, consume)
 
 
+class Round(NamedTuple):
+    """One round of ``CompiledLlama.rounds``."""
+
+    drafted: list[int]
+    choices: list[int]  # the target's most likely tokens, one more than was drafted
+    accepted: int  # drafted tokens that are those
+
+
 class Ran(NamedTuple):
     """What ``CompiledLlama.rounds`` came to."""
 
-    rounds: list[tuple[list[int], list[int], int]]  # drafted tokens, the target's choices, how many drafts are those
-    logits_JV: Tensor  # float32, of the last round
-    draft_start: int  # tokens that the drafter has stored
+    rounds: list[Round]  # that nobody was told of yet
+    text: list[int]  # what is stored of the row and what was drafted last
+    draft_start: int  # tokens of it that the drafter has stored
     seconds: tuple[float, float]  # in the target and in the drafter
+    error: BaseException | None  # of ``decide``, whose round is nobody's then
 
 
 class CompiledLlama:
@@ -289,25 +298,24 @@ class CompiledLlama:
         k: int = 0,
         context: int = 0,
         lookup: Lookup | None = None,
-        corrects: bool = True,
+        decide: Callable[[list[Round], list[int], list[int], Tensor], int | None] | None = None,
         seconds: float = 0.0,
     ) -> Ran:
         """Rounds of speculative decoding of one row, in one call: draft greedily, score, emit what is the target's own
-        most likely token and the one behind it; again and again until ``seconds`` are over, all but the last *settled*.
-
-        The last, which is nobody's verdict yet, is also one that emits one of ``stop_ids`` or the last of the ``left``
-        tokens the row may still emit, one for whose successor the rows have no room, or, unless the target
-        ``corrects`` drafts, one with a drafted token that is not its own.
+        most likely token and the one behind it; again and again, up to one that ends the row or has no room for the
+        next behind it, or until ``seconds`` are over.
 
         Args:
             text: the row's tokens.
             kv: its last token, behind all others stored, with room for the tokens of all rounds behind it.
-            left: at least 1.
+            left: tokens the row may still emit, at least 1; ``stop_ids`` end it before.
             drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room; None decodes
                 autoregressively.
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup``.
+            decide: asked of a round where a drafted token is not the target's own, how many stand, and told of the
+                rounds before it: ``decide(rounds, drafted, choices, logits_JV)``. None ends the row there.
 
-        Errors as for a forward.
+        Errors as for a forward; one of ``decide`` ends the call and is given back.
         """
         length = len(text)
         room = kv.cache.allocator.length(kv.seqs[0])
@@ -322,13 +330,34 @@ class CompiledLlama:
             if lookup is not None:
                 copied = array("i", words)
         stops, logits_JV = array("q", stop_ids), torch.empty(k + 1, self.vocab)
-        drafted, counts, accepted = array("q", bytes(8 * most * k)), *(array("i", bytes(4 * most)) for _ in range(2))
-        choices = array("i", bytes(4 * most * (k + 1)))
+        drafted, choices = array("q", bytes(8 * most * k)), array("i", bytes(4 * most * (k + 1)))
+        counts, accepted = array("i", bytes(4 * most)), array("i", bytes(4 * most))
         call = Rounds(
-            length, room, left, k, context, draft_start, most, corrects, int(1e9 * seconds),
-            _at(stops), _at(words), _at(self._positions), None if copied is None else _at(copied),
-            logits_JV.data_ptr(), _at(drafted), _at(counts), _at(choices), _at(accepted), len(stops),
+            length, room, left, k, context, draft_start, most, len(stops), _at(stops), int(1e9 * seconds), _at(words),
+            _at(self._positions), None if copied is None else _at(copied), logits_JV.data_ptr(), _at(drafted),
+            _at(counts), _at(choices), _at(accepted),
         )  # fmt: skip
+        told, error = 0, None
+
+        def made(number: int) -> Round:
+            first, at, count = number * k, number * (k + 1), counts[number]
+            said = choices[at : at + count + 1].tolist()
+            return Round(drafted[first : first + count].tolist(), said, accepted[number])
+
+        def asked(number: int) -> int:
+            nonlocal told, error
+            assert decide is not None
+            try:
+                before, this = [made(done) for done in range(told, number)], made(number)
+                told = number + 1
+                stands = decide(before, this.drafted, this.choices, logits_JV[: len(this.choices)])
+                return -1 if stands is None else stands
+            except BaseException as raised:  # compiled code cannot be left by an error
+                error = raised
+                return -1
+
+        if decide is not None:
+            call.decide = Rounds.Decide(asked)
         self._done(
             self._library.fly_rounds(
                 self._model,
@@ -339,12 +368,9 @@ class CompiledLlama:
                 ctypes.byref(call),
             )
         )
-        rounds = []
-        for done, (count, n) in enumerate(zip(counts[: call.rounds], accepted)):
-            first, at = done * k, done * (k + 1)
-            rounds.append((drafted[first : first + count].tolist(), choices[at : at + count + 1].tolist(), n))
+        stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
-        return Ran(rounds, logits_JV[: len(rounds[-1][1])], call.draft_start, spent)
+        return Ran([made(number) for number in range(told, call.rounds)], stored, call.draft_start, spent, error)
 
     @cached_property
     def _positions(self) -> array[int]:

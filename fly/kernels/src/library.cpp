@@ -599,30 +599,31 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
 
 // Rounds of one row: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
 struct Rounds {
-    int32_t length, room;     // tokens of the row; how many its pages and ``text`` hold
-    int32_t left;             // tokens it may still emit
-    int32_t k, context;       // tokens drafted a round, at most, and the longest text that can be drafted for
-    int32_t draft_start;      // tokens that the drafter has stored, in and out
-    int32_t most;             // rounds
-    int32_t corrects;         // a mismatch is settled: the target's own token takes its place
-    int64_t nanoseconds;      // after which no further round begins
-    const int64_t* stop;      // ids that end the row
-    int64_t* text;            // [room] the row's tokens, in and out
-    const int64_t* position;  // [room] 0, 1, 2, ...
-    int32_t* copied;          // [room] the tokens for a lookup, or null
-    float* logits;            // [k + 1, V] out, of the last round
-    int64_t* drafted;         // [most, k] out
-    int32_t* drafted_count;   // [most] out
-    int32_t* choice;          // [most, k + 1] out
-    int32_t* accepted;        // [most] out: drafted tokens that are the target's own
+    int32_t length, room;       // tokens of the row; how many its pages and ``text`` hold
+    int32_t left;               // tokens it may still emit
+    int32_t k, context;         // tokens drafted a round, at most, and the longest text that can be drafted for
+    int32_t draft_start;        // tokens that the drafter has stored, in and out
+    int32_t most;               // rounds
     int32_t stops;
-    int32_t rounds;           // out
+    const int64_t* stop;        // ids that end the row
+    int64_t nanoseconds;        // after which no further round begins
+    int64_t* text;              // [room + k] the row's tokens, in and out
+    const int64_t* position;    // [room + k] 0, 1, 2, ...
+    int32_t* copied;            // [room + k] the tokens for a lookup, or null
+    float* logits;              // [k + 1, V] out, of the last round
+    int64_t* drafted;           // [most, k] out
+    int32_t* drafted_count;     // [most] out
+    int32_t* choice;            // [most, k + 1] out
+    int32_t* accepted;          // [most] out: drafted tokens that stand
+    int32_t (*decide)(int32_t); // of a round by its number, if a drafted token is not the target's own: how many stand;
+                                // -1 is the end of the row. Null: those before that token
+    int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
     int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
 };
 
 // Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again and
-// again. All but the last are settled: what stands follows from ids alone, and the row goes on. The last is left to the
-// caller, whatever it comes to. ``drafter`` null decodes autoregressively.
+// again, until one emits a stop id or all that is left, the room may not do, or the time is over. ``drafter`` null decodes
+// autoregressively.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
@@ -635,7 +636,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         draft.start = &draft_start, draft.count = &draft_count;
     }
     it->rounds = 0, it->scoring = it->drafting = 0;
-    for (int64_t now = begin;;) {
+    for (int64_t now = begin, since;;) {
         const int32_t length = it->length, round = it->rounds;
         int32_t limit = it->k < it->left - 1 ? it->k : it->left - 1, drafts = 0;
         limit = limit < it->context - length ? limit : it->context - length;
@@ -650,25 +651,27 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
                                             nullptr, nullptr, lookup, texts))
                 return error;
             it->draft_start = length + drafts - 1;
-            const int64_t since = now;
-            it->drafting += (now = nanoseconds()) - since;
             memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
+            since = now, it->drafting += (now = nanoseconds()) - since;
         }
         start = length - 1, count = drafts + 1;
         scored.tokens = count;
         scored.token = it->text + start, scored.position = it->position + start;
         if (const int error = fly_score(target, &scored, nullptr, count, it->logits, choice)) return error;
-        const int64_t since = now;
-        it->scoring += (now = nanoseconds()) - since;
+        since = now, it->scoring += (now = nanoseconds()) - since;
         int32_t n = 0;
         while (n < drafts && drafted[n] == choice[n]) n++;
-        it->drafted_count[round] = drafts, it->accepted[round] = n, it->rounds++;
-        bool over = n < drafts && !it->corrects;
-        for (int i = 0; i <= n; i++)
-            for (int s = 0; s < it->stops; s++) over |= choice[i] == it->stop[s];
-        over |= n + 1 >= it->left || it->rounds == it->most || length + n + 1 + it->k > it->room;
-        if (over || now - begin >= it->nanoseconds) return OK;
-        it->text[length + n] = choice[n];
+        it->drafted_count[round] = drafts, it->rounds++;
+        if (n < drafts && it->decide) {
+            n = it->decide(round);
+            now = nanoseconds();
+        }
+        bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
+        over |= length + n + 1 + it->k > it->room;
+        if (n >= 0) it->accepted[round] = n, it->text[length + n] = choice[n];
+        for (int32_t at = length; at <= length + n; at++)
+            for (int s = 0; s < it->stops; s++) over |= it->text[at] == it->stop[s];
+        if (over) return OK;
         it->length = length + n + 1, it->left -= n + 1;
         if (it->draft_start > length + n) it->draft_start = length + n;
         for (int32_t at = length; it->copied && at < it->length; at++) it->copied[at] = (int32_t)it->text[at];
