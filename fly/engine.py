@@ -11,7 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from fly.vocabulary import top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import Continuation, DraftStrategy
-    from fly.kernels.library import Lookup
+    from fly.kernels.library import Lookup, Sure
     from fly.kernels.llama import Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
@@ -193,11 +193,12 @@ class Runner:
         law: Law | None = None,
         uniform_BK: Tensor | None = None,
         lookup: Lookup | None = None,
+        sure: Sure | None = None,
     ) -> tuple[list[list[int]], Tensor | None] | None:
         """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
-        all but the last are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
+        all but that one are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
         ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law. The same
-        with a ``lookup``, by fewer forwards.
+        with a ``lookup``, by fewer forwards. A row stops before a token that the model is not ``sure`` of.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
@@ -214,11 +215,13 @@ class Runner:
         tokens, positions = _packed(new, starts)
         found: tuple[list[list[int]], Tensor | None]
         stop_ids = [row.stop_ids for row in rows]
-        looked_up = {} if lookup is None else {"lookup": lookup, "texts": [self._text(row) for row in rows]}
-        found = draft(array("q", tokens), array("q", positions), kv, most, stop_ids, law, uniform_BK, **looked_up)
+        more: dict[str, Any] = {} if lookup is None else {"lookup": lookup, "texts": [self._text(row) for row in rows]}
+        if sure is not None:
+            more["sure"] = sure
+        found = draft(array("q", tokens), array("q", positions), kv, most, stop_ids, law, uniform_BK, **more)
         for row, added, drafted, n in zip(rows, new, found[0], most):
-            cached = self._cached[row.id]
-            cached += added + drafted[:-1]
+            cached, ended = self._cached[row.id], len(drafted) == n or (drafted and drafted[-1] in row.stop_ids)
+            cached += added + (drafted[:-1] if ended else drafted)
             if len(drafted) < n:
                 self.cache.resize(row.id, len(cached))
         return found
@@ -242,15 +245,16 @@ class Runner:
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
         length, drafter = len(row.tokens), None if drafting is None else drafting.runner
-        room, told = length + min(left, k + _MOST_AT_ONCE), {}
+        room = length + min(left, k + _MOST_AT_ONCE)
+        told: dict[str, Any] = {}
         try:
             kv = self._behind(row, room)
             if drafter is not None and drafting is not None:
                 context = min(room, drafter.model.config.max_position_embeddings)
                 if length >= context or getattr(drafter.model, "rounds", None) is None:
                     raise OutOfBlocks
-                told = {"draft_kv": drafter._behind(row, context), "context": context, "lookup": drafting.lookup}
-                told["drafter"] = drafter.model
+                told = {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
+                told |= {"lookup": drafting.lookup, "sure": drafting.sure}
         except OutOfBlocks:
             self.commit([row])
             return None

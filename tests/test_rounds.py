@@ -5,6 +5,7 @@ Skipped as a whole where the library was not built.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -50,12 +51,14 @@ POLICIES = [
 FOREVER = 1e6
 
 
-def engine(drafting: int | None, lookup: bool, most: int | None, blocks: tuple[int, int], size: int) -> Engine:
+def engine(
+    drafting: int | None, lookup: bool, most: int | None, blocks: tuple[int, int], size: int, **stop: float
+) -> Engine:
     runner = Runner(TARGET, PagedKVCache(TARGET.config, blocks[0], size))
     strategy: DraftStrategy | None = None
     if drafting is not None:
         own = {"cache_tokens": blocks[1] * size, "block_size": size, "k": most}
-        strategy = SingleDraft(DRAFTS[drafting], **own)  # type: ignore[arg-type]
+        strategy = SingleDraft(DRAFTS[drafting], **own, **stop)  # type: ignore[arg-type]
         if lookup:
             strategy = CascadeDraft([NGramDraft(3, 1), strategy])
     return Engine(runner, strategy)
@@ -78,14 +81,18 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     size = data.draw(st.integers(1, 6))
     blocks = tuple(data.draw(st.integers(1, 60)) if tight else 400 for _ in range(2))
     setting = drafting, data.draw(st.booleans()), data.draw(st.sampled_from([None, 3])), blocks, size
-    params = SamplingParams(temperature=0, max_tokens=data.draw(st.integers(1, 140)), min_tokens=0)
+    stop = {
+        "confidence": data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
+        "entropy": data.draw(st.sampled_from([math.inf, math.inf, 1.5, 0.7])),
+    }
+    params = SamplingParams(temperature=0, max_tokens=data.draw(st.integers(1, 140)))
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     stops = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
     policy, k = data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 7))
     ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
 
     def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
-        made, row = engine(*setting), Sequence(list(prompt), len(prompt), params, policy, 0, k, stop_ids=stops)
+        made, row = engine(*setting, **stop), Sequence(list(prompt), len(prompt), params, policy, 0, k, stop_ids=stops)
         emitted = []
         stopped = None if ends_at is None else lambda row, token: row.generated == ends_at
         while not row.finish_reason:
@@ -158,9 +165,10 @@ def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monk
         return bool(calls)
 
     near = DRAFTS[0]
+    assert used(SingleDraft(near, confidence=0.4)) and used(SingleDraft(near, entropy=2.0))
     assert used(None) and used(SingleDraft(near)) and used(SingleDraft(near), k=0)
     assert used(SingleDraft(near), rule="fly") and used(CascadeDraft([NGramDraft(), SingleDraft(near)]))
-    assert not used(NGramDraft()) and not used(Own(near)) and not used(SingleDraft(near, confidence=0.4))
+    assert not used(NGramDraft()) and not used(Own(near))
     assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)])) and not used(AdaptiveDraft(SingleDraft(near)))
     assert not used(SingleDraft(near), rule="lossy(lenience=3)")
     for asked in ({"temperature": 1}, {"logprobs": 1}, {"explain": True}, {"min_tokens": 20, "stop_token_ids": (1,)}):

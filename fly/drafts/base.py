@@ -14,16 +14,18 @@ from fly.types import Draft, Sequence, Target
 
 if TYPE_CHECKING:
     from fly.engine import Runner
-    from fly.kernels.library import Lookup
+    from fly.kernels.library import Lookup, Sure
 
 __all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes where that is just what one model says, most likely token after most likely token."""
+    """What a strategy proposes where that is just what one model says, most likely token after most likely token, up to
+    where it is not sure enough."""
 
     runner: Runner
     most: int  # tokens a round
+    sure: Sure  # where it stops
     lookup: Lookup | None  # says nothing, only sooner
 
 

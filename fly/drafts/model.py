@@ -23,7 +23,7 @@ from fly.drafts.base import Continuation, DraftStrategy, Wrapper, pad, until_end
 from fly.drafts.ngram import NGramDraft
 from fly.engine import Model, Runner, judge
 from fly.kernels import compiled
-from fly.kernels.library import Lookup
+from fly.kernels.library import Lookup, Sure
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
@@ -163,6 +163,7 @@ class SingleDraft(DraftStrategy):
             raise ValueError(f"entropy {entropy} must be a number of nats, at least 0")
         self.k, self.confidence, self.entropy = k, confidence, entropy
         self._stops = confidence > 0 or entropy < math.inf
+        self._least = Sure(confidence, entropy)
 
     def over(self, draft: DraftStrategy) -> SingleDraft:
         """The same model and cache, with ``draft`` proposing for it."""
@@ -236,7 +237,7 @@ class SingleDraft(DraftStrategy):
         plain = type(self) is SingleDraft and (self.draft is None or self._lookup is not None)
         if not plain or not row.greedy or not self._may_go_at_once([row]):
             return None
-        return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._lookup)
+        return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._least, self._lookup)
 
     def commit(self, rows: Rows[Sequence]) -> None:
         self.runner.commit(rows)
@@ -264,7 +265,7 @@ class SingleDraft(DraftStrategy):
 
     def _may_go_at_once(self, rows: list[Sequence]) -> bool:
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
-        if self._stops or getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
+        if getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
             return False
         # with another level below, what is drawn would depend on which way was faster
         lossless = self.policy.guarantee is Guarantee.LOSSLESS
@@ -287,7 +288,8 @@ class SingleDraft(DraftStrategy):
             seeds_B1 = torch.tensor([[self._seed(row)] for row in going]).expand(-1, longest)
             steps_BK = (starts_B1 + torch.arange(longest)).flatten()
             uniform_BK = uniforms(seeds_B1.flatten(), steps_BK, Stream.SAMPLE, 1).view(len(going), longest)
-        if (found := self.runner.draft(going, wanted, law, uniform_BK, self._lookup)) is None:
+        sure = self._least if self._stops else None
+        if (found := self.runner.draft(going, wanted, law, uniform_BK, self._lookup, sure)) is None:
             return None
         drafted: list[list[int]] = [[] for _ in rows]
         for b, tokens in zip(active, found[0]):

@@ -4,6 +4,7 @@ models, caches or torch."""
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import platform
 from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
@@ -12,9 +13,9 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 9  # of src/library.cpp: what was built from other sources is not called
+_ABI = 10  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -50,6 +51,15 @@ class Sampling(ctypes.Structure):
     _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
 
 
+class Sure(ctypes.Structure):
+    """src/fly.h: Sure, where a drafter stops."""
+
+    _fields_ = [("confidence", c_float), ("entropy", c_float)]
+
+    def __init__(self, confidence: float = 0.0, entropy: float = math.inf) -> None:
+        super().__init__(confidence, entropy)
+
+
 class Lookup(ctypes.Structure):
     """src/fly.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
 
@@ -77,6 +87,7 @@ class Rounds(ctypes.Structure):
         ("decide", Decide),
         ("rounds", c_int32),
         *((name, c_int64) for name in ("scoring", "drafting")),
+        ("sure", Sure),
     ]
 
 
@@ -91,7 +102,7 @@ _FUNCTIONS = {
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
-    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 10),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 11),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Lookup, Rounds, Shape, chosen, load, number, split
+from fly.kernels.library import TORCH, Batch, Lookup, Rounds, Shape, Sure, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
@@ -31,6 +31,7 @@ __all__ = ["CompiledLlama", "Ran", "Round", "compiled", "int8_weights"]
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
+_ALWAYS = Sure()
 
 
 def refusal(model: Llama) -> str | None:
@@ -242,6 +243,7 @@ class CompiledLlama:
         layers: Sequence[int] | None = None,
         lookup: Lookup | None = None,
         texts: Sequence[array[int]] = (),
+        sure: Sure = _ALWAYS,
     ) -> tuple[list[list[int]], Tensor | None]:
         """Feed the tokens (arrays of int64), then for each row its next token, again and again, until it has
         ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn
@@ -256,9 +258,12 @@ class CompiledLlama:
         drawn from and what is stored are the same, only sooner. ``texts`` then holds of each row the tokens that are
         stored (an array of int32 each).
 
+        A row ends before a token that it is not ``sure`` of, by the law it draws from (at temperature 0, that of the
+        logits).
+
         ``kv`` is a causal batch of the tokens fed, at the positions behind what is stored, and the rows must have room
-        for ``most[b]`` - 1 tokens behind them; of what a row drafts, all but the last is stored then. Errors as for a
-        forward.
+        for ``most[b]`` - 1 tokens behind them; of what a row drafts, all but the last is stored then (all, where it was
+        not ``sure`` of more). Errors as for a forward.
         """
         batch, _kept = self._batch(_places(tokens, positions), len(tokens), kv, layers)
         longest, rows = max(most, default=0), len(most)
@@ -284,6 +289,7 @@ class CompiledLlama:
                 raise ValueError(f"texts of {given} tokens for rows that have {stored} stored")
             told = array("Q", [_at(text) for text in texts])
             addresses += [ctypes.addressof(lookup), _at(told)]
+        addresses.append(ctypes.addressof(sure))
         self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
         return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
 
@@ -298,6 +304,7 @@ class CompiledLlama:
         k: int = 0,
         context: int = 0,
         lookup: Lookup | None = None,
+        sure: Sure = _ALWAYS,
         decide: Callable[[list[Round], list[int], list[int], Tensor], int | None] | None = None,
         seconds: float = 0.0,
     ) -> Ran:
@@ -311,7 +318,8 @@ class CompiledLlama:
             left: tokens the row may still emit, at least 1; ``stop_ids`` end it before.
             drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room; None decodes
                 autoregressively.
-            k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup``.
+            k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
+                ``sure``.
             decide: asked of a round where a drafted token is not the target's own, how many stand, and told of the
                 rounds before it: ``decide(rounds, drafted, choices, logits_JV)``. None ends the row there.
 
@@ -335,7 +343,7 @@ class CompiledLlama:
         call = Rounds(
             length, room, left, k, context, draft_start, most, len(stops), _at(stops), int(1e9 * seconds), _at(words),
             _at(self._positions), None if copied is None else _at(copied), logits_JV.data_ptr(), _at(drafted),
-            _at(counts), _at(choices), _at(accepted),
+            _at(counts), _at(choices), _at(accepted), sure=sure,
         )  # fmt: skip
         told, error = 0, None
 

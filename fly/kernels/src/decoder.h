@@ -741,10 +741,27 @@ void kept(const float* logits, int rows, int each, int vocab, const Sampling* ho
     }
 }
 
-// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: draw).
-inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread) {
+// How sure a law is: its largest probability, and its entropy in nats.
+struct Surety {
+    float peak, entropy;
+};
+
+// Of what ``keep`` left in ``spread``.
+inline Surety surety(const Kept& kept, float temperature, int vocab, const float* spread) {
     const int room = padded(vocab);
-    const Vec total = set1(keep(how, given, vocab, spread).total);
+    const Vec top = set1(-kept.peak), least = set1(-1e30f);  // where nothing is kept, the product is to be 0
+    Vec all = zero();
+    for (int v = 0; v < room; v += W) all = fma(ld(spread + room + v), larger(add(ld(spread + v), top), least), all);
+    return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
+}
+
+// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: draw).
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread,
+                      Surety* sure) {
+    const int room = padded(vocab);
+    const Kept kept = keep(how, given, vocab, spread);
+    if (sure) *sure = surety(kept, how.temperature, vocab, spread);
+    const Vec total = set1(kept.total);
     float* mass = spread + room;
     for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), total));
     memcpy(law, mass, vocab * sizeof(float));
@@ -758,18 +775,30 @@ inline int64_t sample(const Sampling& how, const float* given, int vocab, float 
     return 0;
 }
 
-// The next token of row ``b``, by the logits of the one before.
+// The next token of row ``b``, by the logits of the one before; -1 where the drafter is not sure enough of any.
 inline int64_t next_token(Call* call, int b, const float* logits) {
     const int vocab = call->model->shape.vocab;
-    if (!call->sampling) return best(logits, vocab);
-    const long at = (long)b * call->most + call->drafted_count[b];
-    float* law = call->laws + at * vocab;
-    if (call->sampling[b].temperature > 0)
-        return sample(call->sampling[b], logits, vocab, call->uniform[at], law, call->model->work.spread);
-    const int64_t token = best(logits, vocab);
-    memset(law, 0, vocab * sizeof(float));
-    law[token] = 1;
-    return token;
+    const bool asks = call->sure.confidence > 0 || call->sure.entropy < __builtin_inff();
+    float* spread = call->model->work.spread;
+    Surety sure;
+    int64_t token;
+    if (call->sampling && call->sampling[b].temperature > 0) {
+        const long at = (long)b * call->most + call->drafted_count[b];
+        token = sample(call->sampling[b], logits, vocab, call->uniform[at], call->laws + at * vocab, spread,
+                       asks ? &sure : nullptr);
+    } else {
+        token = best(logits, vocab);
+        if (asks) {
+            constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
+            sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
+        }
+        if (call->sampling) {
+            float* law = call->laws + ((long)b * call->most + call->drafted_count[b]) * vocab;
+            memset(law, 0, vocab * sizeof(float));
+            law[token] = 1;
+        }
+    }
+    return asks && !(sure.peak >= call->sure.confidence && sure.entropy <= call->sure.entropy) ? -1 : token;
 }
 
 // Nanoseconds that a forward of so many tokens is thought to take: somewhat more than the most that fewer were seen to.
@@ -879,6 +908,7 @@ inline void advance(Call* call) {
         bool ends = false, same = true;
         for (int n = 0; same && !ends && n <= copies; n++, next++, logits += model->shape.vocab) {
             const int64_t token = next_token(call, b, logits);
+            if ((ends = token < 0)) break;
             same = *next == token;
             if (matched && (n < copies || !copies)) {
                 float& share = share_of(call->lookup, matched, n);

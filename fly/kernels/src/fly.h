@@ -102,6 +102,12 @@ struct Sampling {
     int32_t top_k;                    // 0 is off
 };
 
+// Where a drafter stops: before a token if none has at least this probability there, or if the entropy there is higher,
+// in nats (fly/drafts/model.py: SingleDraft). 0 and infinity never stop it.
+struct Sure {
+    float confidence, entropy;
+};
+
 // Prompt lookup for a drafter (fly/drafts/ngram.py), which says itself what follows, copied or not: a copy only lets it
 // say several tokens in one forward. How much is copied goes by what was seen so far.
 constexpr int MATCHES = 16, TIMES = 64;
@@ -142,6 +148,7 @@ struct Call {
     const float* uniform;      // [B, most] in [0, 1)
     float* laws;               // [B, most, V] out: what each token was drawn from
     Lookup* lookup;            // null looks up nothing
+    Sure sure;
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;

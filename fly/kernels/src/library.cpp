@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 9; }
+EXPORT int fly_abi() { return 10; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -541,14 +541,14 @@ EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* f
     variants[variant]->top(logits, vocab, n, found);
 }
 
-// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids. All
-// but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the
+// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or up
+// to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the
 // most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what ``laws`` [B, most, V] shows then, with
 // zeros behind the last. They are the same with a ``lookup`` (or null), which copies from ``texts``: of each row the
 // start[b] tokens that are stored. New tokens are causal, at the positions behind those.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
-                     const float* uniform, float* laws, Lookup* lookup, const int32_t* const* texts) {
+                     const float* uniform, float* laws, Lookup* lookup, const int32_t* const* texts, const Sure* sure) {
     const int rows = batch->rows;
     long copies = !lookup ? 0 : (long)rows * (lookup->most < most ? lookup->most : most);
     copies = copies < MAX_COPIES ? copies : MAX_COPIES;
@@ -566,6 +566,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
         call.drafted = drafted, call.drafted_count = drafted_count;
         call.sampling = sampling, call.uniform = uniform, call.laws = laws;
         call.lookup = lookup;
+        call.sure = *sure;
         call.live = arena.take<Row>(rows);
         call.live_row = arena.take<int32_t>(rows);
         call.matched = arena.take<int32_t>(rows);
@@ -619,6 +620,7 @@ struct Rounds {
                                 // -1 is the end of the row. Null: those before that token
     int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
     int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
+    Sure sure;                  // of the drafter
 };
 
 // Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again and
@@ -648,9 +650,11 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             draft.token = it->text + draft_start, draft.position = it->position + draft_start;
             const int32_t* texts[1] = {it->copied};
             if (const int error = fly_draft(drafter, &draft, limit, &limit, it->stop, stop_at, drafted, &drafts, nullptr,
-                                            nullptr, nullptr, lookup, texts))
+                                            nullptr, nullptr, lookup, texts, &it->sure))
                 return error;
-            it->draft_start = length + drafts - 1;
+            bool whole = drafts == limit;  // else the drafter was not sure of what comes behind the last, and has it stored
+            for (int s = 0; drafts && s < it->stops; s++) whole |= drafted[drafts - 1] == it->stop[s];
+            it->draft_start = length + drafts - whole;
             memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
             since = now, it->drafting += (now = nanoseconds()) - since;
         }
