@@ -35,7 +35,7 @@ __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
-_MOST_AT_ONCE = 64  # tokens that rounds of one call may emit: what the caches must have room for
+_MOST_AT_ONCE = 128  # tokens that rounds of one call may emit: what the caches must have room for
 
 
 class Model(Protocol):
@@ -309,12 +309,11 @@ class Runner:
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
-        return self.view(rows, draft, raw_BJV, choices), raw_BJV
-
-    def view(self, rows: Rows[Sequence], draft: Draft, raw_BJV: Tensor, choices: list[list[int]] | None) -> Target:
-        """The target's view of a block, from its raw logits and, where they are known, the most likely tokens."""
-        drafts, trees = draft.chains, draft.trees
         logits_BJV = constrain(raw_BJV, rows, drafts, trees)
+        return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
+
+    def view(self, rows: Rows[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None) -> Target:
+        """The target's view of a block, from its logits and, where they are known, the most likely tokens."""
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
@@ -329,7 +328,7 @@ class Runner:
             relaxed_B=lambda: torch.tensor([row.stats.relaxed for row in rows], device=device),
             nats_B=lambda: torch.tensor([row.stats.nats for row in rows], device=device),
             history=[row.tokens for row in rows],
-            choices=choices if logits_BJV is raw_BJV else None,
+            choices=choices,
         )
 
     def commit(self, rows: Iterable[Sequence]) -> None:
@@ -428,7 +427,7 @@ class Engine:
         strategy: who proposes; None decodes autoregressively.
     """
 
-    stretch = 0.005  # seconds after which a step begins no further round of a row that it takes several rounds with
+    stretch = 0.01  # seconds after which a step begins no further round of a row that it takes several rounds with
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
@@ -524,13 +523,12 @@ class Engine:
             return None
         before, k = len(row.provenance), 0 if drafting is None else min(row.k, drafting.most)
 
-        def decide(settled: list[Round], drafted: list[int], choices: list[int], raw_JV: Tensor) -> int | None:
+        def decide(settled: list[Round], drafted: list[int], choices: list[int], logits_1JV: Tensor) -> int | None:
             self._settle(row, settled, stopped)
             if row.finish_reason:
                 return None
-            draft, raw_BJV = Draft.of([drafted]), raw_JV.unsqueeze(0)
-            target = self.runner.view(rows, draft, raw_BJV, [choices])
-            ((_, verdict),) = judge(rows, target, draft)
+            draft, target = Draft.of([drafted]), self.runner.view(rows, logits_1JV, [choices])
+            verdict = verify(row.policy, target, draft, None)
             self._account(rows, [0], verdict, target, draft, prompts, stopped, [[]], [[]])
             return None if row.finish_reason else verdict.told.accepted[0]
 

@@ -86,9 +86,10 @@ def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], flo
     width = logits_BKV.shape[-1]
     n = min(n, width)
     likeliest_of = compiled("fly_top") if n <= _FEWEST and logits_BKV.dtype == torch.float32 else None
-    if likeliest_of is not None and logits_BKV.stride(2) == 1:
+    row, place, one = logits_BKV.stride()
+    if likeliest_of is not None and one == 1:
         told = array("f", bytes(4 * (n + 1)))
-        at = logits_BKV.data_ptr() + 4 * (b * logits_BKV.stride(0) + j * logits_BKV.stride(1))
+        at = logits_BKV.data_ptr() + 4 * (b * row + j * place)
         likeliest_of(at, width, n, told.buffer_info()[0])
         log_total = told.pop()
         return told.tolist(), log_total

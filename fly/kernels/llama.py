@@ -321,7 +321,7 @@ class CompiledLlama:
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
                 ``sure``.
             decide: asked of a round where a drafted token is not the target's own, how many stand, and told of the
-                rounds before it: ``decide(rounds, drafted, choices, logits_JV)``. None ends the row there.
+                rounds before it: ``decide(rounds, drafted, choices, logits_1JV)``. None ends the row there.
 
         Errors as for a forward; one of ``decide`` ends the call and is given back.
         """
@@ -337,12 +337,12 @@ class CompiledLlama:
             draft_batch, _kept_too = drafter._batch((0, 0), pending, draft_kv, None)
             if lookup is not None:
                 copied = array("i", words)
-        stops, logits_JV = array("q", stop_ids), torch.empty(k + 1, self.vocab)
+        stops, logits_1JV = array("q", stop_ids), torch.empty(1, k + 1, self.vocab)
         drafted, choices = array("q", bytes(8 * most * k)), array("i", bytes(4 * most * (k + 1)))
         counts, accepted = array("i", bytes(4 * most)), array("i", bytes(4 * most))
         call = Rounds(
             length, room, left, k, context, draft_start, most, len(stops), _at(stops), int(1e9 * seconds), _at(words),
-            _at(self._positions), None if copied is None else _at(copied), logits_JV.data_ptr(), _at(drafted),
+            _at(self._positions), None if copied is None else _at(copied), logits_1JV.data_ptr(), _at(drafted),
             _at(counts), _at(choices), _at(accepted), sure=sure,
         )  # fmt: skip
         told, error = 0, None
@@ -358,7 +358,7 @@ class CompiledLlama:
             try:
                 before, this = [made(done) for done in range(told, number)], made(number)
                 told = number + 1
-                stands = decide(before, this.drafted, this.choices, logits_JV[: len(this.choices)])
+                stands = decide(before, this.drafted, this.choices, logits_1JV[:, : len(this.choices)])
                 return -1 if stands is None else stands
             except BaseException as raised:  # compiled code cannot be left by an error
                 error = raised
