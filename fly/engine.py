@@ -11,6 +11,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -20,15 +21,15 @@ from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
-from fly.policies.base import accepts_exactly
+from fly.policies.base import accepts_exactly, draws_exactly
 from fly.sampling import Law, Stream, constrain, constrains, uniforms
 from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
-from fly.vocabulary import top_at
+from fly.vocabulary import compiled, top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import Continuation, DraftStrategy
     from fly.kernels.library import Lookup, Sure
-    from fly.kernels.llama import Ran, Round
+    from fly.kernels.llama import Asked, Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
@@ -232,12 +233,12 @@ class Runner:
         left: int,
         drafting: Continuation | None,
         k: int,
-        decide: Callable[[list[Round], list[int], list[int], Tensor], int | None] | None,
+        decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None,
         seconds: float,
     ) -> list[Round] | None:
-        """Rounds at temperature 0 of one ``row``, cached but for its last token, in one call of the model
-        (``CompiledLlama.rounds``): those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none
-        where ``drafting`` is None; the row may emit ``left``. Only ``decide`` may change the row.
+        """Rounds of one ``row``, cached but for its last token, in one call of the model (``CompiledLlama.rounds``):
+        those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None;
+        the row may emit ``left``. Only ``decide`` may change the row.
 
         None where a model has no such call, or a cache not the room for it; nothing was changed then. Raises what
         ``decide`` does.
@@ -246,14 +247,14 @@ class Runner:
             return None
         length, drafter = len(row.tokens), None if drafting is None else drafting.runner
         room = length + min(left, k + _MOST_AT_ONCE)
-        told: dict[str, Any] = {}
+        told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
         try:
             kv = self._behind(row, room)
             if drafter is not None and drafting is not None:
                 context = min(room, drafter.model.config.max_position_embeddings)
                 if length >= context or getattr(drafter.model, "rounds", None) is None:
                     raise OutOfBlocks
-                told = {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
+                told |= {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
                 told |= {"lookup": drafting.lookup, "sure": drafting.sure}
         except OutOfBlocks:
             self.commit([row])
@@ -444,8 +445,9 @@ class Engine:
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
-        A row alone, at temperature 0, may be taken through several rounds, as long as ids decide them and ``stretch``
-        is not over: where compiled kernels draft and verify, they do so in one call. Its tokens are the same.
+        A row alone may be taken through several rounds, until ``stretch`` is over: where compiled kernels draft and
+        verify, they do so in one call, in which a policy is asked of what the exact rule does not keep. Its tokens are
+        the same.
 
         ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
         same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
@@ -516,21 +518,26 @@ class Engine:
             return None
         (row,) = rows
         watched = row.params.logprobs is not None or row.params.explain or constrains(row)
-        if watched or not row.greedy or not accepts_exactly(row.policy):
+        if watched or not accepts_exactly(row.policy):
+            return None
+        if not row.greedy and not (draws_exactly(row.policy) and compiled("fly_follow")):
             return None
         drafting = None
         if self.strategy is not None and (drafting := self.strategy.continuation(row)) is None:
             return None
         before, k = len(row.provenance), 0 if drafting is None else min(row.k, drafting.most)
 
-        def decide(settled: list[Round], drafted: list[int], choices: list[int], logits_1JV: Tensor) -> int | None:
+        def decide(settled: list[Round], asked: Asked) -> tuple[int, int] | None:
             self._settle(row, settled, stopped)
             if row.finish_reason:
                 return None
-            draft, target = Draft.of([drafted]), self.runner.view(rows, logits_1JV, [choices])
-            verdict = verify(row.policy, target, draft, None)
+            draft, target = Draft.of([asked.drafted]), self.runner.view(rows, asked.logits_1JV, [asked.choices])
+            if asked.laws_1KV is not None:
+                draft = replace(draft, probs_BKV=asked.laws_1KV)
+            ((_, verdict),) = judge(rows, target, draft)
             self._account(rows, [0], verdict, target, draft, prompts, stopped, [[]], [[]])
-            return None if row.finish_reason else verdict.told.accepted[0]
+            told = verdict.told
+            return None if row.finish_reason else (told.accepted[0], told.following[0])
 
         asks = None if row.policy.relaxation is None else decide
         rest = self.runner.rounds(row, self.left(row), drafting if k else None, k, asks, self.stretch)
@@ -540,19 +547,20 @@ class Engine:
         return row.provenance[before:]
 
     def _settle(self, row: Sequence, rounds: list[Round], stopped: Callable[[Sequence, int], bool] | None) -> None:
-        """Extend the row by rounds in which the target's own tokens stand, up to its end, and count them."""
+        """Extend the row by rounds that the exact rule decided, up to its end, and count them."""
         stats = row.stats
-        for number, (drafted, choices, n) in enumerate(rounds, start=1):
+        for number, (drafted, choices, n, following) in enumerate(rounds, start=1):
             if row.finish_reason:
                 break
-            ids = choices[: n + 1]
+            ids = [*drafted[:n], following]
             if stopped is None and number < len(rounds):  # of several rounds only the last may end a row by itself
                 row.tokens += ids
             elif (count := self._extend(row, ids, stopped)) <= n:
                 ids, n = ids[:count], count
-            row.provenance += [Token(id, Why.MATCH, None, id) for id in ids[:n]]
+            row.provenance += [Token(id, Why.MATCH, None, choice) for id, choice in zip(ids[:n], choices)]
             if n < len(ids):
-                row.provenance.append(Token(ids[n], Why.CORRECTION if n < len(drafted) else Why.BONUS, None, ids[n]))
+                why = Why.CORRECTION if n < len(drafted) else Why.BONUS
+                row.provenance.append(Token(following, why, None, choices[n]))
             stats.generated += len(ids)
             stats.rounds += 1
             stats.emitted += len(ids)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from array import array
 from collections import Counter
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, fields, replace
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.types import SamplingParams, Sequence
+from fly.types import Draft, SamplingParams, Sequence
 from fly.vocabulary import SMALL, argmax, compiled, log_mass, pick, top
 
 __all__ = ["Law", "ProcessedLaw", "Stream", "constrain", "constrains", "derive", "draw", "uniforms"]
@@ -196,6 +197,58 @@ class ProcessedLaw:
             probs_BJN = torch.where(self.law.greedy_B.view(-1, 1, 1), one_hot_BJN, probs_BJN)
         return probs_BJN
 
+    def keeps(self, draft: Draft, coins_BK: Tensor, all_: bool) -> list[list[bool]] | None:
+        """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``), those of a chain up to the
+        first that it does not keep, or ``all_`` of them; by compiled code. None where there is none for it."""
+        accepts = compiled("fly_accepts") if self._on_host() else None
+        if accepts is None or not (draft.probs_BKV is None or draft.probs_BKV.dtype == torch.float32):
+            return None
+        logits_BJV, coins_BK = self.logits_BJV.contiguous(), coins_BK.contiguous()
+        laws_BKV = None if draft.probs_BKV is None else draft.probs_BKV.contiguous()
+        _, places, width = logits_BJV.shape
+        how = self.law.compiled
+        found = []
+        for b, chain in enumerate(draft.chains):
+            drafted, kept = array("q", chain), array("b", bytes(len(chain)))
+            first = accepts(
+                logits_BJV.data_ptr() + 4 * b * places * width,
+                width,
+                ctypes.addressof(how[b]),
+                drafted.buffer_info()[0],
+                len(chain),
+                None if laws_BKV is None else laws_BKV[b].data_ptr(),
+                coins_BK[b].data_ptr(),
+                all_,
+                kept.buffer_info()[0],
+            )
+            if first < 0:
+                raise MemoryError(f"no memory for a law over {width} tokens")
+            found.append([keep != 0 for keep in kept])
+        return found
+
+    def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
+        """The token drawn at position ``j`` of row ``b``: from its law or, where the exact rule ``rejected`` a drafted
+        token, from what the draft's leaves of it (``max(target - draft, 0)``). Where ``keeps`` finds compiled code."""
+        width = self.logits_BJV.shape[2]
+        law_V = None
+        if rejected is not None and draft.probs_BKV is not None:
+            law_V = draft.probs_BKV[b, j].contiguous()
+        token: int = compiled("fly_follow")(
+            self.logits_BJV[b, j].contiguous().data_ptr(),
+            width,
+            ctypes.addressof(self.law.compiled[b]),
+            -1 if rejected is None else rejected,
+            None if law_V is None else law_V.data_ptr(),
+            uniform,
+        )
+        if token < 0:
+            raise MemoryError(f"no memory for a law over {width} tokens")
+        return token
+
+    def _on_host(self) -> bool:
+        logits_BJV = self.logits_BJV
+        return type(logits_BJV) is Tensor and logits_BJV.device.type == "cpu" and logits_BJV.dtype == torch.float32
+
     def rows(self, index_B: Tensor) -> ProcessedLaw:
         """The law of some rows only, ``index_B`` int64."""
         return ProcessedLaw(self.law.rows(index_B), self.logits_BJV[index_B])
@@ -250,10 +303,9 @@ class ProcessedLaw:
     def _find_at_once(self) -> tuple[Tensor, Tensor | None, Tensor] | None:
         """``_find`` by compiled code, for small vocabularies: it goes over all of one many times."""
         law, logits_BJV = self.law, self.logits_BJV
-        plain = type(logits_BJV) is Tensor and logits_BJV.device.type == "cpu" and logits_BJV.dtype == torch.float32
         rows, positions, width = logits_BJV.shape
         lets_go = logits_BJV.numel() > _SOON
-        if not plain or width > SMALL or (find := compiled("fly_kept", lets_go)) is None:
+        if not self._on_host() or width > SMALL or (find := compiled("fly_kept", lets_go)) is None:
             return None
         logits_BJV, found_3BJ = logits_BJV.contiguous(), torch.empty(3, rows, positions)
         at, each = found_3BJ.data_ptr(), 4 * rows * positions

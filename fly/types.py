@@ -370,6 +370,11 @@ class Target:
             self.__dict__["choices"] = choices
 
     @property
+    def lazy_law(self) -> LazyLaw | None:
+        """The processed law, where it is worked out only as far as somebody looks."""
+        return None if self._probs is None or isinstance(self._probs, Tensor) else self._probs
+
+    @property
     def greedy_B(self) -> Tensor:
         """[B] bool, rows at temperature 0."""
         if self._greedy is None:

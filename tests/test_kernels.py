@@ -5,11 +5,13 @@ Skipped as a whole where the library was not built, save what must hold then.
 
 from __future__ import annotations
 
+import ctypes
 import math
 import os
 from array import array
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -27,7 +29,7 @@ from fly.models import DenseCausal, Llama, LlamaConfig
 from fly.models.invariant import OneByOne
 from fly.policies import Exact, FLy
 from fly.sampling import Law, draw
-from fly.types import Sequence
+from fly.types import Draft, Sequence
 from fly.vocabulary import argmax
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
@@ -414,6 +416,66 @@ def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject
     assert laws_BKV is not None
     torch.testing.assert_close(laws_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
     assert drafted == draw(laws_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
+
+
+@built
+@given(data=st.data())
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, data: st.DataObject) -> None:
+    """Keeping and drawing by compiled code against the laws themselves, but for uniforms that lie on a border."""
+    vocab = data.draw(st.sampled_from([2, 11, 33, 64, 100]))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
+    rows_n, longest = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
+    logits_BJV = torch.randn(rows_n, longest + 1, vocab, generator=generator) * data.draw(st.sampled_from([0.5, 3, 20]))
+    if data.draw(st.booleans()):
+        logits_BJV[torch.rand(logits_BJV.shape, generator=generator) < 0.2] = -torch.inf
+        logits_BJV[..., 0] = 0.0  # something is left
+    every_params = [data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in range(rows_n)]
+    law = Law.of(every_params).on(logits_BJV)
+    drafted_BK = torch.randint(0, vocab, (rows_n, longest), generator=generator)
+    laws_BKV = None
+    if data.draw(st.booleans()):
+        near = data.draw(st.sampled_from([0.0, 0.3, 3.0]))
+        noise_BKV = near * torch.randn(rows_n, longest, vocab, generator=generator)
+        laws_BKV = Law.of(every_params).probs(logits_BJV[:, :-1] + noise_BKV)
+        if longest:
+            drafted_BK = torch.multinomial(laws_BKV.flatten(0, 1), 1, generator=generator).view(rows_n, longest)
+    lengths_B = torch.tensor([data.draw(st.integers(0, longest)) for _ in range(rows_n)])
+    draft = Draft(drafted_BK, lengths_B, laws_BKV)
+    coins_BK = torch.rand(rows_n, longest, generator=generator)
+    uniform = data.draw(st.floats(0, 1, exclude_max=True, width=32))
+
+    def short(name: str, lets_go: bool = False) -> object:
+        if name == "fly_kept":  # the law itself by tensors
+            return None
+        function = getattr(ctypes.PyDLL(None, handle=library.load()._handle), name)
+        function.restype, function.argtypes = library._SHORT[name]
+        return partial(function, library.number(variant))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.sampling.compiled", short)
+        all_, first = law.keeps(draft, coins_BK, True), law.keeps(draft, coins_BK, False)
+        assert all_ is not None and first is not None
+        ratio_BK = law.of(drafted_BK) / draft.own_probs_BK()
+        dense_BJV = law.dense()
+        for b, n in enumerate(lengths_B.tolist()):
+            for j in range(n):
+                if abs(float(ratio_BK[b, j] - coins_BK[b, j])) > 1e-4:
+                    assert all_[b][j] == bool(coins_BK[b, j] < ratio_BK[b, j])
+            end = next((j for j in range(n) if not all_[b][j]), n)
+            assert first[b][:end] == [True] * end and (end == n or not first[b][end])
+            for rejected in {None, None if end == n else int(drafted_BK[b, end])}:
+                token = law.follow(b, end, rejected, draft, uniform)
+                left_V = dense_BJV[b, end].double()
+                if rejected is not None:
+                    one_hot_V = torch.eye(vocab)[rejected]
+                    taken_V = one_hot_V if laws_BKV is None else laws_BKV[b, end]
+                    rest_V = (left_V - taken_V).clamp_min(0)
+                    left_V = rest_V if float(rest_V.sum()) > 1e-5 else left_V
+                cumulative_V = left_V.cumsum(0) / left_V.sum()
+                low = float(cumulative_V[token - 1]) if token else 0.0
+                assert low - 1e-4 <= uniform <= float(cumulative_V[token]) + 1e-4
+                assert float(left_V[token]) > 0 or float(left_V.sum()) < 1e-4
 
 
 def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:

@@ -85,14 +85,26 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
         "confidence": data.draw(st.sampled_from([0.0, 0.0, 0.3, 0.6])),
         "entropy": data.draw(st.sampled_from([math.inf, math.inf, 1.5, 0.7])),
     }
-    params = SamplingParams(temperature=0, max_tokens=data.draw(st.integers(1, 140)))
+    cold = data.draw(st.booleans())
+    drawn = {
+        "temperature": data.draw(st.sampled_from([0.3, 0.7, 1.0, 2.0])),
+        "top_k": data.draw(st.sampled_from([0, 0, 1, 4])),
+        "top_p": data.draw(st.sampled_from([1.0, 1.0, 0.5, 0.9])),
+        "min_p": data.draw(st.sampled_from([0.0, 0.0, 0.2])),
+    }
+    most_tokens = data.draw(st.integers(1, 140))
+    params = SamplingParams(max_tokens=most_tokens, **({"temperature": 0} if cold else drawn))
+    seed = data.draw(st.integers(-(2**63), 2**63 - 1))
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     stops = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
     policy, k = data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 7))
     ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
 
     def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
-        made, row = engine(*setting, **stop), Sequence(list(prompt), len(prompt), params, policy, 0, k, stop_ids=stops)
+        made, row = (
+            engine(*setting, **stop),
+            Sequence(list(prompt), len(prompt), params, policy, seed, k, stop_ids=stops),
+        )
         emitted = []
         stopped = None if ends_at is None else lambda row, token: row.generated == ends_at
         while not row.finish_reason:
@@ -171,7 +183,11 @@ def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monk
     assert not used(NGramDraft()) and not used(Own(near))
     assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)])) and not used(AdaptiveDraft(SingleDraft(near)))
     assert not used(SingleDraft(near), rule="lossy(lenience=3)")
-    for asked in ({"temperature": 1}, {"logprobs": 1}, {"explain": True}, {"min_tokens": 20, "stop_token_ids": (1,)}):
+    hot: dict[str, object] = {"temperature": 0.8, "top_p": 0.9}
+    assert used(None, **hot) and used(SingleDraft(near), **hot) and used(SingleDraft(near), rule="fly", **hot)
+    assert used(CascadeDraft([NGramDraft(), SingleDraft(near)]), **hot)
+    assert not used(SingleDraft(near), rule="block", **hot)  # judges whole blocks, but comes to ids at temperature 0
+    for asked in ({"logprobs": 1}, {"explain": True}, {"min_tokens": 20, "stop_token_ids": (1,)}):
         assert not used(None, **asked), asked
     for asked in ({"logit_bias": {3: 1.0}}, {"presence_penalty": 1.0}):
         assert not used(SingleDraft(near), **asked), asked

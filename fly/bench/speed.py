@@ -343,7 +343,7 @@ def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, adv
             (request,) = llm.requests([llm.chat_prompt(problem.prompt)], params, setting.policy, setting.k)
             llm.submit(request)
             try:
-                while not request.row.generated:  # the prompt
+                while not (request.row.generated or request.row.finish_reason):  # the prompt
                     llm.step()
                 for clock in (target, *drafts):
                     clock.seconds = 0.0

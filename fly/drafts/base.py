@@ -20,8 +20,8 @@ __all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "unti
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes where that is just what one model says, most likely token after most likely token, up to
-    where it is not sure enough."""
+    """What a strategy proposes where that is just what one model says, token after token, up to where it is not sure
+    enough: the most likely ones, or drawn as ``SingleDraft`` draws."""
 
     runner: Runner
     most: int  # tokens a round
@@ -62,8 +62,8 @@ class DraftStrategy(ABC):
         """
 
     def continuation(self, row: Sequence) -> Continuation | None:
-        """Where ``propose`` would just go on with a model's most likely tokens, whatever the target says: that model.
-        Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
+        """Where ``propose`` would just go on with what a model says, whatever the target says: that model. Rounds may
+        then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
         return None
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:

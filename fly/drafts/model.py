@@ -235,7 +235,8 @@ class SingleDraft(DraftStrategy):
 
     def continuation(self, row: Sequence) -> Continuation | None:
         plain = type(self) is SingleDraft and (self.draft is None or self._lookup is not None)
-        if not plain or not row.greedy or not self._may_go_at_once([row]):
+        known = row.greedy or self.policy.guarantee is Guarantee.LOSSLESS  # else ``propose`` refuses
+        if not plain or not known or not self._may_go_at_once([row]):
             return None
         return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._least, self._lookup)
 

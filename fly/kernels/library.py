@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 10  # of src/library.cpp: what was built from other sources is not called
+_ABI = 11  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -83,7 +83,9 @@ class Rounds(ctypes.Structure):
         ("stop", c_void_p),
         ("nanoseconds", c_int64),
         *((name, c_void_p) for name in ("text", "position", "copied", "logits", "drafted", "drafted_count", "choice")),
-        ("accepted", c_void_p),
+        *((name, c_void_p) for name in ("accepted", "following", "sampling", "laws", "coins", "spread")),
+        ("seed", c_int64),
+        ("variant", c_int32),
         ("decide", Decide),
         ("rounds", c_int32),
         *((name, c_int64) for name in ("scoring", "drafting")),
@@ -142,6 +144,8 @@ def load() -> ctypes.CDLL:
 _SHORT: dict[str, tuple[Any, list[Any]]] = {
     "fly_top": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
     "fly_kept": (c_int, [c_int, c_void_p, c_int, c_int, c_int] + [c_void_p] * 4),
+    "fly_accepts": (c_int, [c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p]),
+    "fly_follow": (c_int64, [c_int, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_float]),
     "fly_uniforms": (None, [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
 }
 

@@ -76,7 +76,17 @@ class Round(NamedTuple):
 
     drafted: list[int]
     choices: list[int]  # the target's most likely tokens, one more than was drafted
-    accepted: int  # drafted tokens that are those
+    accepted: int  # drafted tokens that stand
+    following: int  # the token behind them
+
+
+class Asked(NamedTuple):
+    """A round of which the exact rule does not keep the whole draft."""
+
+    drafted: list[int]
+    choices: list[int]
+    logits_1JV: Tensor
+    laws_1KV: Tensor | None  # what the drafts were drawn from, where they were
 
 
 class Ran(NamedTuple):
@@ -305,12 +315,14 @@ class CompiledLlama:
         context: int = 0,
         lookup: Lookup | None = None,
         sure: Sure = _ALWAYS,
-        decide: Callable[[list[Round], list[int], list[int], Tensor], int | None] | None = None,
+        law: Law | None = None,
+        seed: int = 0,
+        decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
     ) -> Ran:
-        """Rounds of speculative decoding of one row, in one call: draft greedily, score, emit what is the target's own
-        most likely token and the one behind it; again and again, up to one that ends the row or has no room for the
-        next behind it, or until ``seconds`` are over.
+        """Rounds of speculative decoding of one row, in one call: draft, score, emit what the exact rule keeps and the
+        token behind it; again and again, up to one that ends the row or has no room for the next behind it, or until
+        ``seconds`` are over.
 
         Args:
             text: the row's tokens.
@@ -320,8 +332,9 @@ class CompiledLlama:
                 autoregressively.
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
                 ``sure``.
-            decide: asked of a round where a drafted token is not the target's own, how many stand, and told of the
-                rounds before it: ``decide(rounds, drafted, choices, logits_1JV)``. None ends the row there.
+            law, seed: how the row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
+            decide: asked of a round of which the exact rule does not keep all, and told of the rounds before it: how
+                many drafted tokens stand, and what follows them. None ends the row there.
 
         Errors as for a forward; one of ``decide`` ends the call and is given back.
         """
@@ -339,27 +352,40 @@ class CompiledLlama:
                 copied = array("i", words)
         stops, logits_1JV = array("q", stop_ids), torch.empty(1, k + 1, self.vocab)
         drafted, choices = array("q", bytes(8 * most * k)), array("i", bytes(4 * most * (k + 1)))
-        counts, accepted = array("i", bytes(4 * most)), array("i", bytes(4 * most))
+        counts, accepted, following = (
+            array("i", bytes(4 * most)),
+            array("i", bytes(4 * most)),
+            array("q", bytes(8 * most)),
+        )
         call = Rounds(
             length, room, left, k, context, draft_start, most, len(stops), _at(stops), int(1e9 * seconds), _at(words),
             _at(self._positions), None if copied is None else _at(copied), logits_1JV.data_ptr(), _at(drafted),
-            _at(counts), _at(choices), _at(accepted), sure=sure,
+            _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
         )  # fmt: skip
+        laws_1KV: Tensor | None = None
+        if law is not None:
+            laws_1KV, coins, spread = torch.empty(1, k, self.vocab), torch.empty(k + 1), torch.empty(2, self.vocab + 64)
+            call.sampling, call.laws = ctypes.addressof(law.compiled), laws_1KV.data_ptr()
+            call.coins, call.spread = coins.data_ptr(), spread.data_ptr()
+            call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps``
         told, error = 0, None
 
-        def made(number: int) -> Round:
-            first, at, count = number * k, number * (k + 1), counts[number]
+        def made(done: int) -> Round:
+            first, at, count = done * k, done * (k + 1), counts[done]
             said = choices[at : at + count + 1].tolist()
-            return Round(drafted[first : first + count].tolist(), said, accepted[number])
+            return Round(drafted[first : first + count].tolist(), said, accepted[done], following[done])
 
-        def asked(number: int) -> int:
+        def asked(this: int) -> int:
             nonlocal told, error
             assert decide is not None
             try:
-                before, this = [made(done) for done in range(told, number)], made(number)
-                told = number + 1
-                stands = decide(before, this.drafted, this.choices, logits_1JV[:, : len(this.choices)])
-                return -1 if stands is None else stands
+                before, (chain, said, _, _) = [made(done) for done in range(told, this)], made(this)
+                told, n = this + 1, len(chain)
+                laws = None if laws_1KV is None else laws_1KV[:, :n]
+                if (stands := decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))) is None:
+                    return -1
+                count, following[this] = stands
+                return count
             except BaseException as raised:  # compiled code cannot be left by an error
                 error = raised
                 return -1
@@ -378,7 +404,7 @@ class CompiledLlama:
         )
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
-        return Ran([made(number) for number in range(told, call.rounds)], stored, call.draft_start, spent, error)
+        return Ran([made(done) for done in range(told, call.rounds)], stored, call.draft_start, spent, error)
 
     @cached_property
     def _positions(self) -> array[int]:

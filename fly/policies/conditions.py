@@ -70,16 +70,11 @@ class Block:
 
 
 class HostBlock(Block):
-    """A block whose rows agree where the target's choice was drafted, as lists of the host, without padding; a tensor
-    where somebody asks for one."""
+    """A block that knows where the core accepts (``agree``) as lists of the host, without padding; a tensor where
+    somebody asks for one."""
 
-    def __init__(self, target: Target, draft: Draft) -> None:
-        self.__dict__.update(target=target, draft=draft, clauses={})
-
-    @cached_property
-    def agree(self) -> list[list[bool]]:
-        rows = zip(self.draft.chains, self.target.choices)
-        return [[token == choice for token, choice in zip(*row)] for row in rows]
+    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
+        self.__dict__.update(target=target, draft=draft, agree=agree, clauses={})
 
     @cached_property
     def agree_BK(self) -> Tensor:

@@ -11,9 +11,9 @@ import math
 import torch
 from torch import Tensor
 
-from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
+from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly, exact_accept_probs
 from fly.policies.conditions import Block, HostBlock
-from fly.sampling import draw
+from fly.sampling import ProcessedLaw, draw
 from fly.types import Draft, Guarantee, Noise, Target, Told, ToldVerdict, Verdict, Why, first_branch
 from fly.vocabulary import pick
 
@@ -50,11 +50,8 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
             f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
-    if draft.parents_BK is None:
-        logits_BKV = target.logits_BKV
-        here = rows > 0 and logits_BKV.device.type == "cpu" and type(logits_BKV) is Tensor  # and not in shards
-        if comes_to_ids and here:
-            return _verify_greedily(policy, target, draft)
+    if draft.parents_BK is None and accepts_exactly(policy) and (told := _verify_on_host(policy, target, draft, noise)):
+        return told
     if noise is None:
         device = target.logits_BKV.device
         noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
@@ -65,22 +62,28 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     return _verify_first_path(policy, target, draft, noise)
 
 
-def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> Verdict:
-    """``policy.verdict`` where it comes to comparing ids: at temperature 0, on the CPU, of a policy that
-    ``accepts_exactly``. A relaxation is asked of one mismatch after the other, up to the first that it does not excuse.
+def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> ToldVerdict | None:
+    """``policy.verdict`` as lists, for a policy that ``accepts_exactly`` and logits on the CPU: at temperature 0 it
+    comes to comparing ids, else compiled code flips the coins. None where there is no such code. A relaxation is asked
+    of one mismatch after the other, up to the first that it does not excuse.
 
     Between two forwards of a model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
     """
-    chains, choices, relaxation = draft.chains, target.choices, policy.relaxation
-    _, longest = draft.shape
+    rows, longest = draft.shape
+    logits_BKV, law, relaxation = target.logits_BKV, target.lazy_law, policy.relaxation
+    if not rows or logits_BKV.device.type != "cpu" or type(logits_BKV) is not Tensor:  # which may be in shards
+        return None
+    chains, choices = draft.chains, target.choices
+    if (agree := _kept(policy, target, draft, noise)) is None:
+        return None
     why, asked = [], [[False] * longest for _ in chains]
     held: dict[str, list[list[bool]]] = {}
     block: HostBlock | None = None
     accepted = []
-    for b, (chain, choice) in enumerate(zip(chains, choices)):
+    for b, (chain, same) in enumerate(zip(chains, agree)):
         reasons, n, end = [_REJECTED] * longest, 0, len(chain)
         while True:
-            while n < end and chain[n] == choice[n]:
+            while n < end and same[n]:
                 reasons[n] = _MATCH
                 n += 1
             if n == end:
@@ -89,20 +92,37 @@ def _verify_greedily(policy: AcceptancePolicy, target: Target, draft: Draft) -> 
             if relaxation is None:
                 break
             if block is None:
-                block = HostBlock(target, draft)
+                block = HostBlock(target, draft, agree)
                 held = {clause.label: [[False] * longest for _ in chains] for clause in relaxation.clauses}
             said = {clause.label: clause.at(block, b, n) for clause in relaxation.clauses}
             for label, yes in said.items():
                 held[label][b][n] = yes
             # as ``Target.allowed``, of one token
-            if not relaxation.decide(said) or target.logits_BKV[b, n, chain[n]].item() == -math.inf:
+            if not relaxation.decide(said) or logits_BKV[b, n, chain[n]].item() == -math.inf:
                 break
             reasons[n] = _RELAXED
             n += 1
         accepted.append(n)
         why.append(reasons)
-    following = [row[n] for row, n in zip(choices, accepted)]
+    if target.all_greedy:
+        following = [row[n] for row, n in zip(choices, accepted)]
+    else:
+        assert noise is not None and isinstance(law, ProcessedLaw)
+        following = []
+        for b, (chain, n, uniform) in enumerate(zip(chains, accepted, noise.sample_B.tolist())):
+            following.append(law.follow(b, n, chain[n] if n < len(chain) else None, draft, uniform))
     return ToldVerdict(Told(accepted, following, why, asked, held))
+
+
+def _kept(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[list[bool]] | None:
+    """Where the exact rule keeps a drafted token; up to the first that it does not keep, where nothing excuses one."""
+    if target.all_greedy:
+        rows = zip(draft.chains, target.choices)
+        return [[token == choice for token, choice in zip(chain, choices)] for chain, choices in rows]
+    law = target.lazy_law
+    if noise is None or not isinstance(law, ProcessedLaw) or not draws_exactly(policy):
+        return None
+    return law.keeps(draft, noise.accept_BK, policy.relaxation is not None)
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:

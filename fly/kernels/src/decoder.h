@@ -755,24 +755,74 @@ inline Surety surety(const Kept& kept, float temperature, int vocab, const float
     return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
 }
 
-// The law that ``how`` makes of logits, into ``law`` [V], and a token drawn from it (fly/sampling.py: draw).
-inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread,
-                      Surety* sure) {
+// A token drawn from a law [V] that need not sum to 1 (fly/sampling.py: draw); -1 where that has no mass.
+inline int64_t pick(const float* law, int vocab, float uniform) {
+    double whole = 0, so_far = 0;
+    for (int v = 0; v < vocab; v++) whole += law[v];
+    const double wanted = (double)uniform * whole;
+    for (int v = 0; v < vocab && whole > 0; v++) {
+        so_far += law[v];
+        if (so_far > wanted) return v;
+    }
+    return -1;
+}
+
+// The law that ``how`` makes of logits, which is then in the second half of ``spread`` [2, V padded].
+inline float* law_of(const Sampling& how, const float* given, int vocab, float* spread, Surety* sure = nullptr) {
     const int room = padded(vocab);
     const Kept kept = keep(how, given, vocab, spread);
     if (sure) *sure = surety(kept, how.temperature, vocab, spread);
     const Vec total = set1(kept.total);
     float* mass = spread + room;
     for (int v = 0; v < room; v += W) st(mass + v, div(ld(mass + v), total));
-    memcpy(law, mass, vocab * sizeof(float));
-    double whole = 0, so_far = 0;
-    for (int v = 0; v < vocab; v++) whole += law[v];
-    const double wanted = (double)uniform * whole;
-    for (int v = 0; v < vocab; v++) {
-        so_far += law[v];
-        if (so_far > wanted) return v;
+    return mass;
+}
+
+// The same into ``law`` [V], and a token drawn from it.
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread,
+                      Surety* sure) {
+    memcpy(law, law_of(how, given, vocab, spread, sure), vocab * sizeof(float));
+    const int64_t token = pick(law, vocab, uniform);
+    return token < 0 ? 0 : token;
+}
+
+// Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
+// that it does not keep, or of ``all``. ``laws`` [count, V] is what they were drawn from; null is a deterministic draft.
+// Returns the number of that first token, or ``count``.
+int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* laws,
+            const float* coins, bool all, float* spread, uint8_t* keeps) {
+    int first = count;
+    for (int j = 0; j < count && (all || first == count); j++, logits += vocab) {
+        const int64_t token = drafted[j];
+        if (how->temperature > 0) {
+            constexpr float least = 1.17549435e-38f;
+            const float target = law_of(*how, logits, vocab, spread)[token];
+            const float draft = laws ? laws[(long)j * vocab + token] : 1;
+            keeps[j] = coins[j] < target / (draft > least ? draft : least);
+        } else {
+            keeps[j] = best(logits, vocab) == token;
+        }
+        if (!keeps[j] && first == count) first = j;
     }
-    return 0;
+    return first;
+}
+
+// The token behind those that stand: drawn from the target's law or, if a drafted one was ``rejected`` there (else -1),
+// from what is left of it without the draft's ``law`` [V] (null: that one token).
+int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* law, float uniform,
+               float* spread) {
+    if (!(how->temperature > 0)) return best(logits, vocab);
+    float *target = law_of(*how, logits, vocab, spread), *left = spread;
+    if (rejected >= 0) {
+        for (int v = 0; v < vocab; v++) {
+            const float rest = target[v] - (law ? law[v] : v == rejected);
+            left[v] = rest > 0 ? rest : 0;
+        }
+        const int64_t token = pick(left, vocab, uniform);
+        if (token >= 0) return token;  // else the laws are equal: a rejection is a rounding matter, and the law is right
+    }
+    const int64_t token = pick(target, vocab, uniform);
+    return token < 0 ? 0 : token;
 }
 
 // The next token of row ``b``, by the logits of the one before; -1 where the drafter is not sure enough of any.

@@ -176,6 +176,10 @@ struct Variant {
     void (*top)(const float* logits, int vocab, int n, float* found);
     void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
                  float* least, float* total);
+    int (*accepts)(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count,
+                   const float* laws, const float* coins, bool all, float* spread, uint8_t* keeps);
+    int64_t (*follow)(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* law,
+                      float uniform, float* spread);
 };
 
 extern const Variant avx512bf16, avx2;

@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 10; }
+EXPORT int fly_abi() { return 11; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -521,19 +521,53 @@ EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vo
     return OK;
 }
 
+// Which of ``count`` drafted tokens the exact rule keeps (Variant: accepts), by logits [count, V]; -1 without memory.
+EXPORT int fly_accepts(int variant, const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count,
+                       const float* laws, const float* coins, int all, uint8_t* keeps) {
+    float* spread = (float*)allocate(2L * padded(vocab) * 4);
+    if (!spread) return -1;
+    const int first = variants[variant]->accepts(logits, vocab, how, drafted, count, laws, coins, all, spread, keeps);
+    free(spread);
+    return first;
+}
+
+// The token behind those that stand (Variant: follow), by logits [V]; -1 without memory.
+EXPORT int64_t fly_follow(int variant, const float* logits, int vocab, const Sampling* how, int64_t rejected,
+                          const float* law, float uniform) {
+    float* spread = (float*)allocate(2L * padded(vocab) * 4);
+    if (!spread) return -1;
+    const int64_t token = variants[variant]->follow(logits, vocab, how, rejected, law, uniform, spread);
+    free(spread);
+    return token;
+}
+
+namespace {
+
+constexpr uint64_t MIX = 0x9e3779b97f4a7c15, MIX_LAST = 0x94d049bb133111eb;
+enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/sampling.py: Stream
+
+uint64_t scramble(uint64_t x) {  // the finaliser of splitmix64
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+    x = (x ^ (x >> 27)) * MIX_LAST;
+    return x ^ (x >> 31);
+}
+
+// ``n`` uniforms of a stream of a round (fly/sampling.py: uniforms).
+void uniforms(int64_t seed, int64_t round, int stream, int n, float* uniform) {
+    const uint64_t key = scramble(scramble((uint64_t)seed + MIX) + (uint64_t)round * MIX + (uint64_t)stream);
+    for (int i = 0; i < n; i++) uniform[i] = (float)(scramble(key + (uint64_t)(i + 1) * MIX) >> 40) * 0x1p-24f;
+}
+
+// The seed of a drafter that speculates from ``position`` on (fly/sampling.py: derive).
+int64_t derived(int64_t seed, int64_t position) {
+    return (int64_t)scramble(scramble((uint64_t)seed ^ MIX_LAST) + (uint64_t)position * MIX);
+}
+
+}  // namespace
+
 // Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms).
 EXPORT void fly_uniforms(const int64_t* seed, const int64_t* round, int rows, int stream, int n, float* uniform) {
-    constexpr uint64_t mix = 0x9e3779b97f4a7c15;
-    auto scramble = [](uint64_t x) {  // the finaliser of splitmix64
-        x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
-        x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
-        return x ^ (x >> 31);
-    };
-    for (int b = 0; b < rows; b++) {
-        const uint64_t key = scramble(scramble((uint64_t)seed[b] + mix) + (uint64_t)round[b] * mix + (uint64_t)stream);
-        for (int i = 0; i < n; i++)
-            uniform[(long)b * n + i] = (float)(scramble(key + (uint64_t)(i + 1) * mix) >> 40) * 0x1p-24f;
-    }
+    for (int b = 0; b < rows; b++) uniforms(seed[b], round[b], stream, n, uniform + (long)b * n);
 }
 
 // The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all; n is 1 to V.
@@ -614,10 +648,17 @@ struct Rounds {
     float* logits;              // [k + 1, V] out, of the last round
     int64_t* drafted;           // [most, k] out
     int32_t* drafted_count;     // [most] out
-    int32_t* choice;            // [most, k + 1] out
+    int32_t* choice;            // [most, k + 1] out: the target's most likely tokens
     int32_t* accepted;          // [most] out: drafted tokens that stand
-    int32_t (*decide)(int32_t); // of a round by its number, if a drafted token is not the target's own: how many stand;
-                                // -1 is the end of the row. Null: those before that token
+    int64_t* following;         // [most] out: the token behind them
+    const Sampling* sampling;   // how the row draws; null where it takes the most likely
+    float* laws;                // [k, V] out: what the last round's drafts were drawn from; null where nothing is drawn
+    float* coins;               // [2 k + 1] for what is drawn
+    float* spread;              // [2, V padded] the same
+    int64_t seed;
+    int32_t variant;            // which of them judges what is drawn
+    int32_t (*decide)(int32_t); // of a round by its number, if the exact rule keeps not all of its draft: how many stand,
+                                // and it sets what follows; -1 is the end of the row. Null: the exact rule
     int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
     int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
     Sure sure;                  // of the drafter
@@ -629,6 +670,8 @@ struct Rounds {
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
+    const int vocab = target->shape.vocab;
+    const Variant* judge = variants[it->variant];
     Batch scored = *batch, draft;
     int32_t start, count, draft_start, draft_count;
     const int32_t stop_at[2] = {0, it->stops};
@@ -637,6 +680,11 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         draft = *draft_batch;
         draft.start = &draft_start, draft.count = &draft_count;
     }
+    auto ends = [it](int64_t token) {
+        bool found = false;
+        for (int s = 0; s < it->stops; s++) found |= it->stop[s] == token;
+        return found;
+    };
     it->rounds = 0, it->scoring = it->drafting = 0;
     for (int64_t now = begin, since;;) {
         const int32_t length = it->length, round = it->rounds;
@@ -649,11 +697,15 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             draft.tokens = draft_count;
             draft.token = it->text + draft_start, draft.position = it->position + draft_start;
             const int32_t* texts[1] = {it->copied};
-            if (const int error = fly_draft(drafter, &draft, limit, &limit, it->stop, stop_at, drafted, &drafts, nullptr,
-                                            nullptr, nullptr, lookup, texts, &it->sure))
+            if (it->sampling) {
+                const int64_t seed = derived(it->seed, length);
+                for (int n = 0; n < limit; n++) uniforms(seed, length + n, SAMPLE, 1, it->coins + n);
+            }
+            if (const int error = fly_draft(drafter, &draft, limit, &limit, it->stop, stop_at, drafted, &drafts,
+                                            it->sampling, it->coins, it->laws, lookup, texts, &it->sure))
                 return error;
-            bool whole = drafts == limit;  // else the drafter was not sure of what comes behind the last, and has it stored
-            for (int s = 0; drafts && s < it->stops; s++) whole |= drafted[drafts - 1] == it->stop[s];
+            // else the drafter was not sure of what comes behind the last, and has that stored
+            const bool whole = drafts == limit || (drafts && ends(drafted[drafts - 1]));
             it->draft_start = length + drafts - whole;
             memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
             since = now, it->drafting += (now = nanoseconds()) - since;
@@ -664,17 +716,36 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         if (const int error = fly_score(target, &scored, nullptr, count, it->logits, choice)) return error;
         since = now, it->scoring += (now = nanoseconds()) - since;
         int32_t n = 0;
-        while (n < drafts && drafted[n] == choice[n]) n++;
+        if (it->sampling) {
+            uint8_t keeps[256];
+            uniforms(it->seed, length, ACCEPT, drafts, it->coins);
+            for (int some; n < drafts; n += some) {
+                some = drafts - n < 256 ? drafts - n : 256;
+                const int kept = judge->accepts(it->logits + (long)n * vocab, vocab, it->sampling, drafted + n, some,
+                                                it->laws + (long)n * vocab, it->coins + n, false, it->spread, keeps);
+                if (kept < some) {
+                    n += kept;
+                    break;
+                }
+            }
+        } else {
+            while (n < drafts && drafted[n] == choice[n]) n++;
+        }
         it->drafted_count[round] = drafts, it->rounds++;
         if (n < drafts && it->decide) {
             n = it->decide(round);
-            now = nanoseconds();
+        } else if (it->sampling) {
+            uniforms(it->seed, length, SAMPLE, 1, it->coins);
+            it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling, n < drafts ? drafted[n] : -1,
+                                                 it->laws + (long)n * vocab, it->coins[0], it->spread);
+        } else {
+            it->following[round] = choice[n];
         }
+        now = nanoseconds();
         bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
         over |= length + n + 1 + it->k > it->room;
-        if (n >= 0) it->accepted[round] = n, it->text[length + n] = choice[n];
-        for (int32_t at = length; at <= length + n; at++)
-            for (int s = 0; s < it->stops; s++) over |= it->text[at] == it->stop[s];
+        if (n >= 0) it->accepted[round] = n, it->text[length + n] = it->following[round];
+        for (int32_t at = length; at <= length + n; at++) over |= ends(it->text[at]);
         if (over) return OK;
         it->length = length + n + 1, it->left -= n + 1;
         if (it->draft_start > length + n) it->draft_start = length + n;
