@@ -250,12 +250,13 @@ class Runner:
         told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
         try:
             kv = self._behind(row, room)
-            if drafter is not None and drafting is not None:
+            if drafting is not None:
+                told |= {"lookup": drafting.lookup, "sure": drafting.sure}
+            if drafter is not None:
                 context = min(room, drafter.model.config.max_position_embeddings)
                 if length >= context or getattr(drafter.model, "rounds", None) is None:
                     raise OutOfBlocks
                 told |= {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
-                told |= {"lookup": drafting.lookup, "sure": drafting.sure}
         except OutOfBlocks:
             self.commit([row])
             return None

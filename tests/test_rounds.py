@@ -55,7 +55,7 @@ def engine(
     drafting: int | None, lookup: bool, most: int | None, blocks: tuple[int, int], size: int, **stop: float
 ) -> Engine:
     runner = Runner(TARGET, PagedKVCache(TARGET.config, blocks[0], size))
-    strategy: DraftStrategy | None = None
+    strategy: DraftStrategy | None = NGramDraft(3, 1, most or 5) if lookup else None
     if drafting is not None:
         own = {"cache_tokens": blocks[1] * size, "block_size": size, "k": most}
         strategy = SingleDraft(DRAFTS[drafting], **own, **stop)  # type: ignore[arg-type]
@@ -115,7 +115,8 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
                 assert before == (len(row.tokens), held(made)[0])
                 return row, "out of blocks"
             emitted += tokens
-            for runner in (made.runner, *([] if drafting is None else [made.strategy.continuation(row).runner])):
+            drafter = None if drafting is None else made.strategy.continuation(row).runner
+            for runner in filter(None, (made.runner, drafter)):
                 cached = runner._cached.get(row.id, [])
                 assert cached == row.tokens[: len(cached)]
                 assert len(cached) < len(row.tokens) and runner.cache.allocator.length(row.id) == len(cached)
@@ -180,7 +181,7 @@ def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monk
     assert used(SingleDraft(near, confidence=0.4)) and used(SingleDraft(near, entropy=2.0))
     assert used(None) and used(SingleDraft(near)) and used(SingleDraft(near), k=0)
     assert used(SingleDraft(near), rule="fly") and used(CascadeDraft([NGramDraft(), SingleDraft(near)]))
-    assert not used(NGramDraft()) and not used(Own(near))
+    assert used(NGramDraft()) and not used(Own(near)) and not used(type("Own", (NGramDraft,), {})())
     assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)])) and not used(AdaptiveDraft(SingleDraft(near)))
     assert not used(SingleDraft(near), rule="lossy(lenience=3)")
     hot: dict[str, object] = {"temperature": 0.8, "top_p": 0.9}

@@ -143,6 +143,7 @@ def bench_speed(
             json_.write_text(json.dumps(record, indent=2), encoding="utf-8")
 
 
+_SURE, _MOST_SURE = 0.4, 20  # how transformers drafts when told nothing: least probability, most tokens
 _CONTEXT = 256  # stored tokens behind which draft lengths and rows are compared
 
 
@@ -344,6 +345,7 @@ def bench_peers(
         from fly.bundled import resolve_checkpoint
         from fly.bundled.tasks import check_many
         from fly.bundled.tasks import problems as draw_problems
+        from fly.drafts import SingleDraft
         from fly.eval import Setting
         from fly.llm import LLM
         from fly.models import LlamaConfig, save_model
@@ -371,10 +373,14 @@ def bench_peers(
             # of the same weights: a copy for each would drive the others from the caches of the processor
             fast, lookup = LLM(plain, str(helper), **options), LLM(plain, "ngram", **options)
             levels = LLM(plain, f"ngram+{helper}", **options)
+            surely = LLM(plain, SingleDraft(helper, confidence=_SURE, dtype=number, device="cpu", kernels=kernels))
+            sure, most_sure = f" (to {_SURE})", max(k, _MOST_SURE)
             settings += [Setting("exact", fast, k, Exact()), Setting("exact, n-gram", lookup, k, Exact())]
+            settings.append(Setting("exact" + sure, surely, most_sure, Exact()))
             if rule != Exact():
                 name = cli.rule_name(rule)
                 settings += [Setting(name, fast, k, rule), Setting(f"{name}, multi-level", levels, k, rule)]
+                settings.append(Setting(name + sure, surely, most_sure, rule))
             prompts = [plain.chat_prompt(problem.prompt) for problem in asked]
         else:
             rng = random.Random(0)
@@ -399,6 +405,7 @@ def bench_peers(
             "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
             "speculation · fastest: fly's fastest decoding of all over this · same: outputs\n"
             "like fly's autoregressive ones · agree: tokens before the first that differs ·\n"
+            f"(to {_SURE}): up to {max(k, _MOST_SURE)} tokens, while one has at least {_SURE}, as in (own K) ·\n"
             f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s[/]",
             highlight=False,
         )

@@ -21,12 +21,12 @@ __all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "unti
 
 class Continuation(NamedTuple):
     """What a strategy proposes where that is just what one model says, token after token, up to where it is not sure
-    enough: the most likely ones, or drawn as ``SingleDraft`` draws."""
+    enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``NGramDraft`` copies."""
 
-    runner: Runner
+    runner: Runner | None
     most: int  # tokens a round
     sure: Sure  # where it stops
-    lookup: Lookup | None  # says nothing, only sooner
+    lookup: Lookup | None  # with a model it says nothing, only sooner
 
 
 class DraftStrategy(ABC):
@@ -62,8 +62,8 @@ class DraftStrategy(ABC):
         """
 
     def continuation(self, row: Sequence) -> Continuation | None:
-        """Where ``propose`` would just go on with what a model says, whatever the target says: that model. Rounds may
-        then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
+        """Where ``propose`` would just go on with what a model says, or the text, whatever the target says of it: that.
+        Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
         return None
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:

@@ -276,7 +276,7 @@ class SingleDraft(DraftStrategy):
         """The settings of an n-gram draft below; None where there is none, or no call to do its work."""
         if type(draft := self.draft) is not NGramDraft or getattr(self._model, "draft", None) is None:
             return None
-        return Lookup(*(min(value, 2**31 - 1) for value in (draft.longest, draft.shortest, draft.k)))
+        return Lookup.from_buffer_copy(draft.compiled)  # it learns from what this level sees
 
     def _at_once(self, rows: Rows[Sequence], active: list[int], most: list[int]) -> Draft | None:
         """The proposal in one call of the model, for rows ``active``; None where the cache has no room for it."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from fly.drafts.base import DraftStrategy, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
 from fly.engine import common_prefix
+from fly.kernels.library import Lookup, Sure
 from fly.types import Draft, Sequence
 
 __all__ = ["NGramDraft"]
@@ -40,9 +42,13 @@ class NGramDraft(DraftStrategy):
         copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
-    def commit(self, rows: Rows[Sequence]) -> None:
-        for row in rows:
-            self._sync(row)
+    @cached_property
+    def compiled(self) -> Lookup:
+        """The settings, as compiled code takes them."""
+        return Lookup(*(min(value, 2**31 - 1) for value in (self.longest, self.shortest, self.k)))
+
+    def continuation(self, row: Sequence) -> Continuation | None:
+        return Continuation(None, self.k, Sure(), self.compiled) if type(self) is NGramDraft else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

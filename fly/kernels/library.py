@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 11  # of src/library.cpp: what was built from other sources is not called
+_ABI = 12  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"

@@ -312,7 +312,7 @@ class CompiledLlama:
         drafter: CompiledLlama | None = None,
         draft_kv: PagedBatch | None = None,
         k: int = 0,
-        context: int = 0,
+        context: int = 2**31 - 1,
         lookup: Lookup | None = None,
         sure: Sure = _ALWAYS,
         law: Law | None = None,
@@ -328,8 +328,8 @@ class CompiledLlama:
             text: the row's tokens.
             kv: its last token, behind all others stored, with room for the tokens of all rounds behind it.
             left: tokens the row may still emit, at least 1; ``stop_ids`` end it before.
-            drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room; None decodes
-                autoregressively.
+            drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room. None leaves that
+                to a ``lookup``, which copies (``NGramDraft``); or decodes autoregressively.
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
                 ``sure``.
             law, seed: how the row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
@@ -348,8 +348,8 @@ class CompiledLlama:
         if drafter is not None and draft_kv is not None:
             (draft_start,), (pending,) = draft_kv.starts, draft_kv.counts
             draft_batch, _kept_too = drafter._batch((0, 0), pending, draft_kv, None)
-            if lookup is not None:
-                copied = array("i", words)
+        if lookup is not None:
+            copied = array("i", words)
         stops, logits_1JV = array("q", stop_ids), torch.empty(1, k + 1, self.vocab)
         drafted, choices = array("q", bytes(8 * most * k)), array("i", bytes(4 * most * (k + 1)))
         counts, accepted, following = (
@@ -364,9 +364,11 @@ class CompiledLlama:
         )  # fmt: skip
         laws_1KV: Tensor | None = None
         if law is not None:
-            laws_1KV, coins, spread = torch.empty(1, k, self.vocab), torch.empty(k + 1), torch.empty(2, self.vocab + 64)
-            call.sampling, call.laws = ctypes.addressof(law.compiled), laws_1KV.data_ptr()
-            call.coins, call.spread = coins.data_ptr(), spread.data_ptr()
+            coins, spread = torch.empty(k + 1), torch.empty(2, self.vocab + 64)
+            call.sampling, call.coins, call.spread = ctypes.addressof(law.compiled), coins.data_ptr(), spread.data_ptr()
+            if drafter is not None:
+                laws_1KV = torch.empty(1, k, self.vocab)
+                call.laws = laws_1KV.data_ptr()
             call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps``
         told, error = 0, None
 

@@ -872,7 +872,7 @@ inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
 
 // Find the longest n-gram that ends a text of ``length`` tokens and occurred before, at its latest place, and copy
 // ``most`` tokens that followed (or followed these) behind the text. Returns how many tokens before are the same.
-inline int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
+int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
     constexpr int SOME = 32;
     const int32_t last = text[length - 1];
     int matched = 0, follows = 0;

@@ -180,6 +180,7 @@ struct Variant {
                    const float* laws, const float* coins, bool all, float* spread, uint8_t* keeps);
     int64_t (*follow)(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* law,
                       float uniform, float* spread);
+    int (*look_up)(const Lookup& lookup, int32_t* text, int length, int most);
 };
 
 extern const Variant avx512bf16, avx2;

@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 11; }
+EXPORT int fly_abi() { return 12; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -652,7 +652,7 @@ struct Rounds {
     int32_t* accepted;          // [most] out: drafted tokens that stand
     int64_t* following;         // [most] out: the token behind them
     const Sampling* sampling;   // how the row draws; null where it takes the most likely
-    float* laws;                // [k, V] out: what the last round's drafts were drawn from; null where nothing is drawn
+    float* laws;                // [k, V] out: what the last round's drafts were drawn from; null where they were not
     float* coins;               // [2 k + 1] for what is drawn
     float* spread;              // [2, V padded] the same
     int64_t seed;
@@ -665,8 +665,8 @@ struct Rounds {
 };
 
 // Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again and
-// again, until one emits a stop id or all that is left, the room may not do, or the time is over. ``drafter`` null decodes
-// autoregressively.
+// again, until one emits a stop id or all that is left, the room may not do, or the time is over. Without a ``drafter`` a
+// ``lookup`` drafts what followed the last time, with neither nobody does.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
@@ -685,6 +685,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         for (int s = 0; s < it->stops; s++) found |= it->stop[s] == token;
         return found;
     };
+    auto law_at = [it, vocab](int n) { return it->laws ? it->laws + (long)n * vocab : nullptr; };
     it->rounds = 0, it->scoring = it->drafting = 0;
     for (int64_t now = begin, since;;) {
         const int32_t length = it->length, round = it->rounds;
@@ -708,8 +709,13 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const bool whole = drafts == limit || (drafts && ends(drafted[drafts - 1]));
             it->draft_start = length + drafts - whole;
             memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
-            since = now, it->drafting += (now = nanoseconds()) - since;
+        } else if (lookup && limit > 0 && target->variant->look_up(*lookup, it->copied, length, limit)) {
+            for (bool ended = false; drafts < limit && !ended; drafts++) {
+                drafted[drafts] = it->text[length + drafts] = it->copied[length + drafts];
+                ended = ends(drafted[drafts]);
+            }
         }
+        since = now, it->drafting += (now = nanoseconds()) - since;
         start = length - 1, count = drafts + 1;
         scored.tokens = count;
         scored.token = it->text + start, scored.position = it->position + start;
@@ -722,7 +728,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             for (int some; n < drafts; n += some) {
                 some = drafts - n < 256 ? drafts - n : 256;
                 const int kept = judge->accepts(it->logits + (long)n * vocab, vocab, it->sampling, drafted + n, some,
-                                                it->laws + (long)n * vocab, it->coins + n, false, it->spread, keeps);
+                                                law_at(n), it->coins + n, false, it->spread, keeps);
                 if (kept < some) {
                     n += kept;
                     break;
@@ -736,8 +742,8 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             n = it->decide(round);
         } else if (it->sampling) {
             uniforms(it->seed, length, SAMPLE, 1, it->coins);
-            it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling, n < drafts ? drafted[n] : -1,
-                                                 it->laws + (long)n * vocab, it->coins[0], it->spread);
+            it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling,
+                                                 n < drafts ? drafted[n] : -1, law_at(n), it->coins[0], it->spread);
         } else {
             it->following[round] = choice[n];
         }
