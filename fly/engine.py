@@ -36,7 +36,7 @@ __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
-_MOST_AT_ONCE = 128  # tokens that rounds of one call may emit: what the caches must have room for
+_MOST_AT_ONCE = 128  # tokens beside a round's own that rounds of one call may emit: what caches must have room for
 
 
 class Model(Protocol):
@@ -248,19 +248,23 @@ class Runner:
         length, drafter = len(row.tokens), None if drafting is None else drafting.runner
         room = length + min(left, k + _MOST_AT_ONCE)
         told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
+        if drafter is not None:
+            config = drafter.model.config
+            if config.vocab_size != self.model.config.vocab_size or getattr(drafter.model, "rounds", None) is None:
+                return None
+            if length >= config.max_position_embeddings:  # too long a text to be drafted for
+                drafting = drafter = None
         try:
             kv = self._behind(row, room)
-            if drafting is not None:
-                told |= {"lookup": drafting.lookup, "sure": drafting.sure}
             if drafter is not None:
                 context = min(room, drafter.model.config.max_position_embeddings)
-                if length >= context or getattr(drafter.model, "rounds", None) is None:
-                    raise OutOfBlocks
                 told |= {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
         except OutOfBlocks:
             self.commit([row])
             return None
-        ran: Ran = run(row.tokens, kv, left, row.stop_ids, k=k, decide=decide, seconds=seconds, **told)
+        if drafting is not None:
+            told |= {"k": k, "lookup": drafting.lookup, "sure": drafting.sure}
+        ran: Ran = run(row.tokens, kv, left, row.stop_ids, decide=decide, seconds=seconds, **told)
         self._cached[row.id] = ran.text
         if drafter is not None:
             drafter._cached[row.id] = ran.text[: ran.draft_start]
@@ -448,7 +452,7 @@ class Engine:
 
         A row alone may be taken through several rounds, until ``stretch`` is over: where compiled kernels draft and
         verify, they do so in one call, in which a policy is asked of what the exact rule does not keep. Its tokens are
-        the same.
+        the same; after an error the rounds before it stand, as if they had been steps of their own.
 
         ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
         same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
@@ -456,8 +460,8 @@ class Engine:
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
-            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were before it, as after any
-                error of a strategy or a policy.
+            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were before that round, as after
+                any error of a strategy or a policy.
         """
         if prefill and self.strategy is not None:
             self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
@@ -526,7 +530,8 @@ class Engine:
         drafting = None
         if self.strategy is not None and (drafting := self.strategy.continuation(row)) is None:
             return None
-        before, k = len(row.provenance), 0 if drafting is None else min(row.k, drafting.most)
+        before, left = len(row.provenance), self.left(row)
+        k = 0 if drafting is None else min(row.k, drafting.most, left - 1)
 
         def decide(settled: list[Round], asked: Asked) -> tuple[int, int] | None:
             self._settle(row, settled, stopped)
@@ -541,7 +546,7 @@ class Engine:
             return None if row.finish_reason else (told.accepted[0], told.following[0])
 
         asks = None if row.policy.relaxation is None else decide
-        rest = self.runner.rounds(row, self.left(row), drafting if k else None, k, asks, self.stretch)
+        rest = self.runner.rounds(row, left, drafting if k else None, k, asks, self.stretch)
         if rest is None:
             return None
         self._settle(row, rest, stopped)
@@ -567,6 +572,8 @@ class Engine:
             stats.emitted += len(ids)
             stats.drafted += len(drafted)
             stats.accepted += n
+            if drafted:
+                row.drafts.append((len(drafted), n))
 
     def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one
@@ -654,6 +661,8 @@ class Engine:
                 stats.emitted += count
             stats.drafted += len(chain)
             stats.accepted += standing
+            if chain:
+                row.drafts.append((len(chain), standing))
             if relaxation is not None and held and True in asked[i]:
                 told = {*path} if standing == count else range(len(chain))  # unless it ended before the rest was tried
                 for node in (node for node, was in enumerate(asked[i]) if was and node in told):

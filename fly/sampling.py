@@ -200,12 +200,17 @@ class ProcessedLaw:
     def keeps(self, draft: Draft, coins_BK: Tensor, all_: bool) -> list[list[bool]] | None:
         """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``), those of a chain up to the
         first that it does not keep, or ``all_`` of them; by compiled code. None where there is none for it."""
-        accepts = compiled("fly_accepts") if self._on_host() else None
-        if accepts is None or not (draft.probs_BKV is None or draft.probs_BKV.dtype == torch.float32):
+        rows, places, width = self.logits_BJV.shape
+        laws, floats = draft.probs_BKV, torch.float32
+        fits = laws is None or (laws.dtype == floats and laws.shape == (rows, places - 1, width))
+        if not (self._on_host() and fits and coins_BK.dtype == floats and coins_BK.shape == (rows, places - 1)):
+            return None
+        if not all(0 <= token < width for chain in draft.chains for token in chain):
+            return None
+        if (accepts := compiled("fly_accepts", self.logits_BJV.numel() > _SOON)) is None:
             return None
         logits_BJV, coins_BK = self.logits_BJV.contiguous(), coins_BK.contiguous()
         laws_BKV = None if draft.probs_BKV is None else draft.probs_BKV.contiguous()
-        _, places, width = logits_BJV.shape
         how = self.law.compiled
         found = []
         for b, chain in enumerate(draft.chains):
@@ -229,20 +234,19 @@ class ProcessedLaw:
     def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
         """The token drawn at position ``j`` of row ``b``: from its law or, where the exact rule ``rejected`` a drafted
         token, from what the draft's leaves of it (``max(target - draft, 0)``). Where ``keeps`` finds compiled code."""
-        width = self.logits_BJV.shape[2]
-        law_V = None
+        logits_V, law_V = self.logits_BJV[b, j].contiguous(), None
         if rejected is not None and draft.probs_BKV is not None:
             law_V = draft.probs_BKV[b, j].contiguous()
         token: int = compiled("fly_follow")(
-            self.logits_BJV[b, j].contiguous().data_ptr(),
-            width,
+            logits_V.data_ptr(),
+            len(logits_V),
             ctypes.addressof(self.law.compiled[b]),
             -1 if rejected is None else rejected,
             None if law_V is None else law_V.data_ptr(),
             uniform,
         )
         if token < 0:
-            raise MemoryError(f"no memory for a law over {width} tokens")
+            raise MemoryError(f"no memory for a law over {len(logits_V)} tokens")
         return token
 
     def _on_host(self) -> bool:

@@ -694,6 +694,7 @@ class Sequence:
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
     finish_reason: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
     priority: int = 0  # smaller goes first
@@ -720,6 +721,7 @@ class Sequence:
             tokens=list(self.tokens),
             provenance=[],
             logprobs=[],
+            drafts=[],
             stats=replace(self.stats, gates={}),
             matcher=None if self.matcher is None else self.matcher.fresh(),
         )
@@ -728,5 +730,6 @@ class Sequence:
         """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
         scratch = copy(self)  # a level does this every round, and ``replace`` takes four times as long
         scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
-        scratch.provenance, scratch.logprobs, scratch.stats, scratch.finish_reason = [], [], Stats(), None
+        scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
+        scratch.stats, scratch.finish_reason = Stats(), None
         return scratch

@@ -478,6 +478,29 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
                 assert float(left_V[token]) > 0 or float(left_V.sum()) < 1e-4
 
 
+@built
+def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
+    """Laws of another width or type, ids that are none, coins in double precision; strides are no matter."""
+    logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
+    law, coins_BK = Law.of([SamplingParams()]).on(logits_BJV), torch.tensor([[0.1, 0.9]])
+    tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
+    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK, True) is not None
+    for draft in (
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
+        Draft(torch.tensor([[3, 40]]), lengths_B),
+        Draft(torch.tensor([[3, -1]]), lengths_B),
+    ):
+        assert law.keeps(draft, coins_BK, True) is None
+    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK.double(), True) is None
+    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK[:, :1], True) is None
+    across = Law.of([SamplingParams()]).on(logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
+    draft = Draft(tokens_BK, lengths_B)
+    for uniform in (0.05, 0.5, 0.95):
+        assert across.follow(0, 1, None, draft, uniform) == law.follow(0, 1, None, draft, uniform)
+    assert across.keeps(draft, coins_BK, True) == law.keeps(draft, coins_BK, True)
+
+
 def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:
     """With the first ``starts[b]`` tokens of each prompt stored, and room for so many more than the prompts."""
     cache = PagedKVCache(model.config, sum((len(p) + room) // 4 + 1 for p in prompts), 4, model.dtype)

@@ -20,8 +20,9 @@ from fly import LLM, SamplingParams
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft
 from fly.engine import Engine, Runner
-from fly.kernels import CompiledLlama, available, why_not
+from fly.kernels import CompiledLlama, available, library, why_not
 from fly.kernels.llama import Ran
+from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
 from fly.types import Sequence, Why
 from tests.test_drafts import perturbed
@@ -30,7 +31,7 @@ from tests.toys import random_llama
 VARIANTS = [name for name in available() if name != "torch"]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 
-VOCAB, CONTEXT = 23, 128
+VOCAB, CONTEXT = 23, 200
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
 PLAIN = random_llama(0, **SIZES)
 if VARIANTS:
@@ -65,7 +66,7 @@ def engine(
 
 
 def told(row: Sequence) -> tuple[object, ...]:
-    return row.tokens, row.provenance, row.stats, row.finish_reason
+    return row.tokens, row.provenance, row.stats, row.drafts, row.finish_reason
 
 
 def held(engine: Engine) -> list[dict[object, int]]:
@@ -92,13 +93,15 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
         "top_p": data.draw(st.sampled_from([1.0, 1.0, 0.5, 0.9])),
         "min_p": data.draw(st.sampled_from([0.0, 0.0, 0.2])),
     }
-    most_tokens = data.draw(st.integers(1, 140))
+    most_tokens = data.draw(st.integers(1, 220))
     params = SamplingParams(max_tokens=most_tokens, **({"temperature": 0} if cold else drawn))
     seed = data.draw(st.integers(-(2**63), 2**63 - 1))
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     stops = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
     policy, k = data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 7))
     ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
+
+    at_once = data.draw(st.sampled_from([1, 7, 30, 128]))  # fewer or more than there is left
 
     def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
         made, row = (
@@ -126,34 +129,46 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
         return row, None
 
     slow, slowly = decode(lambda: 0)
-    fast, at_once = decode(lambda: FOREVER)
-    assert at_once == slowly
-    assert told(fast) == told(slow)
-    mixed, mixedly = decode(lambda: data.draw(st.sampled_from([0, 1e-9, FOREVER])))
-    assert mixedly == slowly and told(mixed) == told(slow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.engine._MOST_AT_ONCE", at_once)
+        fast, at_once = decode(lambda: FOREVER)
+        assert at_once == slowly
+        assert told(fast) == told(slow)
+        mixed, mixedly = decode(lambda: data.draw(st.sampled_from([0, 1e-9, FOREVER])))
+        assert mixedly == slowly and told(mixed) == told(slow)
 
 
 def rows_of(*prompts: list[int], policy: AcceptancePolicy | None = None, **given: object) -> list[Sequence]:
-    params = SamplingParams(temperature=0, **{"max_tokens": 60, **given})
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 60, **given})
     return [Sequence(list(prompt), len(prompt), params, policy or Exact(), 0, 4) for prompt in prompts]
 
 
-@pytest.mark.parametrize("drafting", [None, 0])
-def test_a_row_alone_and_beside_others_by_turns(drafting: int | None) -> None:
-    prompts = [[1, 2, 3], [7, 7], [9, 4, 1, 0]]
-    want = rows_of(*prompts)
-    plain = engine(drafting, False, None, (400, 400), 4)
+@settings(max_examples=40)
+@given(data=st.data())
+def test_a_row_alone_and_beside_others_by_turns(data: st.DataObject) -> None:
+    setting = data.draw(st.sampled_from([None, 0, 1, 2])), data.draw(st.booleans()), None, (400, 400), 4
+    stop = {"confidence": data.draw(st.sampled_from([0.0, 0.3]))}
+    rows = [
+        Sequence(
+            prompt,
+            len(prompt),
+            SamplingParams(temperature=data.draw(st.sampled_from([0, 0.7, 1.5])), top_p=0.9, max_tokens=60),
+            data.draw(st.sampled_from(POLICIES)),
+            data.draw(st.integers(0, 2**62)),
+            data.draw(st.sampled_from([1, 4, 6])),
+        )
+        for prompt in ([1, 2, 3], [7, 7], [9, 4, 1, 0])
+    ]
+    want = [row.sample(row.seed) for row in rows]
+    plain = engine(*setting, **stop)
     plain.stretch = 0
     for row in want:
         while not row.finish_reason:
             plain.step([row])
-    rows, made = rows_of(*prompts), engine(drafting, False, None, (400, 400), 4)
-    made.stretch = 1e-9  # a settled round or two of each call
-    for turn in range(300):
-        going = [row for row in rows if not row.finish_reason]
-        if not going:
-            break
-        made.step(going if turn % 3 == 0 else [going[turn % len(going)]])
+    made = engine(*setting, **stop)
+    made.stretch = data.draw(st.sampled_from([1e-9, FOREVER]))  # a round or two of each call, or as many as there are
+    while going := [row for row in rows if not row.finish_reason]:
+        made.step(going if data.draw(st.booleans()) else [data.draw(st.sampled_from(going))])
     assert [told(row) for row in rows] == [told(row) for row in want]
 
 
@@ -207,8 +222,10 @@ class Broken(Condition):
         return torch.zeros_like(block.agree_BK)
 
 
-def test_what_is_settled_before_a_rule_fails_stands() -> None:
-    (row,), (want,) = rows_of([1, 2, 3], policy=Exact() | Broken()), rows_of([1, 2, 3])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_is_settled_before_a_rule_fails_stands(temperature: float) -> None:
+    asked = {"temperature": temperature}
+    (row,), (want,) = rows_of([1, 2, 3], policy=Exact() | Broken(), **asked), rows_of([1, 2, 3], **asked)
     made, plain = engine(0, False, None, (400, 400), 4), engine(0, False, None, (400, 400), 4)
     while not want.finish_reason:
         plain.step([want])
@@ -238,3 +255,83 @@ def test_a_callback_that_fails_leaves_whole_rounds() -> None:
             made.step([row], stopped)
     assert row.generated == len(row.provenance) <= 11 and row.provenance[-1].why in (Why.BONUS, Why.CORRECTION)
     assert held(made)[0][row.id] == len(row.tokens) - 1
+
+
+def test_an_error_of_the_call_leaves_row_and_caches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    (row,), made = rows_of([1, 2, 3]), engine(0, False, None, (400, 400), 4)
+    made.step([row])
+    rounds, before = CompiledLlama.rounds, (list(row.tokens), held(made))
+
+    def fails(self: CompiledLlama, *values: Any, **named: Any) -> Ran:
+        rounds(self, *values, **named)
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(CompiledLlama, "rounds", fails)
+    with pytest.raises(MemoryError):
+        made.step([row])
+    lengths = [{seq: n for seq, n in each.items() if n} for each in held(made)]
+    assert (row.tokens, lengths[0]) == (before[0], before[1][0])
+    assert lengths[1].get(row.id, 0) < len(row.tokens)
+    monkeypatch.undo()
+    (want,), plain = rows_of([1, 2, 3]), engine(0, False, None, (400, 400), 4)
+    while not (row.finish_reason and want.finish_reason):
+        made.step([row] if not row.finish_reason else [])
+        plain.step([want] if not want.finish_reason else [])
+    assert told(row) == told(want)
+
+
+def test_a_signal_that_keeps_a_rule_from_answering_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is raised at the first line that Python runs again, which is where the rule is to be asked."""
+    (row,), made = rows_of([1, 2, 3], policy=Exact() | EntropyGate(9.0)), engine(0, False, None, (400, 400), 4)
+    made.stretch, decide = FOREVER, library.Rounds.Decide
+    monkeypatch.setattr(library.Rounds, "Decide", lambda asked: decide(lambda number: None))
+    with pytest.raises(KeyboardInterrupt):
+        for _ in range(9):
+            made.step([row])
+    assert row.generated == len(row.provenance) and held(made)[0][row.id] < len(row.tokens)
+
+
+def test_a_drafter_of_another_vocabulary_is_told_so() -> None:
+    wider = CompiledLlama(random_llama(3, **{**SIZES, "vocab_size": 500}), VARIANTS[0])
+    for temperature in (0.0, 1.0):
+        (row,) = rows_of([1, 2, 3], temperature=temperature)
+        made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 99, 4)), SingleDraft(wider))
+        with pytest.raises(ValueError, match="outside the vocabulary of 23"):
+            while not row.finish_reason:
+                made.step([row])
+
+
+def test_a_draft_length_beyond_all_use_costs_nothing() -> None:
+    (row,), (want,) = rows_of([1, 2, 3]), rows_of([1, 2, 3])
+    row.k, want.k = 10**12, 59
+    for each in (row, want):
+        made, steps = engine(0, False, None, (400, 400), 4), 0
+        made.stretch = FOREVER
+        while not each.finish_reason:
+            made.step([each])
+            steps += 1
+        assert steps == 2  # the prompt's, and one for all that follows
+    assert told(row) == told(want)
+
+
+def test_a_rule_with_corrections_of_its_own_draws_them_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Above temperature 0; compiled code knows the exact rule's alone."""
+
+    @dataclass(frozen=True)
+    class Always(Exact):
+        name = "always"
+
+        def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+            return torch.eye(target_BV.shape[1])[7].expand_as(target_BV)
+
+    for policy in (Always(), Always() | EntropyGate(9.0)):
+        made = engine(1, False, None, (400, 400), 4)
+        (row,) = rows_of([1, 2, 3], policy=policy, temperature=1.0)
+        while not row.finish_reason:
+            made.step([row])
+        corrections = [token.id for token in row.provenance if token.why == Why.CORRECTION]
+        assert len(corrections) > 9 and set(corrections) == {7}
+
+
+def test_ranks_have_no_such_call() -> None:
+    assert CompiledPart.rounds is None

@@ -411,6 +411,13 @@ def test_every_request_has_its_own_policy(client: OpenAI, alone: LLM) -> None:
         histogram = told["acceptance_histogram"]
         assert sum(n * count for n, count in enumerate(histogram)) == stats.accepted
         assert sum(histogram) == told["num_spec_steps"] <= stats.rounds
+        [request] = alone.requests([alone.chat_prompt(CHAT)], params, policy, k)
+        alone.submit(request)
+        while not request.row.finish_reason:
+            alone.step()
+        alone.close(request)
+        stood = [n for _, n in request.row.drafts]  # round by round, however many of them the engine takes in a step
+        assert histogram == [stood.count(n) for n in range(max(stood, default=-1) + 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -14,7 +14,7 @@ measure() {
 
 measure demo demo
 measure speed bench speed --plot "$here/speed.png"
-measure peers bench peers
+measure peers bench peers --turns 5
 measure peers-110m bench peers --shape 768x12x32000 --problems 4 --tokens 100
 measure twins bench twins --k 7 --k 15 --k 25
 measure batch bench batch

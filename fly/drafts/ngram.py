@@ -27,7 +27,8 @@ class NGramDraft(DraftStrategy):
     tokens, that ends the text and occurred before, at its latest place, and copy up to ``k`` tokens that followed.
 
     A copy that reaches the end of the text goes on into itself, so a repetition is continued for as long as asked.
-    The index grows with the text and shrinks when it is rolled back: a lookup costs the same in any context.
+    The index follows the text from one proposal to the next, so that a lookup costs the same in any context. (Compiled
+    code has none and goes over the whole text, which takes less time for as long as texts here get.)
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1, k: int = 6) -> None:

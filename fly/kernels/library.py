@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 12  # of src/library.cpp: what was built from other sources is not called
+_ABI = 13  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -76,7 +76,8 @@ class Lookup(ctypes.Structure):
 class Rounds(ctypes.Structure):
     """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
 
-    Decide = ctypes.CFUNCTYPE(c_int32, c_int32)
+    Decide = ctypes.CFUNCTYPE(None, c_int32)
+    UNANSWERED = -2
 
     _fields_ = [
         *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "stops")),
@@ -87,7 +88,7 @@ class Rounds(ctypes.Structure):
         ("seed", c_int64),
         ("variant", c_int32),
         ("decide", Decide),
-        ("rounds", c_int32),
+        *((name, c_int32) for name in ("stands", "rounds")),
         *((name, c_int64) for name in ("scoring", "drafting")),
         ("sure", Sure),
     ]

@@ -26,7 +26,7 @@ from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
 
-__all__ = ["CompiledLlama", "Ran", "Round", "compiled", "int8_weights"]
+__all__ = ["Asked", "CompiledLlama", "Ran", "Round", "compiled", "int8_weights"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
@@ -81,7 +81,7 @@ class Round(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A round of which the exact rule does not keep the whole draft."""
+    """A round of which the exact rule does not keep the whole draft. The next one writes over its logits and laws."""
 
     drafted: list[int]
     choices: list[int]
@@ -340,9 +340,13 @@ class CompiledLlama:
         """
         length = len(text)
         room = kv.cache.allocator.length(kv.seqs[0])
+        k = min(k, left - 1)
+        if left < 1 or room < length + k or (drafter is None) != (draft_kv is None):
+            given = f"room for {room} tokens, drafter {drafter}, its batch {draft_kv}"
+            raise ValueError(f"{left} tokens left of a row of {length}, {k} to be drafted: {given}")
         most = room - length + 1
         words, copied = array("q", text), None
-        words.frombytes(bytes(8 * (room + k - length)))
+        words.frombytes(bytes(8 * (room + 1 - length)))
         batch, _kept = self._batch((0, 0), 1, kv, None)
         draft_batch, draft_start = None, length
         if drafter is not None and draft_kv is not None:
@@ -377,20 +381,17 @@ class CompiledLlama:
             said = choices[at : at + count + 1].tolist()
             return Round(drafted[first : first + count].tolist(), said, accepted[done], following[done])
 
-        def asked(this: int) -> int:
+        def asked(this: int) -> None:
             nonlocal told, error
-            assert decide is not None
             try:
+                assert decide is not None
                 before, (chain, said, _, _) = [made(done) for done in range(told, this)], made(this)
                 told, n = this + 1, len(chain)
                 laws = None if laws_1KV is None else laws_1KV[:, :n]
-                if (stands := decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))) is None:
-                    return -1
-                count, following[this] = stands
-                return count
+                stands = decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))
+                call.stands, following[this] = (-1, 0) if stands is None else stands
             except BaseException as raised:  # compiled code cannot be left by an error
-                error = raised
-                return -1
+                error, call.stands = raised, -1
 
         if decide is not None:
             call.decide = Rounds.Decide(asked)
@@ -404,6 +405,8 @@ class CompiledLlama:
                 ctypes.byref(call),
             )
         )
+        if call.stands == Rounds.UNANSWERED:  # a signal came before the first line of ``asked``
+            error = KeyboardInterrupt()
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
         return Ran([made(done) for done in range(told, call.rounds)], stored, call.draft_start, spent, error)

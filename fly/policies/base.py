@@ -242,10 +242,8 @@ def accepts_exactly(policy: AcceptancePolicy) -> bool:
 
 def draws_exactly(policy: AcceptancePolicy) -> bool:
     """Whether ``policy``, which ``accepts_exactly``, also draws its corrections from what the exact rule does."""
-    kinds = {type(policy), type(policy.base)} if type(policy) is Relaxed else {type(policy)}
-    kinds.discard(Relaxed)
-    plain = AcceptancePolicy
-    return all(kind.residual is plain.residual and kind.correction is plain.correction for kind in kinds)
+    kind, plain = type(policy.base if type(policy) is Relaxed else policy), AcceptancePolicy
+    return kind.residual is plain.residual and kind.correction is plain.correction
 
 
 def decide(

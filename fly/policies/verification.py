@@ -41,16 +41,16 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
             f"target covers {tuple(target.logits_BKV.shape[:2])} (rows, positions), "
             f"a draft of shape {(rows, longest)} needs {(rows, longest + 1)}"
         )
-    comes_to_ids = target.all_greedy and accepts_exactly(policy)
+    exactly = accepts_exactly(policy)
     if noise is None:
-        if not comes_to_ids:
+        if not (target.all_greedy and exactly):
             raise ValueError(f"{policy} needs coins here, and noise is None")
     elif noise.accept_BK.shape != (rows, longest) or noise.sample_B.shape != (rows,):
         raise ValueError(
             f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
-    if draft.parents_BK is None and accepts_exactly(policy) and (told := _verify_on_host(policy, target, draft, noise)):
+    if exactly and draft.parents_BK is None and (told := _verify_on_host(policy, target, draft, noise)) is not None:
         return told
     if noise is None:
         device = target.logits_BKV.device
@@ -73,7 +73,7 @@ def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, nois
     logits_BKV, law, relaxation = target.logits_BKV, target.lazy_law, policy.relaxation
     if not rows or logits_BKV.device.type != "cpu" or type(logits_BKV) is not Tensor:  # which may be in shards
         return None
-    chains, choices = draft.chains, target.choices
+    chains = draft.chains
     if (agree := _kept(policy, target, draft, noise)) is None:
         return None
     why, asked = [], [[False] * longest for _ in chains]
@@ -105,7 +105,7 @@ def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, nois
         accepted.append(n)
         why.append(reasons)
     if target.all_greedy:
-        following = [row[n] for row, n in zip(choices, accepted)]
+        following = [row[n] for row, n in zip(target.choices, accepted)]
     else:
         assert noise is not None and isinstance(law, ProcessedLaw)
         following = []

@@ -120,8 +120,7 @@ class Completion:
             choice.blocks += 1
         choice.logprobs += news.logprobs
         choice.text += news.rest
-        if news.drafted:
-            self._histogram[news.accepted] += 1
+        self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
             choice.finish_reason = news.output.finish_reason

@@ -100,15 +100,16 @@ class Metrics:
             else:
                 self._cache.set(share)
 
-    def step(self, tokens: list[Token], drafted: int, accepted: int) -> None:
-        """One step of one completion."""
+    def step(self, tokens: list[Token], drafts: list[tuple[int, int]]) -> None:
+        """One step of one completion: its tokens, and of each round with a draft how many tokens that had and how many
+        of them stand."""
         self._generated.inc(len(tokens))
         for why, count in Counts(token.why for token in tokens).items():
             self._stands.labels(self._model, why.name.lower()).inc(count)
         for token in tokens:
             if token.why == Why.RELAXED:
                 self._relaxed.labels(self._model, self._clause(token.clause or "")).inc()
-        if drafted:
+        for drafted, accepted in drafts:
             self._drafts.inc()
             self._drafted.inc(drafted)
             self._accepted.inc(accepted)

@@ -49,16 +49,15 @@ class News:
     """What a step did for one completion of a job.
 
     Completions are numbered by prompt, then by sample. ``pieces`` are the new tokens with the text that each settled,
-    ``rest`` is the text that only the end settled. ``drafted`` and ``accepted`` count tokens of this step's draft.
-    Once it is over, ``output`` is what became of it, or ``error`` why it failed.
+    ``rest`` is the text that only the end settled. ``drafts`` are the step's rounds with a draft: how many tokens that
+    had, and how many of them stand. Once it is over, ``output`` is what became of it, or ``error`` why it failed.
     """
 
     key: int
     index: int
     pieces: list[tuple[Token, str]]
     logprobs: list[dict[int, float]]
-    drafted: int
-    accepted: int
+    drafts: list[tuple[int, int]]
     rest: str = ""
     output: Output | None = None
     error: Exception | None = None
@@ -75,8 +74,7 @@ Event = Answer | News
 @dataclass
 class _Completion:
     request: Request
-    drafted: int = 0
-    accepted: int = 0
+    drafts: int = 0
     logprobs: int = 0
     over: bool = False
 
@@ -149,14 +147,12 @@ class Turns:
                 index,
                 pieces,
                 row.logprobs[completion.logprobs :],
-                row.stats.drafted - completion.drafted,
-                row.stats.accepted - completion.accepted,
+                row.drafts[completion.drafts :],
                 rest,
                 self.llm.output(request) if over and row.error is None else None,
                 row.error,
             )
-            completion.drafted, completion.accepted = row.stats.drafted, row.stats.accepted
-            completion.logprobs, completion.over = len(row.logprobs), over
+            completion.drafts, completion.logprobs, completion.over = len(row.drafts), len(row.logprobs), over
             news.append(told)
             if over:
                 self.llm.close(request)

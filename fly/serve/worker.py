@@ -218,7 +218,7 @@ class Worker:
     def _note(self, job: Job, news: News, now: float) -> None:
         metrics, index = self._metrics, news.index
         if news.pieces:
-            metrics.step([token for token, _ in news.pieces], news.drafted, news.accepted)
+            metrics.step([token for token, _ in news.pieces], news.drafts)
             if index in job.last:
                 metrics.between.observe(now - job.last[index])
             else:

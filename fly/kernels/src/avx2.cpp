@@ -188,5 +188,6 @@ struct Stored {
 }  // namespace
 
 namespace fly {
-const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, draft, score, top, kept, accepts, follow, look_up};
+const Variant avx2 = {"avx2", activation_bytes, scratch_bytes, forward, logits, draft, score, top, kept,
+                       accepts, follow, look_up};
 }

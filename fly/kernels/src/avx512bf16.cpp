@@ -197,5 +197,6 @@ struct Stored<uint16_t> {
 }  // namespace
 
 namespace fly {
-const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, draft, score, top, kept, accepts, follow, look_up};
+const Variant avx512bf16 = {"avx512bf16", activation_bytes, scratch_bytes, forward, logits, draft, score, top, kept,
+                       accepts, follow, look_up};
 }

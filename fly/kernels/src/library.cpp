@@ -374,7 +374,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 12; }
+EXPORT int fly_abi() { return 13; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -522,8 +522,8 @@ EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vo
 }
 
 // Which of ``count`` drafted tokens the exact rule keeps (Variant: accepts), by logits [count, V]; -1 without memory.
-EXPORT int fly_accepts(int variant, const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count,
-                       const float* laws, const float* coins, int all, uint8_t* keeps) {
+EXPORT int fly_accepts(int variant, const float* logits, int vocab, const Sampling* how, const int64_t* drafted,
+                       int count, const float* laws, const float* coins, int all, uint8_t* keeps) {
     float* spread = (float*)allocate(2L * padded(vocab) * 4);
     if (!spread) return -1;
     const int first = variants[variant]->accepts(logits, vocab, how, drafted, count, laws, coins, all, spread, keeps);
@@ -575,11 +575,12 @@ EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* f
     variants[variant]->top(logits, vocab, n, found);
 }
 
-// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or up
-// to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the
-// most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what ``laws`` [B, most, V] shows then, with
-// zeros behind the last. They are the same with a ``lookup`` (or null), which copies from ``texts``: of each row the
-// start[b] tokens that are stored. New tokens are causal, at the positions behind those.
+// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
+// up to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for
+// count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
+// ``uniform`` from what ``laws`` [B, most, V] shows then, with zeros behind the last. They are the same with a ``lookup``
+// (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are causal, at the
+// positions behind those.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
                      const float* uniform, float* laws, Lookup* lookup, const int32_t* const* texts, const Sure* sure) {
@@ -636,15 +637,15 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
 struct Rounds {
     int32_t length, room;       // tokens of the row; how many its pages and ``text`` hold
     int32_t left;               // tokens it may still emit
-    int32_t k, context;         // tokens drafted a round, at most, and the longest text that can be drafted for
+    int32_t k, context;         // tokens drafted a round (fewer than ``left``), and the longest text drafted for
     int32_t draft_start;        // tokens that the drafter has stored, in and out
     int32_t most;               // rounds
     int32_t stops;
     const int64_t* stop;        // ids that end the row
     int64_t nanoseconds;        // after which no further round begins
-    int64_t* text;              // [room + k] the row's tokens, in and out
-    const int64_t* position;    // [room + k] 0, 1, 2, ...
-    int32_t* copied;            // [room + k] the tokens for a lookup, or null
+    int64_t* text;              // [room + 1] the row's tokens, in and out
+    const int64_t* position;    // [room + 1] 0, 1, 2, ...
+    int32_t* copied;            // [room + 1] the tokens for a lookup, or null
     float* logits;              // [k + 1, V] out, of the last round
     int64_t* drafted;           // [most, k] out
     int32_t* drafted_count;     // [most] out
@@ -653,20 +654,23 @@ struct Rounds {
     int64_t* following;         // [most] out: the token behind them
     const Sampling* sampling;   // how the row draws; null where it takes the most likely
     float* laws;                // [k, V] out: what the last round's drafts were drawn from; null where they were not
-    float* coins;               // [2 k + 1] for what is drawn
+    float* coins;               // [k + 1] for what is drawn
     float* spread;              // [2, V padded] the same
     int64_t seed;
     int32_t variant;            // which of them judges what is drawn
-    int32_t (*decide)(int32_t); // of a round by its number, if the exact rule keeps not all of its draft: how many stand,
-                                // and it sets what follows; -1 is the end of the row. Null: the exact rule
+    void (*decide)(int32_t);    // asked of a round by its number, if the exact rule keeps not all of its draft; null is
+                                // the exact rule. It sets what follows, and
+    int32_t stands;             // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
     int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
     int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
     Sure sure;                  // of the drafter
 };
 
-// Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again and
-// again, until one emits a stop id or all that is left, the room may not do, or the time is over. Without a ``drafter`` a
-// ``lookup`` drafts what followed the last time, with neither nobody does.
+constexpr int32_t UNANSWERED = -2;
+
+// Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again
+// and again, until one emits a stop id or all that is left, the room may not do, or the time is over. Without a
+// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
@@ -739,7 +743,9 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         }
         it->drafted_count[round] = drafts, it->rounds++;
         if (n < drafts && it->decide) {
-            n = it->decide(round);
+            it->stands = UNANSWERED;
+            it->decide(round);
+            n = it->stands;
         } else if (it->sampling) {
             uniforms(it->seed, length, SAMPLE, 1, it->coins);
             it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling,
@@ -749,7 +755,8 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         }
         now = nanoseconds();
         bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
-        over |= length + n + 1 + it->k > it->room;
+        const int32_t next = it->left - n - 2;  // drafted in the next round, at most
+        over |= length + n + 1 + (it->k < next ? it->k : next) > it->room;
         if (n >= 0) it->accepted[round] = n, it->text[length + n] = it->following[round];
         for (int32_t at = length; at <= length + n; at++) over |= ends(it->text[at]);
         if (over) return OK;
