@@ -8,6 +8,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -22,13 +23,14 @@ from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
 from fly.policies.base import accepts_exactly, draws_exactly
+from fly.policies.compiled import clauses_of
 from fly.sampling import Law, Stream, constrain, constrains, uniforms
 from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
 from fly.vocabulary import compiled, top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import Continuation, DraftStrategy
-    from fly.kernels.library import Lookup, Sure
+    from fly.kernels.library import Clause, Lookup, Sure
     from fly.kernels.llama import Asked, Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
@@ -233,12 +235,14 @@ class Runner:
         left: int,
         drafting: Continuation | None,
         k: int,
-        decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None,
         seconds: float,
+        clauses: ctypes.Array[Clause] | None = None,
+        decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
     ) -> list[Round] | None:
         """Rounds of one ``row``, cached but for its last token, in one call of the model (``CompiledLlama.rounds``):
         those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None;
-        the row may emit ``left``. Only ``decide`` may change the row.
+        the row may emit ``left``. What excuses mismatches is ``clauses``, or is asked of ``decide``, which alone may
+        change the row.
 
         None where a model has no such call, or a cache not the room for it; nothing was changed then. Raises what
         ``decide`` does.
@@ -248,6 +252,8 @@ class Runner:
         length, drafter = len(row.tokens), None if drafting is None else drafting.runner
         room = length + min(left, k + _MOST_AT_ONCE)
         told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
+        if clauses is not None:
+            told |= {"clauses": clauses, "control_V": self.control_V}
         if drafter is not None:
             config = drafter.model.config
             if config.vocab_size != self.model.config.vocab_size or getattr(drafter.model, "rounds", None) is None:
@@ -545,35 +551,52 @@ class Engine:
             told = verdict.told
             return None if row.finish_reason else (told.accepted[0], told.following[0])
 
-        asks = None if row.policy.relaxation is None else decide
-        rest = self.runner.rounds(row, left, drafting if k else None, k, asks, self.stretch)
+        relaxation = row.policy.relaxation
+        asks: dict[str, Any] = {}
+        if relaxation is not None:
+            clauses = clauses_of(relaxation) if row.greedy and compiled("fly_top") else None
+            asks = {"decide": decide} if clauses is None else {"clauses": clauses}
+        rest = self.runner.rounds(row, left, drafting if k else None, k, self.stretch, **asks)
         if rest is None:
             return None
         self._settle(row, rest, stopped)
         return row.provenance[before:]
 
     def _settle(self, row: Sequence, rounds: list[Round], stopped: Callable[[Sequence, int], bool] | None) -> None:
-        """Extend the row by rounds that the exact rule decided, up to its end, and count them."""
-        stats = row.stats
-        for number, (drafted, choices, n, following) in enumerate(rounds, start=1):
+        """Extend the row by rounds that were decided, up to its end, and count them."""
+        stats, relaxation = row.stats, row.policy.relaxation
+        labels = [] if relaxation is None else [clause.label for clause in relaxation.clauses]
+        for number, (drafted, choices, n, following, asks) in enumerate(rounds, start=1):
             if row.finish_reason:
                 break
-            ids = [*drafted[:n], following]
+            ids, stands = [*drafted[:n], following], n
             if stopped is None and number < len(rounds):  # of several rounds only the last may end a row by itself
                 row.tokens += ids
             elif (count := self._extend(row, ids, stopped)) <= n:
-                ids, n = ids[:count], count
-            row.provenance += [Token(id, Why.MATCH, None, choice) for id, choice in zip(ids[:n], choices)]
-            if n < len(ids):
+                ids, stands = ids[:count], count
+            block = [Token(id, Why.MATCH, None, choice) for id, choice in zip(ids[:stands], choices)]
+            if stands < len(ids):
                 why = Why.CORRECTION if n < len(drafted) else Why.BONUS
-                row.provenance.append(Token(following, why, None, choices[n]))
+                block.append(Token(following, why, None, choices[n]))
+            for ask in asks:
+                if ask.position >= stands and stands == len(ids):  # it ended before the rest was tried
+                    break
+                said = {label: bool(ask.held >> number & 1) for number, label in enumerate(labels)}
+                if relaxation is not None:
+                    stats.count_gates(said, *relaxation.deciding(said))
+                if ask.excused:
+                    clause = " & ".join(label for label, held in said.items() if held)
+                    block[ask.position] = block[ask.position]._replace(why=Why.RELAXED, clause=clause)
+                    stats.relaxed += 1
+                    stats.nats += ask.nats
+            row.provenance += block
             stats.generated += len(ids)
             stats.rounds += 1
             stats.emitted += len(ids)
             stats.drafted += len(drafted)
-            stats.accepted += n
+            stats.accepted += stands
             if drafted:
-                row.drafts.append((len(drafted), n))
+                row.drafts.append((len(drafted), stands))
 
     def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one

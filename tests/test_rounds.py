@@ -24,6 +24,7 @@ from fly.kernels import CompiledLlama, available, library, why_not
 from fly.kernels.llama import Ran
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
+from fly.policies.compiled import clauses_of
 from fly.types import Sequence, Why
 from tests.test_drafts import perturbed
 from tests.toys import random_llama
@@ -47,6 +48,8 @@ POLICIES = [
     Exact() | EntropyGate(0.4),
     Exact() | EntropyGate(0.4) & AgreeingWindow(1),
     parse_policy("(exact | entropy(0.2)) & after(6)"),
+    parse_policy("exact | ~window(2) & room(1) & ~control"),
+    parse_policy("exact | entropy(0.2) & (window(1) | room(3)) & ~control"),
     parse_policy("lossy(lenience=3)"),
 ]
 FOREVER = 1e6
@@ -55,7 +58,7 @@ FOREVER = 1e6
 def engine(
     drafting: int | None, lookup: bool, most: int | None, blocks: tuple[int, int], size: int, **stop: float
 ) -> Engine:
-    runner = Runner(TARGET, PagedKVCache(TARGET.config, blocks[0], size))
+    runner = Runner(TARGET, PagedKVCache(TARGET.config, blocks[0], size), control_ids=(3, 4))
     strategy: DraftStrategy | None = NGramDraft(3, 1, most or 5) if lookup else None
     if drafting is not None:
         own = {"cache_tokens": blocks[1] * size, "block_size": size, "k": most}
@@ -282,7 +285,10 @@ def test_an_error_of_the_call_leaves_row_and_caches_as_they_were(monkeypatch: py
 
 def test_a_signal_that_keeps_a_rule_from_answering_ends_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is raised at the first line that Python runs again, which is where the rule is to be asked."""
-    (row,), made = rows_of([1, 2, 3], policy=Exact() | EntropyGate(9.0)), engine(0, False, None, (400, 400), 4)
+    (row,), made = (
+        rows_of([1, 2, 3], policy=Exact() | (EntropyGate(9.0) | EntropyGate(8.0))),
+        engine(0, False, None, (400, 400), 4),
+    )
     made.stretch, decide = FOREVER, library.Rounds.Decide
     monkeypatch.setattr(library.Rounds, "Decide", lambda asked: decide(lambda number: None))
     with pytest.raises(KeyboardInterrupt):
@@ -335,3 +341,43 @@ def test_a_rule_with_corrections_of_its_own_draws_them_itself(monkeypatch: pytes
 
 def test_ranks_have_no_such_call() -> None:
     assert CompiledPart.rounds is None
+
+
+@dataclass(frozen=True)
+class OwnGate(EntropyGate):
+    """Somebody's own, which compiled code must not take for the one it is a subclass of."""
+
+    name = "own_gate"
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.ones_like(block.agree_BK)
+
+    def at(self, block: Block, b: int, j: int) -> bool:
+        return True
+
+
+def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
+    for rule, count in (
+        ("fly", 4),
+        ("fly.reference", 4),
+        ("exact | entropy(0.4)", 1),
+        ("exact | ~control & room(2)", 2),
+    ):
+        relaxation = parse_policy(rule).relaxation
+        assert relaxation is not None
+        clauses = clauses_of(relaxation)
+        assert clauses is not None and len(clauses) == count == len(relaxation.clauses)
+    for rule in (
+        "fly.paper",
+        "(exact | entropy(0.2)) & after(6)",
+        "exact | entropy(0.2) | window(1)",
+        "fly & budget(0.1)",
+    ):
+        relaxation = parse_policy(rule).relaxation
+        assert relaxation is not None and clauses_of(relaxation) is None
+    assert clauses_of(OwnGate(9.0)) is None and clauses_of(~OwnGate(9.0)) is None
+    (row,) = rows_of([1, 2, 3], policy=Exact() | OwnGate(9.0))
+    made = engine(1, False, None, (400, 400), 4)
+    while not row.finish_reason:
+        made.step([row])
+    assert row.stats.relaxed > 9 and row.stats.gates["own_gate(9.0)"].passed == row.stats.gates["own_gate(9.0)"].asked

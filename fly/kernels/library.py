@@ -7,15 +7,15 @@ import ctypes
 import math
 import os
 import platform
-from ctypes import c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Batch", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
+__all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 13  # of src/library.cpp: what was built from other sources is not called
+_ABI = 14  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -73,6 +73,25 @@ class Lookup(ctypes.Structure):
         super().__init__(longest, shortest, most, 0, (c_float * 16)(*[0.8] * 16))
 
 
+class Clause(ctypes.Structure):
+    """src/library.cpp: Clause."""
+
+    ENTROPY, WINDOW, ROOM, CONTROL = range(4)
+
+    _fields_ = [*((name, c_int32) for name in ("kind", "negated", "count")), ("theta", c_double)]
+
+
+class Ask(ctypes.Structure):
+    """src/library.cpp: Ask."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("round", "position")),
+        ("held", c_uint32),
+        ("excused", c_int32),
+        ("nats", c_double),
+    ]
+
+
 class Rounds(ctypes.Structure):
     """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
 
@@ -87,6 +106,8 @@ class Rounds(ctypes.Structure):
         *((name, c_void_p) for name in ("accepted", "following", "sampling", "laws", "coins", "spread")),
         ("seed", c_int64),
         ("variant", c_int32),
+        *((name, c_void_p) for name in ("clause", "control", "ask")),
+        *((name, c_int32) for name in ("clauses", "most_asks", "asks")),
         ("decide", Decide),
         *((name, c_int32) for name in ("stands", "rounds")),
         *((name, c_int64) for name in ("scoring", "drafting")),

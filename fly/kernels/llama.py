@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Batch, Lookup, Rounds, Shape, Sure, chosen, load, number, split
+from fly.kernels.library import TORCH, Ask, Batch, Clause, Lookup, Rounds, Shape, Sure, chosen, load, number, split
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
@@ -32,6 +32,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _ALWAYS = Sure()
+_MOST_DRAFTED = 4096  # tokens, over the rounds of one call
 
 
 def refusal(model: Llama) -> str | None:
@@ -78,6 +79,7 @@ class Round(NamedTuple):
     choices: list[int]  # the target's most likely tokens, one more than was drafted
     accepted: int  # drafted tokens that stand
     following: int  # the token behind them
+    asks: list[Ask]  # what ``clauses`` said, mismatch by mismatch
 
 
 class Asked(NamedTuple):
@@ -317,6 +319,8 @@ class CompiledLlama:
         sure: Sure = _ALWAYS,
         law: Law | None = None,
         seed: int = 0,
+        clauses: ctypes.Array[Clause] | None = None,
+        control_V: Tensor | None = None,
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
     ) -> Ran:
@@ -333,6 +337,8 @@ class CompiledLlama:
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
                 ``sure``.
             law, seed: how the row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
+            clauses, control_V: conditions (``fly.policies.compiled``) that excuse a mismatch where all hold, without a
+                ``law``, and which tokens are control tokens.
             decide: asked of a round of which the exact rule does not keep all, and told of the rounds before it: how
                 many drafted tokens stand, and what follows them. None ends the row there.
 
@@ -344,7 +350,7 @@ class CompiledLlama:
         if left < 1 or room < length + k or (drafter is None) != (draft_kv is None):
             given = f"room for {room} tokens, drafter {drafter}, its batch {draft_kv}"
             raise ValueError(f"{left} tokens left of a row of {length}, {k} to be drafted: {given}")
-        most = room - length + 1
+        most = min(room - length + 1, 1 + _MOST_DRAFTED // (k + 1))
         words, copied = array("q", text), None
         words.frombytes(bytes(8 * (room + 1 - length)))
         batch, _kept = self._batch((0, 0), 1, kv, None)
@@ -367,25 +373,35 @@ class CompiledLlama:
             _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
         )  # fmt: skip
         laws_1KV: Tensor | None = None
+        if law is not None or clauses is not None:
+            call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps`` and ``top_at``
+        asks = (Ask * (k + _MOST_DRAFTED // 4 if clauses is not None else 0))()
+        if clauses is not None:
+            assert control_V is not None and law is None
+            call.clause, call.ask, call.control = (
+                ctypes.addressof(clauses),
+                ctypes.addressof(asks),
+                control_V.data_ptr(),
+            )
+            call.clauses, call.most_asks = len(clauses), len(asks)
         if law is not None:
             coins, spread = torch.empty(k + 1), torch.empty(2, self.vocab + 64)
             call.sampling, call.coins, call.spread = ctypes.addressof(law.compiled), coins.data_ptr(), spread.data_ptr()
             if drafter is not None:
                 laws_1KV = torch.empty(1, k, self.vocab)
                 call.laws = laws_1KV.data_ptr()
-            call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps``
         told, error = 0, None
 
         def made(done: int) -> Round:
             first, at, count = done * k, done * (k + 1), counts[done]
             said = choices[at : at + count + 1].tolist()
-            return Round(drafted[first : first + count].tolist(), said, accepted[done], following[done])
+            return Round(drafted[first : first + count].tolist(), said, accepted[done], following[done], [])
 
         def asked(this: int) -> None:
             nonlocal told, error
             try:
                 assert decide is not None
-                before, (chain, said, _, _) = [made(done) for done in range(told, this)], made(this)
+                before, (chain, said, *_) = [made(done) for done in range(told, this)], made(this)
                 told, n = this + 1, len(chain)
                 laws = None if laws_1KV is None else laws_1KV[:, :n]
                 stands = decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))
@@ -409,7 +425,10 @@ class CompiledLlama:
             error = KeyboardInterrupt()
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
-        return Ran([made(done) for done in range(told, call.rounds)], stored, call.draft_start, spent, error)
+        rounds = [made(done) for done in range(told, call.rounds)]
+        for ask in asks[: call.asks]:  # only where none was told of before
+            rounds[ask.round].asks.append(ask)
+        return Ran(rounds, stored, call.draft_start, spent, error)
 
     @cached_property
     def _positions(self) -> array[int]:

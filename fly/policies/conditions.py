@@ -332,7 +332,11 @@ class EntropyGate(Condition):
         if self.entropy != "top3" or not (target.all_greedy or not self.processed):
             return super().at(block, b, j)
         likeliest, log_total = top_at(target.logits_BKV, b, j, 3)
-        return -sum(math.exp(z - log_total) * (z - log_total) for z in likeliest if z > -math.inf) >= self.theta
+        entropy = 0.0  # one after the other, as compiled code does
+        for z in likeliest:
+            if z > -math.inf:
+                entropy -= math.exp(z - log_total) * (z - log_total)
+        return entropy >= self.theta
 
     def _top3(self, block: Block, raw: bool) -> Tensor:
         """[B, K]; three logits and the total mass, no softmax over the vocabulary."""

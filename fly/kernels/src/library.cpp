@@ -1,5 +1,6 @@
 // What is called from outside: packing models, calls with their workspace, and the threads that share one.
 #include <errno.h>
+#include <math.h>
 #include <limits.h>
 #include <sched.h>
 #include <stdlib.h>
@@ -374,7 +375,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 13; }
+EXPORT int fly_abi() { return 14; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -633,6 +634,22 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     return error;
 }
 
+// A condition of those that together excuse a mismatch at temperature 0 (fly/policies/compiled.py).
+struct Clause {
+    int32_t kind, negated, count;
+    double theta;
+};
+
+enum ClauseKind : int32_t { ENTROPY = 0, WINDOW = 1, ROOM = 2, CONTROL = 3 };
+
+// What they said of one: a bit each in ``held``; and -ln of the target's probability of the drafted token.
+struct Ask {
+    int32_t round, position;
+    uint32_t held;
+    int32_t excused;
+    double nats;
+};
+
 // Rounds of one row: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
 struct Rounds {
     int32_t length, room;       // tokens of the row; how many its pages and ``text`` hold
@@ -658,6 +675,10 @@ struct Rounds {
     float* spread;              // [2, V padded] the same
     int64_t seed;
     int32_t variant;            // which of them judges what is drawn
+    const Clause* clause;       // excuse what the exact rule does not keep, where all hold
+    const uint8_t* control;     // [V] which tokens are control tokens
+    Ask* ask;                   // [most_asks] out
+    int32_t clauses, most_asks, asks;
     void (*decide)(int32_t);    // asked of a round by its number, if the exact rule keeps not all of its draft; null is
                                 // the exact rule. It sets what follows, and
     int32_t stands;             // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
@@ -667,6 +688,45 @@ struct Rounds {
 };
 
 constexpr int32_t UNANSWERED = -2;
+
+namespace {
+
+// Drafted tokens that stand from the mismatch at ``n`` on: those that the clauses excuse, and those that match.
+int excuse(Rounds* it, const Variant* judge, int vocab, const int64_t* drafted, const int32_t* choice, int n, int drafts) {
+    while (n < drafts) {
+        const float* logits = it->logits + (long)n * vocab;
+        float top[4];
+        const int best = vocab < 3 ? vocab : 3;
+        judge->top(logits, vocab, best, top);
+        const double total = top[best], logit = logits[drafted[n]];
+        uint32_t held = 0;
+        for (int c = 0; c < it->clauses; c++) {
+            const Clause& clause = it->clause[c];
+            bool yes = false;
+            if (clause.kind == ENTROPY) {  // as ``EntropyGate.at``
+                double entropy = 0;
+                for (int i = 0; i < best; i++)
+                    if (top[i] > -__builtin_inff()) entropy -= exp(top[i] - total) * (top[i] - total);
+                yes = entropy >= clause.theta;
+            } else if (clause.kind == WINDOW) {
+                yes = n + clause.count < drafts;
+                for (int i = n + 1; yes && i <= n + clause.count; i++) yes = drafted[i] == choice[i];
+            } else if (clause.kind == ROOM) {
+                yes = n + 1 + clause.count <= drafts;
+            } else {
+                yes = it->control[drafted[n]];
+            }
+            held |= (uint32_t)(yes != (bool)clause.negated) << c;
+        }
+        const bool all = held == (uint32_t)((1ull << it->clauses) - 1), excused = all && logit > -__builtin_inf();
+        it->ask[it->asks++] = {it->rounds - 1, n, held, excused, total - logit};
+        if (!excused) break;
+        for (n++; n < drafts && drafted[n] == choice[n];) n++;
+    }
+    return n;
+}
+
+}  // namespace
 
 // Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again
 // and again, until one emits a stop id or all that is left, the room may not do, or the time is over. Without a
@@ -690,7 +750,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         return found;
     };
     auto law_at = [it, vocab](int n) { return it->laws ? it->laws + (long)n * vocab : nullptr; };
-    it->rounds = 0, it->scoring = it->drafting = 0;
+    it->rounds = it->asks = 0, it->scoring = it->drafting = 0;
     for (int64_t now = begin, since;;) {
         const int32_t length = it->length, round = it->rounds;
         int32_t limit = it->k < it->left - 1 ? it->k : it->left - 1, drafts = 0;
@@ -746,16 +806,18 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             it->stands = UNANSWERED;
             it->decide(round);
             n = it->stands;
-        } else if (it->sampling) {
+        } else if (!it->sampling) {
+            if (n < drafts && it->clauses) n = excuse(it, judge, vocab, drafted, choice, n, drafts);
+            it->following[round] = choice[n];
+        } else {
             uniforms(it->seed, length, SAMPLE, 1, it->coins);
             it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling,
                                                  n < drafts ? drafted[n] : -1, law_at(n), it->coins[0], it->spread);
-        } else {
-            it->following[round] = choice[n];
         }
         now = nanoseconds();
         bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
         const int32_t next = it->left - n - 2;  // drafted in the next round, at most
+        over |= it->clauses && it->asks + it->k > it->most_asks;
         over |= length + n + 1 + (it->k < next ? it->k : next) > it->room;
         if (n >= 0) it->accepted[round] = n, it->text[length + n] = it->following[round];
         for (int32_t at = length; at <= length + n; at++) over |= ends(it->text[at]);
