@@ -8,7 +8,6 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
-import ctypes
 from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
@@ -23,14 +22,14 @@ from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import verify
 from fly.policies.base import accepts_exactly, draws_exactly
-from fly.policies.compiled import clauses_of
+from fly.policies.compiled import Clause, clauses_of
 from fly.sampling import Law, Stream, constrain, constrains, uniforms
 from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
 from fly.vocabulary import compiled, top_at
 
 if TYPE_CHECKING:
     from fly.drafts.base import Continuation, DraftStrategy
-    from fly.kernels.library import Clause, Lookup, Sure
+    from fly.kernels.library import Lookup, Sure
     from fly.kernels.llama import Asked, Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
@@ -236,23 +235,23 @@ class Runner:
         drafting: Continuation | None,
         k: int,
         seconds: float,
-        clauses: ctypes.Array[Clause] | None = None,
+        clauses: Rows[Clause] = (),
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
     ) -> list[Round] | None:
         """Rounds of one ``row``, cached but for its last token, in one call of the model (``CompiledLlama.rounds``):
         those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None;
         the row may emit ``left``. What excuses mismatches is ``clauses``, or is asked of ``decide``, which alone may
-        change the row.
+        change the row. A text too long for the drafter goes on without a draft.
 
-        None where a model has no such call, or a cache not the room for it; nothing was changed then. Raises what
-        ``decide`` does.
+        None where a model has no such call, the drafter another vocabulary, or a cache not the room; nothing was
+        changed then. Raises what ``decide`` does, and an interrupt that came in its place.
         """
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
         length, drafter = len(row.tokens), None if drafting is None else drafting.runner
         room = length + min(left, k + _MOST_AT_ONCE)
         told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
-        if clauses is not None:
+        if clauses:
             told |= {"clauses": clauses, "control_V": self.control_V}
         if drafter is not None:
             config = drafter.model.config
@@ -457,8 +456,9 @@ class Engine:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
         A row alone may be taken through several rounds, until ``stretch`` is over: where compiled kernels draft and
-        verify, they do so in one call, in which a policy is asked of what the exact rule does not keep. Its tokens are
-        the same; after an error the rounds before it stand, as if they had been steps of their own.
+        verify, they do so in one call. A policy is asked in it of what the exact rule does not keep, if it is none that
+        compiled code knows (``clauses_of``). Tokens are the same; what a policy or ``stopped`` was told of before an
+        error stands, as if there had been steps before.
 
         ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
         same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.

@@ -203,7 +203,8 @@ class ProcessedLaw:
         rows, places, width = self.logits_BJV.shape
         laws, floats = draft.probs_BKV, torch.float32
         fits = laws is None or (laws.dtype == floats and laws.shape == (rows, places - 1, width))
-        if not (self._on_host() and fits and coins_BK.dtype == floats and coins_BK.shape == (rows, places - 1)):
+        flips = (coins_BK.dtype, coins_BK.device.type) == (floats, "cpu")
+        if not (self._on_host() and fits and flips and coins_BK.shape == draft.shape == (rows, places - 1)):
             return None
         if not all(0 <= token < width for chain in draft.chains for token in chain):
             return None

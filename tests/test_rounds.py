@@ -5,7 +5,9 @@ Skipped as a whole where the library was not built.
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -101,10 +103,17 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     seed = data.draw(st.integers(-(2**63), 2**63 - 1))
     prompt = data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=12))
     stops = frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)))
-    policy, k = data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 7))
+    gate, window, room = (
+        data.draw(st.sampled_from([0, 0.1, 0.4])),
+        data.draw(st.integers(0, 4)),
+        data.draw(st.integers(0, 5)),
+    )
+    drawn_rule = f"exact | entropy({gate}) & window({window}) & ~control & room({room}) & room({room})"
+    policy = data.draw(st.sampled_from([*POLICIES, parse_policy(drawn_rule)]))
+    k = data.draw(st.integers(0, 7))
     ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
 
-    at_once = data.draw(st.sampled_from([1, 7, 30, 128]))  # fewer or more than there is left
+    ahead = data.draw(st.sampled_from([1, 7, 30, 128]))  # fewer or more than there is left
 
     def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
         made, row = (
@@ -133,7 +142,9 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.engine._MOST_AT_ONCE", at_once)
+        patch.setattr("fly.engine._MOST_AT_ONCE", ahead)
+        patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
+        patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
         assert at_once == slowly
         assert told(fast) == told(slow)
@@ -381,3 +392,24 @@ def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
     while not row.finish_reason:
         made.step([row])
     assert row.stats.relaxed > 9 and row.stats.gates["own_gate(9.0)"].passed == row.stats.gates["own_gate(9.0)"].asked
+
+
+def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
+    held_on: list[weakref.ref[Tensor]] = []
+
+    @dataclass(frozen=True)
+    class Spy(Condition):
+        name = "spy"
+
+        def evaluate(self, block: Block) -> Tensor:
+            held_on.append(weakref.ref(block.target.logits_BKV))
+            return torch.zeros_like(block.agree_BK)
+
+    gc.disable()
+    try:
+        (row,), made = rows_of([1, 2, 3], policy=Exact() | Spy()), engine(1, False, None, (400, 400), 4)
+        while not row.finish_reason:
+            made.step([row])
+        assert held_on and not any(seen() is not None for seen in held_on)
+    finally:
+        gc.enable()

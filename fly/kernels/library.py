@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 14  # of src/library.cpp: what was built from other sources is not called
+_ABI = 15  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -76,7 +76,7 @@ class Lookup(ctypes.Structure):
 class Clause(ctypes.Structure):
     """src/library.cpp: Clause."""
 
-    ENTROPY, WINDOW, ROOM, CONTROL = range(4)
+    KINDS = ("entropy", "window", "room", "control")
 
     _fields_ = [*((name, c_int32) for name in ("kind", "negated", "count")), ("theta", c_double)]
 
@@ -109,7 +109,8 @@ class Rounds(ctypes.Structure):
         *((name, c_void_p) for name in ("clause", "control", "ask")),
         *((name, c_int32) for name in ("clauses", "most_asks", "asks")),
         ("decide", Decide),
-        *((name, c_int32) for name in ("stands", "rounds")),
+        ("stands", c_void_p),
+        ("rounds", c_int32),
         *((name, c_int64) for name in ("scoring", "drafting")),
         ("sure", Sure),
     ]

@@ -32,7 +32,7 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _ALWAYS = Sure()
-_MOST_DRAFTED = 4096  # tokens, over the rounds of one call
+_MOST_SCORED, _MOST_ASKS = 4096, 1024  # tokens, and mismatches, over the rounds of one call
 
 
 def refusal(model: Llama) -> str | None:
@@ -319,7 +319,7 @@ class CompiledLlama:
         sure: Sure = _ALWAYS,
         law: Law | None = None,
         seed: int = 0,
-        clauses: ctypes.Array[Clause] | None = None,
+        clauses: Sequence[tuple[str, bool, int, float]] = (),
         control_V: Tensor | None = None,
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
@@ -337,12 +337,14 @@ class CompiledLlama:
             k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
                 ``sure``.
             law, seed: how the row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
-            clauses, control_V: conditions (``fly.policies.compiled``) that excuse a mismatch where all hold, without a
-                ``law``, and which tokens are control tokens.
-            decide: asked of a round of which the exact rule does not keep all, and told of the rounds before it: how
-                many drafted tokens stand, and what follows them. None ends the row there.
+            clauses, control_V: what excuses a mismatch, if there are any and all hold, where nothing is drawn: each a
+                kind (``Clause.KINDS``), whether it is negated, a number of tokens, a threshold of entropy in nats; and
+                which tokens are control tokens.
+            decide: asked instead of ``clauses`` of a round of which the exact rule does not keep all, and told of the
+                rounds before it: how many drafted tokens stand, and what follows them. None ends the row there.
 
-        Errors as for a forward; one of ``decide`` ends the call and is given back.
+        Errors as for a forward; one of ``decide`` ends the call and is given back. What a signal's handler raises in
+        place of the first line of ``decide`` is lost, and comes back as a ``KeyboardInterrupt``.
         """
         length = len(text)
         room = kv.cache.allocator.length(kv.seqs[0])
@@ -350,7 +352,7 @@ class CompiledLlama:
         if left < 1 or room < length + k or (drafter is None) != (draft_kv is None):
             given = f"room for {room} tokens, drafter {drafter}, its batch {draft_kv}"
             raise ValueError(f"{left} tokens left of a row of {length}, {k} to be drafted: {given}")
-        most = min(room - length + 1, 1 + _MOST_DRAFTED // (k + 1))
+        most = min(room - length + 1, 1 + _MOST_SCORED // (k + 1))
         words, copied = array("q", text), None
         words.frombytes(bytes(8 * (room + 1 - length)))
         batch, _kept = self._batch((0, 0), 1, kv, None)
@@ -373,17 +375,15 @@ class CompiledLlama:
             _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
         )  # fmt: skip
         laws_1KV: Tensor | None = None
-        if law is not None or clauses is not None:
+        if law is not None or clauses:
             call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps`` and ``top_at``
-        asks = (Ask * (k + _MOST_DRAFTED // 4 if clauses is not None else 0))()
-        if clauses is not None:
-            assert control_V is not None and law is None
-            call.clause, call.ask, call.control = (
-                ctypes.addressof(clauses),
-                ctypes.addressof(asks),
-                control_V.data_ptr(),
-            )
-            call.clauses, call.most_asks = len(clauses), len(asks)
+        listed = [Clause(Clause.KINDS.index(kind), negated, tokens, theta) for kind, negated, tokens, theta in clauses]
+        known, asks = (Clause * len(listed))(*listed), (Ask * max(_MOST_ASKS, 2 * k) if clauses else Ask * 1)()
+        if clauses:
+            if control_V is None or law is not None or decide is not None:
+                raise ValueError("clauses need control_V, nothing that is drawn, and nobody else who decides")
+            call.clause, call.clauses, call.control = ctypes.addressof(known), len(known), control_V.data_ptr()
+            call.ask, call.most_asks = ctypes.addressof(asks), len(asks)
         if law is not None:
             coins, spread = torch.empty(k + 1), torch.empty(2, self.vocab + 64)
             call.sampling, call.coins, call.spread = ctypes.addressof(law.compiled), coins.data_ptr(), spread.data_ptr()
@@ -391,6 +391,8 @@ class CompiledLlama:
                 laws_1KV = torch.empty(1, k, self.vocab)
                 call.laws = laws_1KV.data_ptr()
         told, error = 0, None
+        answer = array("i", [0])  # not in ``call``, which would then hold itself by its callback
+        call.stands = _at(answer)
 
         def made(done: int) -> Round:
             first, at, count = done * k, done * (k + 1), counts[done]
@@ -405,9 +407,9 @@ class CompiledLlama:
                 told, n = this + 1, len(chain)
                 laws = None if laws_1KV is None else laws_1KV[:, :n]
                 stands = decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))
-                call.stands, following[this] = (-1, 0) if stands is None else stands
+                answer[0], following[this] = (-1, 0) if stands is None else stands
             except BaseException as raised:  # compiled code cannot be left by an error
-                error, call.stands = raised, -1
+                error, answer[0] = raised, -1
 
         if decide is not None:
             call.decide = Rounds.Decide(asked)
@@ -421,12 +423,12 @@ class CompiledLlama:
                 ctypes.byref(call),
             )
         )
-        if call.stands == Rounds.UNANSWERED:  # a signal came before the first line of ``asked``
+        if answer[0] == Rounds.UNANSWERED:  # a signal came before the first line of ``asked``
             error = KeyboardInterrupt()
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
         rounds = [made(done) for done in range(told, call.rounds)]
-        for ask in asks[: call.asks]:  # only where none was told of before
+        for ask in asks[: call.asks]:
             rounds[ask.round].asks.append(ask)
         return Ran(rounds, stored, call.draft_start, spent, error)
 

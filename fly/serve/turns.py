@@ -74,7 +74,6 @@ Event = Answer | News
 @dataclass
 class _Completion:
     request: Request
-    drafts: int = 0
     logprobs: int = 0
     over: bool = False
 
@@ -147,12 +146,13 @@ class Turns:
                 index,
                 pieces,
                 row.logprobs[completion.logprobs :],
-                row.drafts[completion.drafts :],
+                row.drafts[:],
                 rest,
                 self.llm.output(request) if over and row.error is None else None,
                 row.error,
             )
-            completion.drafts, completion.logprobs, completion.over = len(row.drafts), len(row.logprobs), over
+            row.drafts.clear()
+            completion.logprobs, completion.over = len(row.logprobs), over
             news.append(told)
             if over:
                 self.llm.close(request)

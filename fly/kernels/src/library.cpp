@@ -1,7 +1,7 @@
 // What is called from outside: packing models, calls with their workspace, and the threads that share one.
 #include <errno.h>
-#include <math.h>
 #include <limits.h>
+#include <math.h>
 #include <sched.h>
 #include <stdlib.h>
 #include <string.h>
@@ -375,7 +375,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 14; }
+EXPORT int fly_abi() { return 15; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -634,7 +634,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     return error;
 }
 
-// A condition of those that together excuse a mismatch at temperature 0 (fly/policies/compiled.py).
+// A condition of those that together excuse a mismatch at temperature 0.
 struct Clause {
     int32_t kind, negated, count;
     double theta;
@@ -652,7 +652,7 @@ struct Ask {
 
 // Rounds of one row: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
 struct Rounds {
-    int32_t length, room;       // tokens of the row; how many its pages and ``text`` hold
+    int32_t length, room;       // tokens of the row; how many its pages hold
     int32_t left;               // tokens it may still emit
     int32_t k, context;         // tokens drafted a round (fewer than ``left``), and the longest text drafted for
     int32_t draft_start;        // tokens that the drafter has stored, in and out
@@ -661,7 +661,7 @@ struct Rounds {
     const int64_t* stop;        // ids that end the row
     int64_t nanoseconds;        // after which no further round begins
     int64_t* text;              // [room + 1] the row's tokens, in and out
-    const int64_t* position;    // [room + 1] 0, 1, 2, ...
+    const int64_t* position;    // [room] 0, 1, 2, ...
     int32_t* copied;            // [room + 1] the tokens for a lookup, or null
     float* logits;              // [k + 1, V] out, of the last round
     int64_t* drafted;           // [most, k] out
@@ -674,14 +674,14 @@ struct Rounds {
     float* coins;               // [k + 1] for what is drawn
     float* spread;              // [2, V padded] the same
     int64_t seed;
-    int32_t variant;            // which of them judges what is drawn
+    int32_t variant;            // which of them judges what is drawn, and what a clause asks
     const Clause* clause;       // excuse what the exact rule does not keep, where all hold
     const uint8_t* control;     // [V] which tokens are control tokens
     Ask* ask;                   // [most_asks] out
     int32_t clauses, most_asks, asks;
     void (*decide)(int32_t);    // asked of a round by its number, if the exact rule keeps not all of its draft; null is
                                 // the exact rule. It sets what follows, and
-    int32_t stands;             // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
+    int32_t* stands;            // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
     int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
     int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
     Sure sure;                  // of the drafter
@@ -718,7 +718,7 @@ int excuse(Rounds* it, const Variant* judge, int vocab, const int64_t* drafted, 
             }
             held |= (uint32_t)(yes != (bool)clause.negated) << c;
         }
-        const bool all = held == (uint32_t)((1ull << it->clauses) - 1), excused = all && logit > -__builtin_inf();
+        const bool all = held == (uint32_t)((1ull << it->clauses) - 1), excused = all && logit != -__builtin_inf();
         it->ask[it->asks++] = {it->rounds - 1, n, held, excused, total - logit};
         if (!excused) break;
         for (n++; n < drafts && drafted[n] == choice[n];) n++;
@@ -803,9 +803,9 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         }
         it->drafted_count[round] = drafts, it->rounds++;
         if (n < drafts && it->decide) {
-            it->stands = UNANSWERED;
+            *it->stands = UNANSWERED;
             it->decide(round);
-            n = it->stands;
+            n = *it->stands;
         } else if (!it->sampling) {
             if (n < drafts && it->clauses) n = excuse(it, judge, vocab, drafted, choice, n, drafts);
             it->following[round] = choice[n];
