@@ -239,7 +239,7 @@ class Runner:
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
     ) -> list[Round] | None:
         """Rounds of one ``row``, cached but for its last token, in one call of the model (``CompiledLlama.rounds``):
-        those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted, none where ``drafting`` is None;
+        those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted as ``drafting`` says;
         the row may emit ``left``. What excuses mismatches is ``clauses``, or is asked of ``decide``, which alone may
         change the row. A text too long for the drafter goes on without a draft.
 
@@ -248,7 +248,7 @@ class Runner:
         """
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
-        length, drafter = len(row.tokens), None if drafting is None else drafting.runner
+        length, drafter = len(row.tokens), drafting.runner if drafting is not None and k else None
         room = length + min(left, k + _MOST_AT_ONCE)
         told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
         if clauses:
@@ -258,7 +258,7 @@ class Runner:
             if config.vocab_size != self.model.config.vocab_size or getattr(drafter.model, "rounds", None) is None:
                 return None
             if length >= config.max_position_embeddings:  # too long a text to be drafted for
-                drafting = drafter = None
+                drafter, k = None, 0
         try:
             kv = self._behind(row, room)
             if drafter is not None:
@@ -268,9 +268,11 @@ class Runner:
             self.commit([row])
             return None
         if drafting is not None:
-            told |= {"k": k, "lookup": drafting.lookup, "sure": drafting.sure}
+            told |= {"k": k, "lookup": drafting.lookup if k else None, "sure": drafting.sure, "rounds": drafting.rounds}
         ran: Ran = run(row.tokens, kv, left, row.stop_ids, decide=decide, seconds=seconds, **told)
         self._cached[row.id] = ran.text
+        if drafting is not None and drafting.spent is not None:
+            drafting.spent.append(ran.seconds[1])
         if drafter is not None:
             drafter._cached[row.id] = ran.text[: ran.draft_start]
         if ran.error is not None:
@@ -525,7 +527,7 @@ class Engine:
     ) -> list[Token] | None:
         """Take a row that is alone through ``Runner.rounds``, and return what it emitted; None where something else is
         to be done between two rounds than to ask its policy."""
-        if len(rows) != 1 or prompts[0] or not self.stretch:
+        if len(rows) != 1 or prompts[0] or not self.stretch or getattr(self.runner.model, "rounds", None) is None:
             return None
         (row,) = rows
         watched = row.params.logprobs is not None or row.params.explain or constrains(row)
@@ -556,7 +558,7 @@ class Engine:
         if relaxation is not None:
             clauses = clauses_of(relaxation) if row.greedy and compiled("fly_top") else None
             asks = {"decide": decide} if clauses is None else {"clauses": clauses}
-        rest = self.runner.rounds(row, left, drafting if k else None, k, self.stretch, **asks)
+        rest = self.runner.rounds(row, left, drafting, k, self.stretch, **asks)
         if rest is None:
             return None
         self._settle(row, rest, stopped)

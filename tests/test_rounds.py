@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft
 from fly.engine import Engine, Runner
 from fly.kernels import CompiledLlama, available, library, why_not
 from fly.kernels.llama import Ran
@@ -211,7 +211,7 @@ def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monk
     assert used(None) and used(SingleDraft(near)) and used(SingleDraft(near), k=0)
     assert used(SingleDraft(near), rule="fly") and used(CascadeDraft([NGramDraft(), SingleDraft(near)]))
     assert used(NGramDraft()) and not used(Own(near)) and not used(type("Own", (NGramDraft,), {})())
-    assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)])) and not used(AdaptiveDraft(SingleDraft(near)))
+    assert not used(CascadeDraft([SuffixDraft(), SingleDraft(near)]))
     assert not used(SingleDraft(near), rule="lossy(lenience=3)")
     hot: dict[str, object] = {"temperature": 0.8, "top_p": 0.9}
     assert used(None, **hot) and used(SingleDraft(near), **hot) and used(SingleDraft(near), rule="fly", **hot)
@@ -413,3 +413,34 @@ def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
         assert held_on and not any(seen() is not None for seen in held_on)
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("name", ["model", "n-gram", "union"])
+def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str) -> None:
+    """Whatever it decides, tokens are the target's own, and it hears of every round."""
+    strategies: dict[str, Callable[[], DraftStrategy]] = {
+        "model": lambda: SingleDraft(CompiledLlama(PLAIN, VARIANTS[0])),
+        "n-gram": lambda: NGramDraft(3, 1),
+        "union": lambda: UnionDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
+    }
+    adaptive = AdaptiveDraft(strategies[name]())
+    made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 999, 4)), adaptive)
+    (want,) = rows_of([1, 2, 3], max_tokens=150)
+    plain = engine(None, False, None, (400, 400), 4)
+    while not want.finish_reason:
+        plain.step([want])
+    for _ in range(6):
+        (row,) = rows_of([1, 2, 3], max_tokens=150)
+        steps = 0
+        while not row.finish_reason:
+            made.step([row])
+            steps += 1
+            assert row.stats.rounds >= len(row.drafts) and row.generated == len(row.provenance)
+        assert row.tokens == want.tokens
+        assert row.stats.drafted == sum(n for n, _ in row.drafts)
+        assert row.stats.accepted == sum(n for _, n in row.drafts)
+        assert steps <= row.stats.rounds + 1
+        made.release(row)
+        assert not any(held(made))
+    costs = adaptive._costs[True]
+    assert costs.plain[1].seconds > 0 and costs.drafting.count and 0 < adaptive._rates.overall < 1

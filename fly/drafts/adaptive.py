@@ -4,13 +4,15 @@ what a draft is made of."""
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cache
 
-from fly.drafts.base import DraftStrategy, Wrapper
+from fly.drafts.base import Continuation, DraftStrategy, Wrapper
+from fly.kernels.library import Sure
 from fly.types import Draft, Sequence, Target
 
 __all__ = ["AdaptiveDraft"]
@@ -28,6 +30,7 @@ _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
 _SURE = 5.0  # the odds stay within this, so that a text may change
 _LATE = 32  # tokens by which a text has grown before a drafter that has not seen them has to catch up
+_AT_ONCE, _PLAIN_AT_ONCE = 4, 32  # rounds of one length, or without a draft, of a row alone before it is thought about
 _REST = 64  # rounds that a row may go on before it is thought about again
 # In rounds without a draft:
 _ONCE = 8.0  # what may be lost by finding out what a strategy is worth
@@ -217,6 +220,22 @@ class _Round:
     listening: float = 0.0  # seconds
 
 
+@dataclass
+class _Stretch:
+    """Rounds of a row alone that are taken at once and are not over yet, with so many tokens ``asked`` for in each."""
+
+    costs: _Costs
+    row: Sequence
+    asked: int
+    late: int
+    resting: bool
+    tokens: int  # before, as are these
+    rounds: int
+    drafts: int
+    begin: float
+    spent: list[float]  # seconds drafted
+
+
 @cache
 def _nothing(rows: int) -> Draft:
     """The empty draft, kept: to make one takes longer than to decide on it."""
@@ -269,11 +288,14 @@ class AdaptiveDraft(Wrapper):
         self._round: _Round | None = None
         self._quiet = 0.0  # seconds of rounds that were not thought about, not booked yet
         self._silent = False  # whether nothing is asked of the strategy in this round
+        self._trying = False  # whether it is asked only for what is seen of it
+        self._stretch: _Stretch | None = None
+        self._decided: tuple[int, int, int] | None = None  # id and tokens of a row alone, and what to ask for there
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
         count = len(known)
-        self._silent = True
+        self._silent, self._stretch = True, None
         if known and all(row.rest and row.beside == count for row in known):
             for row in known:
                 row.rest -= 1
@@ -285,7 +307,11 @@ class AdaptiveDraft(Wrapper):
             self._book(self._quiet, 0.0, plain.seconds)
             self._quiet = 0.0
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
-        lengths = self._lengths(costs, known, behind, max_len)
+        decided, self._decided = self._decided, None
+        if decided is not None and [(row.id, len(row.tokens)) for row in rows] == [decided[:2]]:
+            lengths = [min(decided[2], *max_len)]
+        else:
+            lengths = self._lengths(costs, known, behind, max_len)
         late = verified = 0
         if asked := sum(lengths):
             self._silent = False
@@ -304,6 +330,33 @@ class AdaptiveDraft(Wrapper):
             self._round = _Round(costs, before, late, verified, begin, self.clock())
         return draft
 
+    def continuation(self, row: Sequence) -> Continuation | None:
+        """Rounds without a draft for as long as nothing pays, or some of one length, of a strategy that allows it."""
+        known = self._rows.get(row.id) or self._new(row)
+        costs, inner = self._costs[row.greedy], self.strategy.continuation(row)
+        resting, asked, rounds, late = bool(known.rest and known.beside == 1 and row.k), 0, _AT_ONCE, 0
+        if resting:
+            rounds = known.rest
+        elif row.k:
+            if self._quiet and (plain := costs.plain.get(1)) is not None:
+                self._book(self._quiet, 0.0, plain.seconds)
+                self._quiet = 0.0
+            late = max(len(row.tokens) - known.seen - _LATE, 0)
+            (asked,) = self._lengths(costs, [known], [late], [row.k])
+            self._decided = row.id, len(row.tokens), asked  # should it come to ``propose``
+            if asked and inner is None:
+                return None
+            if self._trying:
+                rounds = 1
+            elif not asked:
+                resting, rounds = bool(known.rest), known.rest or _PLAIN_AT_ONCE
+        spent: list[float] = []
+        at = len(row.tokens), row.stats.rounds, len(row.drafts)
+        self._stretch = _Stretch(costs, row, asked, late, resting, *at, self.clock(), spent) if row.k else None
+        if asked and inner is not None:
+            return inner._replace(most=min(asked, inner.most), rounds=min(rounds, inner.rounds), spent=spent)
+        return Continuation(None, 0, Sure(), None, rounds if row.k else sys.maxsize)
+
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
 
@@ -315,6 +368,12 @@ class AdaptiveDraft(Wrapper):
                 self._round.listening += self.clock() - begin
 
     def commit(self, rows: Rows[Sequence]) -> None:
+        if (stretch := self._stretch) is not None:
+            self._stretch, now = None, self.clock()
+            if stretch.asked:
+                super().commit(rows)
+            self._learn(stretch, now)
+            return
         this, self._round = self._round, None
         silent, self._silent = self._silent, False
         if silent and this is None:
@@ -330,6 +389,8 @@ class AdaptiveDraft(Wrapper):
             self._astray += ((known.trust < 0.5) - self._astray) / 4
         if self._round is not None and any(id_ == row.id for id_, _, _ in self._round.rows):
             self._round = None
+        if self._stretch is not None and self._stretch.row.id == row.id:
+            self._stretch = None
         super().release(row)
 
     def _new(self, row: Sequence) -> _Row:
@@ -372,6 +433,47 @@ class AdaptiveDraft(Wrapper):
                 known.add(asked, accepted, self._rates.overall)
         self._book(elapsed, total / count * base - elapsed, base)
 
+    def _learn(self, this: _Stretch, now: float) -> None:
+        """Learn from rounds that were taken at once and were over at ``now``, as ``_settle`` does from one."""
+        row, costs = this.row, this.costs
+        rounds, known = row.stats.rounds - this.rounds, self._rows.get(row.id)
+        if not rounds or known is None:
+            return  # given up
+        if this.resting:
+            known.rest = max(known.rest - rounds, 0)
+            self._quiet += known.base * rounds
+            return
+        plain = costs.plain.setdefault(1, _Plain())
+        each = (now - this.begin - sum(this.spent)) / rounds
+        drafts = row.drafts[this.drafts :]
+        verified = sum(drafted for drafted, _ in drafts)
+        if not verified:
+            plain.add(each)
+            each = plain.seconds
+        else:
+            plain.since += rounds
+        base = elapsed = plain.seconds
+        if this.asked:
+            costs.longest = max(costs.longest, this.asked)
+            costs.share += (verified / (this.asked * rounds) - costs.share) / _COSTS
+            known.seen = len(row.tokens)
+            drafting = (sum(this.spent) + self.clock() - now) / rounds
+            if verified:
+                elapsed += costs.verifying.add(verified / rounds, each - base, base)
+            if not this.late:
+                elapsed += costs.drafting.add(this.asked, drafting, base)
+            elif costs.drafting.count:
+                usual = costs.drafting(this.asked)
+                elapsed += usual + costs.catching_up.add(this.late, (drafting - usual) * rounds, base) / rounds
+            stood = [accepted for _, accepted in drafts] + [0] * (rounds - len(drafts))
+            for accepted in stood[
+                : -1 if row.finish_reason else None
+            ]:  # the end of a row cuts off what would have stood
+                self._rates.add(this.asked, accepted, known.trust)
+                known.add(this.asked, accepted, self._rates.overall)
+        emitted = len(row.tokens) - this.tokens
+        self._book(elapsed * rounds, emitted * base - elapsed * rounds, base)
+
     def _book(self, elapsed: float, gained: float, base: float) -> None:
         """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later. Nor is more
         of a loss held against it than what may be lost, which it takes a change of costs to exceed."""
@@ -380,10 +482,11 @@ class AdaptiveDraft(Wrapper):
 
     def _lengths(self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
         """How many tokens to ask for in each row."""
-        count = len(known)
+        count, self._trying = len(known), False
         plain = costs.plain.get(count)
         if plain is None or plain.due:  # what everything is held against
             return [0] * count
+        self._trying = True  # unless something pays
         if not costs.drafting.count:  # until there is a draft without catching up in it
             return [min(1, most) for most in max_len]
         base, rates = plain.seconds, self._rates
@@ -418,6 +521,7 @@ class AdaptiveDraft(Wrapper):
             return [min(1, most) for most in max_len]
         if not best:
             self._probe(costs, known, behind, max_len, lengths, start + 2 * every, base)
+        self._trying = not best and any(lengths)
         return lengths
 
     def _probe(

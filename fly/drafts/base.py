@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Sequence as Rows
 from typing import TYPE_CHECKING, NamedTuple
@@ -27,6 +28,8 @@ class Continuation(NamedTuple):
     most: int  # tokens a round
     sure: Sure  # where it stops
     lookup: Lookup | None  # with a model it says nothing, only sooner
+    rounds: int = sys.maxsize  # after which the strategy is to be asked again
+    spent: list[float] | None = None  # takes the seconds that were drafted, if somebody wants to know
 
 
 class DraftStrategy(ABC):

@@ -323,10 +323,11 @@ class CompiledLlama:
         control_V: Tensor | None = None,
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
+        rounds: int = 2**31 - 1,
     ) -> Ran:
         """Rounds of speculative decoding of one row, in one call: draft, score, emit what the exact rule keeps and the
         token behind it; again and again, up to one that ends the row or has no room for the next behind it, or until
-        ``seconds`` are over.
+        ``seconds`` are over, or there were so many ``rounds``.
 
         Args:
             text: the row's tokens.
@@ -352,7 +353,7 @@ class CompiledLlama:
         if left < 1 or room < length + k or (drafter is None) != (draft_kv is None):
             given = f"room for {room} tokens, drafter {drafter}, its batch {draft_kv}"
             raise ValueError(f"{left} tokens left of a row of {length}, {k} to be drafted: {given}")
-        most = min(room - length + 1, 1 + _MOST_SCORED // (k + 1))
+        most = min(room - length + 1, 1 + _MOST_SCORED // (k + 1), max(rounds, 1))
         words, copied = array("q", text), None
         words.frombytes(bytes(8 * (room + 1 - length)))
         batch, _kept = self._batch((0, 0), 1, kv, None)
@@ -427,10 +428,10 @@ class CompiledLlama:
             error = KeyboardInterrupt()
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
         spent = call.scoring / 1e9, call.drafting / 1e9
-        rounds = [made(done) for done in range(told, call.rounds)]
+        untold = [made(done) for done in range(told, call.rounds)]
         for ask in asks[: call.asks]:
-            rounds[ask.round].asks.append(ask)
-        return Ran(rounds, stored, call.draft_start, spent, error)
+            untold[ask.round].asks.append(ask)
+        return Ran(untold, stored, call.draft_start, spent, error)
 
     @cached_property
     def _positions(self) -> array[int]:
