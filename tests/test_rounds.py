@@ -20,7 +20,7 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.cache import OutOfBlocks, PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft
+from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
 from fly.engine import Engine, Runner
 from fly.kernels import CompiledLlama, available, library, why_not
 from fly.kernels.llama import Ran
