@@ -261,9 +261,11 @@ class AdaptiveDraft(Wrapper):
 
     The promise: where no row can be predicted, a share ``loss`` of the time at most is lost against decoding without a
     draft, and once eight rounds of it. An account says what drafting has cost; a draft that would overdraw it if
-    nothing of it stood is not made. (What it takes to take rounds at once, on compiled kernels, is outside of it: some
-    hundred microseconds each time, which show beside a model of a few million parameters.) Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
+    nothing of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
     which nothing is asked of the strategy it does not hear of: even listening takes time.
+
+    A row alone, on compiled kernels, takes several rounds of one length at once. To decide on them takes some hundred
+    microseconds each time, for which the account does not answer; they show beside a model of a few million parameters.
 
     Args:
         strategy: who proposes.
