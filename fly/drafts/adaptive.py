@@ -306,9 +306,7 @@ class AdaptiveDraft(Wrapper):
             return _nothing(count)
         begin = self.clock()
         costs = self._costs[all(row.greedy for row in rows)]
-        if self._quiet and (plain := costs.plain.get(count)) is not None:
-            self._book(self._quiet, 0.0, plain.seconds)
-            self._quiet = 0.0
+        self._book_quiet(costs, count)
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         decided, self._decided = self._decided, None
         if decided is not None and [(row.id, len(row.tokens)) for row in rows] == [decided[:2]]:
@@ -341,9 +339,7 @@ class AdaptiveDraft(Wrapper):
         if resting:
             rounds = known.rest
         elif row.k:
-            if self._quiet and (plain := costs.plain.get(1)) is not None:
-                self._book(self._quiet, 0.0, plain.seconds)
-                self._quiet = 0.0
+            self._book_quiet(costs, 1)
             late = max(len(row.tokens) - known.seen - _LATE, 0)
             (asked,) = self._lengths(costs, [known], [late], [row.k])
             self._decided = row.id, len(row.tokens), asked  # should it come to ``propose``
@@ -476,6 +472,12 @@ class AdaptiveDraft(Wrapper):
                 known.add(this.asked, accepted, self._rates.overall)
         emitted = len(row.tokens) - this.tokens
         self._book(elapsed * rounds, emitted * base - elapsed * rounds, base)
+
+    def _book_quiet(self, costs: _Costs, count: int) -> None:
+        """Book the rounds of ``count`` rows that were not thought about."""
+        if self._quiet and (plain := costs.plain.get(count)) is not None:
+            self._book(self._quiet, 0.0, plain.seconds)
+            self._quiet = 0.0
 
     def _book(self, elapsed: float, gained: float, base: float) -> None:
         """Gains are a credit for bad luck, but not for ever: they would be spent on drafting in vain later. Nor is more

@@ -788,21 +788,23 @@ inline int64_t sample(const Sampling& how, const float* given, int vocab, float 
 
 // Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
 // that it does not keep, or of ``all``. ``laws`` [count, V] is what they were drawn from; null is a deterministic draft.
-// Returns the number of that first token, or ``count``.
+// Returns the number of that first token, or ``count``; ``keeps`` [count] or null tells of each.
 int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* laws,
             const float* coins, bool all, float* spread, uint8_t* keeps) {
     int first = count;
     for (int j = 0; j < count && (all || first == count); j++, logits += vocab) {
         const int64_t token = drafted[j];
+        bool kept;
         if (how->temperature > 0) {
             constexpr float least = 1.17549435e-38f;
             const float target = law_of(*how, logits, vocab, spread)[token];
             const float draft = laws ? laws[(long)j * vocab + token] : 1;
-            keeps[j] = coins[j] < target / (draft > least ? draft : least);
+            kept = coins[j] < target / (draft > least ? draft : least);
         } else {
-            keeps[j] = best(logits, vocab) == token;
+            kept = best(logits, vocab) == token;
         }
-        if (!keeps[j] && first == count) first = j;
+        if (keeps) keeps[j] = kept;
+        if (!kept && first == count) first = j;
     }
     return first;
 }

@@ -749,7 +749,6 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         for (int s = 0; s < it->stops; s++) found |= it->stop[s] == token;
         return found;
     };
-    auto law_at = [it, vocab](int n) { return it->laws ? it->laws + (long)n * vocab : nullptr; };
     it->rounds = it->asks = 0, it->scoring = it->drafting = 0;
     for (int64_t now = begin, since;;) {
         const int32_t length = it->length, round = it->rounds;
@@ -787,17 +786,9 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         since = now, it->scoring += (now = nanoseconds()) - since;
         int32_t n = 0;
         if (it->sampling) {
-            uint8_t keeps[256];
             uniforms(it->seed, length, ACCEPT, drafts, it->coins);
-            for (int some; n < drafts; n += some) {
-                some = drafts - n < 256 ? drafts - n : 256;
-                const int kept = judge->accepts(it->logits + (long)n * vocab, vocab, it->sampling, drafted + n, some,
-                                                law_at(n), it->coins + n, false, it->spread, keeps);
-                if (kept < some) {
-                    n += kept;
-                    break;
-                }
-            }
+            n = judge->accepts(it->logits, vocab, it->sampling, drafted, drafts, it->laws, it->coins, false, it->spread,
+                               nullptr);
         } else {
             while (n < drafts && drafted[n] == choice[n]) n++;
         }
@@ -811,8 +802,9 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             it->following[round] = choice[n];
         } else {
             uniforms(it->seed, length, SAMPLE, 1, it->coins);
+            const float* law = it->laws ? it->laws + (long)n * vocab : nullptr;
             it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling,
-                                                 n < drafts ? drafted[n] : -1, law_at(n), it->coins[0], it->spread);
+                                                 n < drafts ? drafted[n] : -1, law, it->coins[0], it->spread);
         }
         now = nanoseconds();
         bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
