@@ -269,10 +269,11 @@ class Runner:
             return None
         if drafting is not None:
             told |= {"k": k, "lookup": drafting.lookup if k else None, "sure": drafting.sure, "rounds": drafting.rounds}
+            told |= {"worth": drafting.worth, "spare": drafting.spare}
         ran: Ran = run(row.tokens, kv, left, row.stop_ids, decide=decide, seconds=seconds, **told)
         self._cached[row.id] = ran.text
         if drafting is not None and drafting.spent is not None:
-            drafting.spent.append(ran.seconds[1])
+            drafting.spent[:] = [ran.first, ran.others]
         if drafter is not None:
             drafter._cached[row.id] = ran.text[: ran.draft_start]
         if ran.error is not None:

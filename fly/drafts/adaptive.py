@@ -30,8 +30,8 @@ _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
 _SURE = 5.0  # the odds stay within this, so that a text may change
 _LATE = 32  # tokens by which a text has grown before a drafter that has not seen them has to catch up
-_AT_ONCE, _PLAIN_AT_ONCE = 4, 32  # rounds of one length, or without a draft, of a row alone before it is thought about
-_REST = 64  # rounds that a row may go on before it is thought about again
+_MEASURED, _TRIED = 4, 2  # rounds that are taken at once to measure them, without a draft and with one
+_REST = 512  # rounds that a row may go on before it is thought about again
 # In rounds without a draft:
 _ONCE = 8.0  # what may be lost by finding out what a strategy is worth
 _POT = 4.0  # what is saved for probes, at most
@@ -40,7 +40,7 @@ _CREDIT = 12.0  # gain that may be lost again
 
 
 class _Plain:
-    """Seconds of a round without a draft, for one number of rows."""
+    """Seconds of what should always take the same, such as a round without a draft for one number of rows."""
 
     def __init__(self) -> None:
         self.seconds, self.since = 0.0, 0
@@ -199,8 +199,13 @@ class _Costs:
         self.plain: dict[int, _Plain] = {}  # by the number of rows
         self.drafting, self.catching_up = _Line(), _Line()
         self.verifying = _Line(through_zero=False)
+        self.stopping = _Plain()  # between two calls of compiled code that take several rounds
         self.share = 1.0  # tokens proposed for each that was asked for
         self.longest = 1  # draft that was asked for and verified
+
+    def price(self, length: int) -> float:
+        """Seconds that a draft of a row alone adds to a round."""
+        return self.drafting(length) + self.verifying(length * self.share)
 
     def late(self, tokens: int) -> float:
         """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
@@ -232,8 +237,8 @@ class _Stretch:
     tokens: int  # before, as are these
     rounds: int
     drafts: int
-    begin: float
-    spent: list[float]  # seconds drafted
+    since: float | None  # when the stretch before it was over, if that was this row's as well
+    spent: list[tuple[float, float]]  # seconds, and those drafted, of the first round and of the others
 
 
 @cache
@@ -264,8 +269,8 @@ class AdaptiveDraft(Wrapper):
     nothing of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
     which nothing is asked of the strategy it does not hear of: even listening takes time.
 
-    A row alone, on compiled kernels, takes several rounds of one length at once. To decide on them takes some hundred
-    microseconds each time, for which the account does not answer; they show beside a model of a few million parameters.
+    A row alone, on compiled kernels, takes several rounds of one length at once, for as long as the account allows. A
+    probe there pays for the interruption as well.
 
     Args:
         strategy: who proposes.
@@ -293,6 +298,7 @@ class AdaptiveDraft(Wrapper):
         self._silent = False  # whether nothing is asked of the strategy in this round
         self._trying = False  # whether it is asked only for what is seen of it
         self._stretch: _Stretch | None = None
+        self._last = -1, 0, 0.0  # id and tokens of a row after its stretch, and when that was over
         self._decided: tuple[int, int, int] | None = None  # id and tokens of a row alone, and what to ask for there
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
@@ -335,7 +341,7 @@ class AdaptiveDraft(Wrapper):
         """Rounds without a draft for as long as nothing pays, or some of one length, of a strategy that allows it."""
         known = self._rows.get(row.id) or self._new(row)
         costs, inner = self._costs[row.greedy], self.strategy.continuation(row)
-        resting, asked, rounds, late = bool(known.rest and known.beside == 1 and row.k), 0, _AT_ONCE, 0
+        resting, asked, rounds, late = bool(known.rest and known.beside == 1 and row.k), 0, sys.maxsize, 0
         if resting:
             rounds = known.rest
         elif row.k:
@@ -346,15 +352,20 @@ class AdaptiveDraft(Wrapper):
             if asked and inner is None:
                 return None
             if self._trying:
-                rounds = 1
+                rounds = _TRIED
             elif not asked:
-                resting, rounds = bool(known.rest), known.rest or _PLAIN_AT_ONCE
-        spent: list[float] = []
-        at = len(row.tokens), row.stats.rounds, len(row.drafts)
-        self._stretch = _Stretch(costs, row, asked, late, resting, *at, self.clock(), spent) if row.k else None
+                resting, rounds = bool(known.rest), known.rest or _MEASURED
+        spent: list[tuple[float, float]] = []
+        if row.k:
+            since = self._last[2] if self._last[:2] == (row.id, len(row.tokens)) else None
+            at = len(row.tokens), row.stats.rounds, len(row.drafts)
+            self._stretch = _Stretch(costs, row, asked, late, resting, *at, since, spent)
         if asked and inner is not None:
-            return inner._replace(most=min(asked, inner.most), rounds=min(rounds, inner.rounds), spent=spent)
-        return Continuation(None, 0, Sure(), None, rounds if row.k else sys.maxsize)
+            base = costs.plain[1].seconds
+            spare = self._balance + _ONCE * base - costs.price(asked)  # after each round another must be affordable
+            most, rounds = min(asked, inner.most), min(rounds, inner.rounds)
+            return inner._replace(most=most, rounds=rounds, worth=base, spare=spare, spent=spent)
+        return Continuation(None, 0, Sure(), None, rounds, spent=spent)
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
@@ -436,42 +447,47 @@ class AdaptiveDraft(Wrapper):
         """Learn from rounds that were taken at once and were over at ``now``, as ``_settle`` does from one."""
         row, costs = this.row, this.costs
         rounds, known = row.stats.rounds - this.rounds, self._rows.get(row.id)
-        if not rounds or known is None:
+        if not rounds or known is None or not this.spent:
             return  # given up
+        (first, first_drafted), (whole, drafted) = this.spent
+        if this.since is not None:
+            costs.stopping.add(now - this.since - first - whole)
+        self._last = row.id, len(row.tokens), now
         if this.resting:
             known.rest = max(known.rest - rounds, 0)
             self._quiet += known.base * rounds
             return
-        plain = costs.plain.setdefault(1, _Plain())
-        each = (now - this.begin - sum(this.spent)) / rounds
-        drafts = row.drafts[this.drafts :]
-        verified = sum(drafted for drafted, _ in drafts)
-        if not verified:
-            plain.add(each)
-            each = plain.seconds
+        if rounds > 1:  # in the first, threads have to wake up and caches to fill
+            whole, drafted = whole / (rounds - 1), drafted / (rounds - 1)
         else:
+            whole, drafted = first, first_drafted
+        plain, scored = costs.plain.setdefault(1, _Plain()), whole - drafted
+        drafts = row.drafts[this.drafts :]
+        if verified := sum(n for n, _ in drafts) / rounds:
             plain.since += rounds
-        base = elapsed = plain.seconds
+        else:
+            plain.add(scored)
+            scored = plain.seconds
+        base, elapsed = plain.seconds, plain.seconds * rounds
         if this.asked:
             costs.longest = max(costs.longest, this.asked)
-            costs.share += (verified / (this.asked * rounds) - costs.share) / _COSTS
+            costs.share += (verified / this.asked - costs.share) / _COSTS
             known.seen = len(row.tokens)
-            drafting = (sum(this.spent) + self.clock() - now) / rounds
             if verified:
-                elapsed += costs.verifying.add(verified / rounds, each - base, base)
-            if not this.late:
-                elapsed += costs.drafting.add(this.asked, drafting, base)
-            elif costs.drafting.count:
-                usual = costs.drafting(this.asked)
-                elapsed += usual + costs.catching_up.add(this.late, (drafting - usual) * rounds, base) / rounds
+                elapsed += costs.verifying.add(verified, scored - base, base) * rounds
+            drafted += (self.clock() - now) / rounds
+            if rounds > 1 or not this.late:
+                elapsed += costs.drafting.add(this.asked, drafted, base) * rounds
+            if this.late and costs.drafting.count:
+                late = first_drafted - costs.drafting(this.asked)
+                elapsed += costs.catching_up.add(this.late, late, base)
             stood = [accepted for _, accepted in drafts] + [0] * (rounds - len(drafts))
-            for accepted in stood[
-                : -1 if row.finish_reason else None
-            ]:  # the end of a row cuts off what would have stood
+            if row.finish_reason:
+                del stood[-1]  # the end of a row cuts off what would have stood
+            for accepted in stood:
                 self._rates.add(this.asked, accepted, known.trust)
                 known.add(this.asked, accepted, self._rates.overall)
-        emitted = len(row.tokens) - this.tokens
-        self._book(elapsed * rounds, emitted * base - elapsed * rounds, base)
+        self._book(elapsed, (len(row.tokens) - this.tokens) * base - elapsed, base)
 
     def _book_quiet(self, costs: _Costs, count: int) -> None:
         """Book the rounds of ``count`` rows that were not thought about."""
@@ -525,7 +541,8 @@ class AdaptiveDraft(Wrapper):
         if not best and costs.drafting.count < 3:  # perhaps the machine paused when it was measured
             return [min(1, most) for most in max_len]
         if not best:
-            self._probe(costs, known, behind, max_len, lengths, start + 2 * every, base)
+            stops = 2 * costs.stopping.seconds if count == 1 else 0.0  # before and after
+            self._probe(costs, known, behind, max_len, lengths, start + 2 * every + stops, base)
         self._trying = not best and any(lengths)
         return lengths
 

@@ -29,7 +29,9 @@ class Continuation(NamedTuple):
     sure: Sure  # where it stops
     lookup: Lookup | None  # with a model it says nothing, only sooner
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
-    spent: list[float] | None = None  # takes the seconds that were drafted, if somebody wants to know
+    worth: float = 0.0  # seconds that a token is worth, if that counts: then the strategy is to be asked again also
+    spare: float = 0.0  # when the rounds have taken so many seconds more than what they emitted is worth
+    spent: list[tuple[float, float]] | None = None  # takes seconds, and those drafted, of the first round and the others
 
 
 class DraftStrategy(ABC):

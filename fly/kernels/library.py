@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 15  # of src/library.cpp: what was built from other sources is not called
+_ABI = 16  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -101,7 +101,7 @@ class Rounds(ctypes.Structure):
     _fields_ = [
         *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "stops")),
         ("stop", c_void_p),
-        ("nanoseconds", c_int64),
+        *((name, c_int64) for name in ("nanoseconds", "plain", "spare")),
         *((name, c_void_p) for name in ("text", "position", "copied", "logits", "drafted", "drafted_count", "choice")),
         *((name, c_void_p) for name in ("accepted", "following", "sampling", "laws", "coins", "spread")),
         ("seed", c_int64),
@@ -111,7 +111,7 @@ class Rounds(ctypes.Structure):
         ("decide", Decide),
         ("stands", c_void_p),
         ("rounds", c_int32),
-        *((name, c_int64) for name in ("scoring", "drafting")),
+        *((name, c_int64 * 2) for name in ("elapsed", "drafting")),
         ("sure", Sure),
     ]
 

@@ -97,7 +97,8 @@ class Ran(NamedTuple):
     rounds: list[Round]  # that nobody was told of yet
     text: list[int]  # what is stored of the row and what was drafted last
     draft_start: int  # tokens of it that the drafter has stored
-    seconds: tuple[float, float]  # in the target and in the drafter
+    first: tuple[float, float]  # seconds of the first round, in all and in the drafter
+    others: tuple[float, float]  # of the other rounds
     error: BaseException | None  # of ``decide``, whose round is nobody's then
 
 
@@ -324,10 +325,13 @@ class CompiledLlama:
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
         rounds: int = 2**31 - 1,
+        worth: float = 0.0,
+        spare: float = 0.0,
     ) -> Ran:
         """Rounds of speculative decoding of one row, in one call: draft, score, emit what the exact rule keeps and the
         token behind it; again and again, up to one that ends the row or has no room for the next behind it, or until
-        ``seconds`` are over, or there were so many ``rounds``.
+        ``seconds`` are over, or there were so many ``rounds``; where a token is ``worth`` some seconds, also until they
+        have taken ``spare`` seconds more than what they emitted is worth.
 
         Args:
             text: the row's tokens.
@@ -371,9 +375,10 @@ class CompiledLlama:
             array("q", bytes(8 * most)),
         )
         call = Rounds(
-            length, room, left, k, context, draft_start, most, len(stops), _at(stops), int(1e9 * seconds), _at(words),
-            _at(self._positions), None if copied is None else _at(copied), logits_1JV.data_ptr(), _at(drafted),
-            _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
+            length, room, left, k, context, draft_start, most, len(stops), _at(stops),
+            int(1e9 * seconds), int(1e9 * worth), int(1e9 * spare),
+            _at(words), _at(self._positions), None if copied is None else _at(copied), logits_1JV.data_ptr(),
+            _at(drafted), _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
         )  # fmt: skip
         laws_1KV: Tensor | None = None
         if law is not None or clauses:
@@ -427,11 +432,11 @@ class CompiledLlama:
         if answer[0] == Rounds.UNANSWERED:  # a signal came before the first line of ``asked``
             error = KeyboardInterrupt()
         stored = words[: call.length + counts[call.rounds - 1]].tolist()
-        spent = call.scoring / 1e9, call.drafting / 1e9
+        first, others = ((whole / 1e9, drafted / 1e9) for whole, drafted in zip(call.elapsed, call.drafting))
         untold = [made(done) for done in range(told, call.rounds)]
         for ask in asks[: call.asks]:
             untold[ask.round].asks.append(ask)
-        return Ran(untold, stored, call.draft_start, spent, error)
+        return Ran(untold, stored, call.draft_start, first, others, error)
 
     @cached_property
     def _positions(self) -> array[int]:

@@ -51,7 +51,7 @@ struct Pool {
 
 Pool pool;
 
-constexpr int64_t LOOK_OUT = 300000, SPIN = 20000;  // nanoseconds a worker waits for a call, and spins of them
+constexpr int64_t LOOK_OUT = 2000000, SPIN = 20000;  // nanoseconds a worker waits for a call, and spins of them
 constexpr int32_t SHORTEST = 4, LONGEST = 64;       // calls to run alone after a stall
 
 void reset_pool() {
@@ -375,7 +375,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 15; }
+EXPORT int fly_abi() { return 16; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -660,6 +660,8 @@ struct Rounds {
     int32_t stops;
     const int64_t* stop;        // ids that end the row
     int64_t nanoseconds;        // after which no further round begins
+    int64_t plain, spare;       // nanoseconds that a token is worth, and what drafting may cost beyond its worth, or it
+                                // ends with that round; 0 is no limit
     int64_t* text;              // [room + 1] the row's tokens, in and out
     const int64_t* position;    // [room] 0, 1, 2, ...
     int32_t* copied;            // [room + 1] the tokens for a lookup, or null
@@ -683,7 +685,7 @@ struct Rounds {
                                 // the exact rule. It sets what follows, and
     int32_t* stands;            // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
     int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
-    int64_t scoring, drafting;  // out: nanoseconds in the target and in the drafter
+    int64_t elapsed[2], drafting[2];  // out: nanoseconds in all and in the drafter, of the first round and of the others
     Sure sure;                  // of the drafter
 };
 
@@ -749,8 +751,10 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         for (int s = 0; s < it->stops; s++) found |= it->stop[s] == token;
         return found;
     };
-    it->rounds = it->asks = 0, it->scoring = it->drafting = 0;
-    for (int64_t now = begin, since;;) {
+    it->rounds = it->asks = 0;
+    it->elapsed[0] = it->elapsed[1] = it->drafting[0] = it->drafting[1] = 0;
+    for (int64_t now = begin, from, spare = it->spare;;) {
+        from = now;
         const int32_t length = it->length, round = it->rounds;
         int32_t limit = it->k < it->left - 1 ? it->k : it->left - 1, drafts = 0;
         limit = limit < it->context - length ? limit : it->context - length;
@@ -778,12 +782,11 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
                 ended = ends(drafted[drafts]);
             }
         }
-        since = now, it->drafting += (now = nanoseconds()) - since;
+        if (limit > 0 && (drafter || lookup)) it->drafting[round > 0] += nanoseconds() - from;
         start = length - 1, count = drafts + 1;
         scored.tokens = count;
         scored.token = it->text + start, scored.position = it->position + start;
         if (const int error = fly_score(target, &scored, nullptr, count, it->logits, choice)) return error;
-        since = now, it->scoring += (now = nanoseconds()) - since;
         int32_t n = 0;
         if (it->sampling) {
             uniforms(it->seed, length, ACCEPT, drafts, it->coins);
@@ -807,7 +810,10 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
                                                  n < drafts ? drafted[n] : -1, law, it->coins[0], it->spread);
         }
         now = nanoseconds();
+        spare += (n + 1) * it->plain - (now - from);
         bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
+        over |= it->plain && spare < 0;
+        it->elapsed[round > 0] += now - from;
         const int32_t next = it->left - n - 2;  // drafted in the next round, at most
         over |= it->clauses && it->asks + it->k > it->most_asks;
         over |= length + n + 1 + (it->k < next ? it->k : next) > it->room;
