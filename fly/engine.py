@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
+from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -230,61 +231,69 @@ class Runner:
 
     def rounds(
         self,
-        row: Sequence,
-        left: int,
+        rows: Rows[Sequence],
+        left: Rows[int],
         drafting: Continuation | None,
-        k: int,
+        k: Rows[int],
         seconds: float,
-        clauses: Rows[Clause] = (),
+        clauses: Rows[Rows[Clause]] = (),
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
-    ) -> list[Round] | None:
-        """Rounds of one ``row``, cached but for its last token, in one call of the model (``CompiledLlama.rounds``):
-        those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted as ``drafting`` says;
-        the row may emit ``left``. What excuses mismatches is ``clauses``, or is asked of ``decide``, which alone may
-        change the row. A text too long for the drafter goes on without a draft.
+        hurry: array[int] | None = None,
+    ) -> list[list[Round]] | None:
+        """Rounds of ``rows``, cached but for their last tokens, in one call of the model (``CompiledLlama.rounds``): of
+        each those that ``decide`` was not told of. Up to ``k`` tokens a round are drafted for each as ``drafting``
+        says; each may emit ``left``. What excuses mismatches is ``clauses``, or, for a row alone, is asked of
+        ``decide``, which alone may change it. A text too long for the drafter goes on without a draft. No further round
+        begins after ``seconds``, or while ``hurry`` holds another number than 0.
 
         None where a model has no such call, the drafter another vocabulary, or a cache not the room; nothing was
         changed then. Raises what ``decide`` does, and an interrupt that came in its place.
         """
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
-        length, drafter = len(row.tokens), drafting.runner if drafting is not None and k else None
-        room = length + min(left, k + _MOST_AT_ONCE)
-        told: dict[str, Any] = {} if row.greedy else {"law": Law.of([row.params]), "seed": row.seed}
-        if clauses:
-            told |= {"clauses": clauses, "control_V": self.control_V}
+        drafter = drafting.runner if drafting is not None and any(k) else None
+        rooms = [len(row.tokens) + min(more, n + _MOST_AT_ONCE) for row, more, n in zip(rows, left, k)]
+        told: dict[str, Any] = {"clauses": clauses, "control_V": self.control_V} if clauses else {}
+        if not all(row.greedy for row in rows):
+            told |= {"law": Law.of([row.params for row in rows]), "seeds": [row.seed for row in rows]}
         if drafter is not None:
             config = drafter.model.config
             if config.vocab_size != self.model.config.vocab_size or getattr(drafter.model, "rounds", None) is None:
                 return None
-            if length >= config.max_position_embeddings:  # too long a text to be drafted for
-                drafter, k = None, 0
+            if any(len(row.tokens) >= config.max_position_embeddings for row in rows):
+                if len(rows) > 1:
+                    return None
+                drafter, k = None, [0]
         try:
-            kv = self._behind(row, room)
+            kv = self._behind(rows, rooms)
             if drafter is not None:
-                context = min(room, drafter.model.config.max_position_embeddings)
-                told |= {"drafter": drafter.model, "draft_kv": drafter._behind(row, context), "context": context}
+                context = drafter.model.config.max_position_embeddings
+                draft_kv = drafter._behind(rows, [min(room, context) for room in rooms])
+                told |= {"drafter": drafter.model, "draft_kv": draft_kv, "context": context}
         except OutOfBlocks:
-            self.commit([row])
+            self.commit(rows)
             return None
         if drafting is not None:
-            told |= {"k": k, "lookup": drafting.lookup if k else None, "sure": drafting.sure, "rounds": drafting.rounds}
-            told |= {"worth": drafting.worth, "spare": drafting.spare}
-        ran: Ran = run(row.tokens, kv, left, row.stop_ids, decide=decide, seconds=seconds, **told)
-        self._cached[row.id] = ran.text
+            told |= {"k": k, "lookup": drafting.lookup if any(k) else None, "sure": drafting.sure}
+            told |= {"rounds": drafting.rounds, "worth": drafting.worth, "spare": drafting.spare}
+        texts, stop_ids = [row.tokens for row in rows], [row.stop_ids for row in rows]
+        ran: Ran = run(texts, kv, left, stop_ids, decide=decide, seconds=seconds, hurry=hurry, **told)
         if drafting is not None and drafting.spent is not None:
-            drafting.spent[:] = [ran.first, ran.others]
-        if drafter is not None:
-            drafter._cached[row.id] = ran.text[: ran.draft_start]
+            drafting.spent[:] = ran.spent
+        for row, text, draft_start in zip(rows, ran.texts, ran.draft_starts):
+            self._cached[row.id] = text
+            if drafter is not None:
+                drafter._cached[row.id] = text[:draft_start]
         if ran.error is not None:
             raise ran.error
         return ran.rounds
 
-    def _behind(self, row: Sequence, room: int) -> PagedBatch:
-        """The batch of what of ``row`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
-        strange = [] if row.id in self._cached else [row]
-        start = len(self.begin(row))
-        return self._reserve([row], [start], [len(row.tokens) - start], None, [room - start], strange)
+    def _behind(self, rows: Rows[Sequence], rooms: Rows[int]) -> PagedBatch:
+        """The batch of what of ``rows`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
+        strange = [row for row in rows if row.id not in self._cached]
+        starts = [len(self.begin(row)) for row in rows]
+        counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
+        return self._reserve(rows, starts, counts, None, [room - start for room, start in zip(rooms, starts)], strange)
 
     def _text(self, row: Sequence) -> array[int]:
         """What is cached of ``row``, as compiled code reads it."""
@@ -441,13 +450,14 @@ class Engine:
         strategy: who proposes; None decodes autoregressively.
     """
 
-    stretch = 0.01  # seconds after which a step begins no further round of a row that it takes several rounds with
+    stretch = 0.02  # seconds after which a step begins no further round of rows that it takes several rounds with
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
         if strategy is not None:
             strategy.attach(runner)
         self.context = runner.model.config.max_position_embeddings
+        self._hurry = array("i", [0])
 
     @torch.inference_mode()
     def step(
@@ -458,10 +468,10 @@ class Engine:
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
-        A row alone may be taken through several rounds, until ``stretch`` is over: where compiled kernels draft and
-        verify, they do so in one call. A policy is asked in it of what the exact rule does not keep, if it is none that
-        compiled code knows (``clauses_of``). Tokens are the same; what a policy or ``stopped`` was told of before an
-        error stands, as if there had been steps before.
+        Rows may be taken through several rounds, until ``stretch`` is over or one of them ends: where compiled kernels
+        draft and verify, they do so in one call. The policy of a row alone is asked in it of what the exact rule does
+        not keep, if it is none that compiled code knows (``clauses_of``). Tokens are the same; what a policy or
+        ``stopped`` was told of before an error stands, as if there had been steps before.
 
         ``prefill`` names further rows that emit nothing yet, and how many more of their tokens are to be cached in the
         same forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
@@ -482,7 +492,7 @@ class Engine:
         try:
             if not prefill and (several := self._several_rounds(rows, prompts, stopped)) is not None:
                 self._commit(rows)
-                return [several]
+                return several
             draft = self._propose(rows, prompts)
             target, raw_BJV = self.runner.score(rows, draft, prefill)
             verdicts = judge(rows, target, draft)
@@ -508,6 +518,10 @@ class Engine:
         self._commit(rows)
         return emitted
 
+    def hurry(self, now: bool) -> None:
+        """Let steps, also one under way, take one round each while somebody waits for their end; from any thread."""
+        self._hurry[0] = now
+
     def release(self, row: Sequence) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""
         self.runner.release(row)
@@ -525,24 +539,34 @@ class Engine:
 
     def _several_rounds(
         self, rows: Rows[Sequence], prompts: list[bool], stopped: Callable[[Sequence, int], bool] | None
-    ) -> list[Token] | None:
-        """Take a row that is alone through ``Runner.rounds``, and return what it emitted; None where something else is
-        to be done between two rounds than to ask its policy."""
-        if len(rows) != 1 or prompts[0] or not self.stretch or getattr(self.runner.model, "rounds", None) is None:
+    ) -> list[list[Token]] | None:
+        """Take rows through ``Runner.rounds``, and return what each emitted; None where something else is to be done
+        between two rounds than to ask the policy of a row alone."""
+        if any(prompts) or not self.stretch or getattr(self.runner.model, "rounds", None) is None:
             return None
-        (row,) = rows
-        watched = row.params.logprobs is not None or row.params.explain or constrains(row)
-        if watched or not accepts_exactly(row.policy):
-            return None
-        if not row.greedy and not (draws_exactly(row.policy) and compiled("fly_follow")):
+        clauses: list[list[Clause]] = []
+        for row in rows:
+            watched = row.params.logprobs is not None or row.params.explain or constrains(row)
+            if watched or not accepts_exactly(row.policy):
+                return None
+            if not row.greedy and not (draws_exactly(row.policy) and compiled("fly_follow")):
+                return None
+            known: list[Clause] | None = []
+            if (relaxation := row.policy.relaxation) is not None:
+                known = clauses_of(relaxation) if row.greedy and compiled("fly_top") else None
+            if known is not None:
+                clauses.append(known)
+        asks = len(clauses) < len(rows)
+        if asks and len(rows) > 1:
             return None
         drafting = None
-        if self.strategy is not None and (drafting := self.strategy.continuation(row)) is None:
+        if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return None
-        before, left = len(row.provenance), self.left(row)
-        k = 0 if drafting is None else min(row.k, drafting.most, left - 1)
+        before, left = [len(row.provenance) for row in rows], [self.left(row) for row in rows]
+        k = [0 if drafting is None else min(row.k, drafting.most, more - 1) for row, more in zip(rows, left)]
 
         def decide(settled: list[Round], asked: Asked) -> tuple[int, int] | None:
+            (row,) = rows
             self._settle(row, settled, stopped)
             if row.finish_reason:
                 return None
@@ -554,20 +578,27 @@ class Engine:
             told = verdict.told
             return None if row.finish_reason else (told.accepted[0], told.following[0])
 
-        relaxation = row.policy.relaxation
-        asks: dict[str, Any] = {}
-        if relaxation is not None:
-            clauses = clauses_of(relaxation) if row.greedy and compiled("fly_top") else None
-            asks = {"decide": decide} if clauses is None else {"clauses": clauses}
-        rest = self.runner.rounds(row, left, drafting, k, self.stretch, **asks)
+        excused: dict[str, Any] = {"decide": decide} if asks else {"clauses": clauses} if any(clauses) else {}
+        rest = self.runner.rounds(rows, left, drafting, k, self.stretch, hurry=self._hurry, **excused)
         if rest is None:
             return None
-        self._settle(row, rest, stopped)
-        return row.provenance[before:]
+        for row, rounds in zip(rows, rest):
+            self._settle(row, rounds, stopped)
+        return [row.provenance[start:] for row, start in zip(rows, before)]
 
     def _settle(self, row: Sequence, rounds: list[Round], stopped: Callable[[Sequence, int], bool] | None) -> None:
         """Extend the row by rounds that were decided, up to its end, and count them."""
         stats, relaxation = row.stats, row.policy.relaxation
+        if stopped is None and not any(drafted for drafted, *_ in rounds[:-1]):
+            # Without a draft, many of the same kind at once; only the last may end the row.
+            ids, whole = [following for *_, following, _ in rounds[:-1]], rounds[-1:]
+            choices = [choice for _, (choice,), *_ in rounds[:-1]]
+            row.tokens += ids
+            row.provenance += map(Token, ids, repeat(Why.BONUS), repeat(None), choices)
+            stats.generated += len(ids)
+            stats.emitted += len(ids)
+            stats.rounds += len(ids)
+            rounds = whole
         labels = [] if relaxation is None else [clause.label for clause in relaxation.clauses]
         for number, (drafted, choices, n, following, asks) in enumerate(rounds, start=1):
             if row.finish_reason:

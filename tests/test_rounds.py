@@ -130,7 +130,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
                 assert before == (len(row.tokens), held(made)[0])
                 return row, "out of blocks"
             emitted += tokens
-            drafter = None if drafting is None else made.strategy.continuation(row).runner
+            drafter = None if drafting is None else made.strategy.continuation([row]).runner
             for runner in filter(None, (made.runner, drafter)):
                 cached = runner._cached.get(row.id, [])
                 assert cached == row.tokens[: len(cached)]
@@ -184,6 +184,78 @@ def test_a_row_alone_and_beside_others_by_turns(data: st.DataObject) -> None:
     while going := [row for row in rows if not row.finish_reason]:
         made.step(going if data.draw(st.booleans()) else [data.draw(st.sampled_from(going))])
     assert [told(row) for row in rows] == [told(row) for row in want]
+
+
+@settings(max_examples=120)
+@given(data=st.data())
+def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataObject) -> None:
+    """Whatever rules, temperatures, lengths and ends they have, and however full the caches are."""
+    size, tight = data.draw(st.integers(1, 5)), data.draw(st.booleans())
+    blocks = tuple(data.draw(st.integers(20, 90)) if tight else 900 for _ in range(2))
+    setting = data.draw(st.sampled_from([None, 0, 0, 1, 2])), data.draw(st.booleans()), None, blocks, size
+    stop = {"confidence": data.draw(st.sampled_from([0.0, 0.0, 0.4]))}
+    all_cold = data.draw(st.booleans())
+    rules = st.sampled_from([Exact(), *POLICIES[1:4]])
+    given_rows = [
+        Sequence(
+            prompt := data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
+            len(prompt),
+            SamplingParams(
+                temperature=0 if all_cold else data.draw(st.sampled_from([0, 0.8])),
+                top_k=data.draw(st.sampled_from([0, 5])),
+                max_tokens=data.draw(st.integers(1, 60)),
+            ),
+            data.draw(rules) if all_cold else Exact(),
+            data.draw(st.integers(0, 2**62)),
+            data.draw(st.integers(0, 6)),
+            stop_ids=frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
+        )
+        for _ in range(data.draw(st.integers(2, 4)))
+    ]
+    stopped = None if data.draw(st.booleans()) else lambda row, token: row.generated == 17
+
+    def decode(stretch: float) -> tuple[list[object], int]:
+        made, rows, steps = engine(*setting, **stop), [row.sample(row.seed) for row in given_rows], 0
+        made.stretch = stretch
+        while going := [row for row in rows if not row.finish_reason]:
+            before = [len(row.provenance) for row in going]
+            try:
+                emitted = made.step(going, stopped)
+            except OutOfBlocks:
+                return [told(row) for row in rows], steps
+            steps += 1
+            assert emitted == [row.provenance[start:] for row, start in zip(going, before)]
+            for row in going:
+                cached = made.runner._cached[row.id]
+                assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
+                assert made.runner.cache.allocator.length(row.id) == len(cached)
+                if row.finish_reason:
+                    made.release(row)
+        assert not any(held(made))
+        return [told(row) for row in rows], steps
+
+    slow, many = decode(0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.engine._MOST_AT_ONCE", data.draw(st.sampled_from([1, 30, 128])))
+        patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
+        patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
+        fast, few = decode(FOREVER)
+    assert fast == slow and few <= many
+
+
+def test_somebody_who_waits_ends_a_call_after_the_round_under_way() -> None:
+    for count in (1, 3):
+        rows, made = rows_of(*[[1, 2, 3]] * count), engine(0, False, None, (400, 400), 4)
+        made.stretch = FOREVER
+        made.step(rows)
+        made.hurry(True)
+        for _ in range(3):
+            rounds = rows[0].stats.rounds
+            made.step(rows)
+            assert rows[0].stats.rounds == rounds + 1
+        made.hurry(False)
+        made.step(rows)
+        assert rows[0].stats.rounds > rounds + 2 and rows[0].finish_reason
 
 
 def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -238,9 +238,10 @@ class Clock:
         """Several rounds in one call, which says itself how long target and drafter took."""
         drafts = {} if drafter is None else {"drafter": drafter._model}
         ran = self._model.rounds(*arguments, **drafts, **options)
-        for clock, seconds in zip((self, drafter), ran.seconds):
-            if clock is not None:
-                clock.seconds += seconds
+        for spent in ran.spent:
+            self.seconds += spent.target
+            if drafter is not None:
+                drafter.seconds += spent.draft
         return ran
 
     def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:

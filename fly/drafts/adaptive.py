@@ -10,10 +10,14 @@ from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cache
+from typing import TYPE_CHECKING
 
 from fly.drafts.base import Continuation, DraftStrategy, Wrapper
 from fly.kernels.library import Sure
 from fly.types import Draft, Sequence, Target
+
+if TYPE_CHECKING:
+    from fly.kernels.llama import Spent
 
 __all__ = ["AdaptiveDraft"]
 
@@ -238,7 +242,7 @@ class _Stretch:
     rounds: int
     drafts: int
     since: float | None  # when the stretch before it was over, if that was this row's as well
-    spent: list[tuple[float, float]]  # seconds, and those drafted, of the first round and of the others
+    spent: list[Spent]  # by the first round, and by the others
 
 
 @cache
@@ -337,10 +341,13 @@ class AdaptiveDraft(Wrapper):
             self._round = _Round(costs, before, late, verified, begin, self.clock())
         return draft
 
-    def continuation(self, row: Sequence) -> Continuation | None:
+    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
         """Rounds without a draft for as long as nothing pays, or some of one length, of a strategy that allows it."""
+        if len(rows) > 1:
+            return None if any(row.k for row in rows) else Continuation(None, 0, Sure(), None)
+        (row,) = rows
         known = self._rows.get(row.id) or self._new(row)
-        costs, inner = self._costs[row.greedy], self.strategy.continuation(row)
+        costs, inner = self._costs[row.greedy], self.strategy.continuation(rows)
         resting, asked, rounds, late = bool(known.rest and known.beside == 1 and row.k), 0, sys.maxsize, 0
         if resting:
             rounds = known.rest
@@ -355,7 +362,7 @@ class AdaptiveDraft(Wrapper):
                 rounds = _TRIED
             elif not asked:
                 resting, rounds = bool(known.rest), known.rest or _MEASURED
-        spent: list[tuple[float, float]] = []
+        spent: list[Spent] = []
         if row.k:
             since = self._last[2] if self._last[:2] == (row.id, len(row.tokens)) else None
             at = len(row.tokens), row.stats.rounds, len(row.drafts)
@@ -449,7 +456,7 @@ class AdaptiveDraft(Wrapper):
         rounds, known = row.stats.rounds - this.rounds, self._rows.get(row.id)
         if not rounds or known is None or not this.spent:
             return  # given up
-        (first, first_drafted), (whole, drafted) = this.spent
+        (first, _, first_drafted), (whole, _, drafted) = this.spent
         if this.since is not None:
             costs.stopping.add(now - this.since - first - whole)
         self._last = row.id, len(row.tokens), now

@@ -16,13 +16,15 @@ from fly.types import Draft, Sequence, Target
 if TYPE_CHECKING:
     from fly.engine import Runner
     from fly.kernels.library import Lookup, Sure
+    from fly.kernels.llama import Spent
 
 __all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes where that is just what one model says, token after token, up to where it is not sure
-    enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``NGramDraft`` copies."""
+    """What a strategy proposes for every row where that is just what one model says, token after token, up to where it
+    is not sure enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``NGramDraft``
+    copies."""
 
     runner: Runner | None
     most: int  # tokens a round
@@ -31,7 +33,7 @@ class Continuation(NamedTuple):
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
     worth: float = 0.0  # seconds that a token is worth, if that counts: then the strategy is to be asked again also
     spare: float = 0.0  # when the rounds have taken so many seconds more than what they emitted is worth
-    spent: list[tuple[float, float]] | None = None  # takes seconds, and those drafted, of the first round and the others
+    spent: list[Spent] | None = None  # takes what the first round took, and what the others did
 
 
 class DraftStrategy(ABC):
@@ -66,9 +68,10 @@ class DraftStrategy(ABC):
         much it proposes must not depend on what it drew, other than by ending after a token that ends the row.
         """
 
-    def continuation(self, row: Sequence) -> Continuation | None:
-        """Where ``propose`` would just go on with what a model says, or the text, whatever the target says of it: that.
-        Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
+    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+        """Where ``propose`` would just go on with what a model says of each row, or with its text, whatever the target
+        says: that. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other
+        strategy."""
         return None
 
     def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:

@@ -233,10 +233,12 @@ class SingleDraft(DraftStrategy):
                 probs_BKV[b, : len(row_laws)] = torch.stack(row_laws)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
-    def continuation(self, row: Sequence) -> Continuation | None:
+    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
         plain = type(self) is SingleDraft and (self.draft is None or self._lookup is not None)
-        known = row.greedy or self.policy.guarantee is Guarantee.LOSSLESS  # else ``propose`` refuses
-        if not plain or not known or not self._may_go_at_once([row]):
+        known = (
+            all(row.greedy for row in rows) or self.policy.guarantee is Guarantee.LOSSLESS
+        )  # else ``propose`` refuses
+        if not plain or not known or not self._may_go_at_once(rows):
             return None
         return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._least, self._lookup)
 
@@ -264,7 +266,7 @@ class SingleDraft(DraftStrategy):
 
         return translated(draft, self.tokenizer, self.vocab_size)
 
-    def _may_go_at_once(self, rows: list[Sequence]) -> bool:
+    def _may_go_at_once(self, rows: Rows[Sequence]) -> bool:
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
         if getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
             return False
@@ -406,5 +408,5 @@ class CascadeDraft(Wrapper):
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         return self.top.propose(rows, max_len)
 
-    def continuation(self, row: Sequence) -> Continuation | None:
-        return self.top.continuation(row) if type(self) is CascadeDraft else None
+    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+        return self.top.continuation(rows) if type(self) is CascadeDraft else None

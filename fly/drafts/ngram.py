@@ -48,7 +48,7 @@ class NGramDraft(DraftStrategy):
         """The settings, as compiled code takes them."""
         return Lookup(*(min(value, 2**31 - 1) for value in (self.longest, self.shortest, self.k)))
 
-    def continuation(self, row: Sequence) -> Continuation | None:
+    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
         return Continuation(None, self.k, Sure(), self.compiled) if type(self) is NGramDraft else None
 
     def release(self, row: Sequence) -> None:

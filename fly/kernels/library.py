@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 16  # of src/library.cpp: what was built from other sources is not called
+_ABI = 17  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 INT8 = "int8"
@@ -85,10 +85,23 @@ class Ask(ctypes.Structure):
     """src/library.cpp: Ask."""
 
     _fields_ = [
-        *((name, c_int32) for name in ("round", "position")),
+        *((name, c_int32) for name in ("row", "round", "position")),
         ("held", c_uint32),
         ("excused", c_int32),
         ("nats", c_double),
+    ]
+
+
+class Going(ctypes.Structure):
+    """src/library.cpp: Going. Pointers are addresses, as in ``Batch``."""
+
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in ("length", "room", "left", "k", "context", "draft_start", "clause_at", "clauses")
+        ),
+        ("seed", c_int64),
+        *((name, c_void_p) for name in ("text", "copied")),
     ]
 
 
@@ -99,19 +112,19 @@ class Rounds(ctypes.Structure):
     UNANSWERED = -2
 
     _fields_ = [
-        *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "most", "stops")),
-        ("stop", c_void_p),
+        ("going", c_void_p),
+        *((name, c_int32) for name in ("k", "most")),
+        *((name, c_void_p) for name in ("stop", "stop_at", "position", "hurry")),
         *((name, c_int64) for name in ("nanoseconds", "plain", "spare")),
-        *((name, c_void_p) for name in ("text", "position", "copied", "logits", "drafted", "drafted_count", "choice")),
-        *((name, c_void_p) for name in ("accepted", "following", "sampling", "laws", "coins", "spread")),
-        ("seed", c_int64),
+        *((name, c_void_p) for name in ("logits", "drafted", "drafted_count", "choice", "accepted", "following")),
+        *((name, c_void_p) for name in ("sampling", "laws", "spread")),
         ("variant", c_int32),
         *((name, c_void_p) for name in ("clause", "control", "ask")),
-        *((name, c_int32) for name in ("clauses", "most_asks", "asks")),
+        *((name, c_int32) for name in ("most_asks", "asks")),
         ("decide", Decide),
         ("stands", c_void_p),
         ("rounds", c_int32),
-        *((name, c_int64 * 2) for name in ("elapsed", "drafting")),
+        *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         ("sure", Sure),
     ]
 

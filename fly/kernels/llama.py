@@ -21,12 +21,26 @@ import torch
 from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import TORCH, Ask, Batch, Clause, Lookup, Rounds, Shape, Sure, chosen, load, number, split
+from fly.kernels.library import (
+    TORCH,
+    Ask,
+    Batch,
+    Clause,
+    Going,
+    Lookup,
+    Rounds,
+    Shape,
+    Sure,
+    chosen,
+    load,
+    number,
+    split,
+)
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
 from fly.sampling import Law
 
-__all__ = ["Asked", "CompiledLlama", "Ran", "Round", "compiled", "int8_weights"]
+__all__ = ["Asked", "CompiledLlama", "Ran", "Round", "Spent", "compiled", "int8_weights"]
 
 _TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
 _FLOATS = [torch.float32, torch.bfloat16]
@@ -91,14 +105,21 @@ class Asked(NamedTuple):
     laws_1KV: Tensor | None  # what the drafts were drawn from, where they were
 
 
+class Spent(NamedTuple):
+    """Seconds of some rounds, in all, in the target and in the drafter."""
+
+    whole: float
+    target: float
+    draft: float
+
+
 class Ran(NamedTuple):
     """What ``CompiledLlama.rounds`` came to."""
 
-    rounds: list[Round]  # that nobody was told of yet
-    text: list[int]  # what is stored of the row and what was drafted last
-    draft_start: int  # tokens of it that the drafter has stored
-    first: tuple[float, float]  # seconds of the first round, in all and in the drafter
-    others: tuple[float, float]  # of the other rounds
+    rounds: list[list[Round]]  # of each row, those that nobody was told of yet
+    texts: list[list[int]]  # what is stored of each row and what was drafted last
+    draft_starts: list[int]  # tokens of it that the drafter has stored
+    spent: tuple[Spent, Spent]  # in the first round, and in the others
     error: BaseException | None  # of ``decide``, whose round is nobody's then
 
 
@@ -308,111 +329,142 @@ class CompiledLlama:
 
     def rounds(
         self,
-        text: Sequence[int],
+        texts: Sequence[list[int]],
         kv: PagedBatch,
-        left: int,
-        stop_ids: Collection[int],
+        left: Sequence[int],
+        stop_ids: Sequence[Collection[int]],
         drafter: CompiledLlama | None = None,
         draft_kv: PagedBatch | None = None,
-        k: int = 0,
+        k: Sequence[int] = (),
         context: int = 2**31 - 1,
         lookup: Lookup | None = None,
         sure: Sure = _ALWAYS,
         law: Law | None = None,
-        seed: int = 0,
-        clauses: Sequence[tuple[str, bool, int, float]] = (),
+        seeds: Sequence[int] = (),
+        clauses: Sequence[Sequence[tuple[str, bool, int, float]]] = (),
         control_V: Tensor | None = None,
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         seconds: float = 0.0,
         rounds: int = 2**31 - 1,
         worth: float = 0.0,
         spare: float = 0.0,
+        hurry: array[int] | None = None,
     ) -> Ran:
-        """Rounds of speculative decoding of one row, in one call: draft, score, emit what the exact rule keeps and the
-        token behind it; again and again, up to one that ends the row or has no room for the next behind it, or until
+        """Rounds of speculative decoding of rows, in one call: draft, score, emit what the exact rule keeps and the
+        token behind it; again and again, up to one that ends a row or has no room for the next behind it, or until
         ``seconds`` are over, or there were so many ``rounds``; where a token is ``worth`` some seconds, also until they
         have taken ``spare`` seconds more than what they emitted is worth.
 
         Args:
-            text: the row's tokens.
-            kv: its last token, behind all others stored, with room for the tokens of all rounds behind it.
-            left: tokens the row may still emit, at least 1; ``stop_ids`` end it before.
+            texts: the rows' tokens.
+            kv: their last tokens, behind all others stored, with room for the tokens of all rounds behind them.
+            left: tokens each row may still emit, at least 1; its ``stop_ids`` end it before.
             drafter, draft_kv: who drafts, and the tokens that it has not stored, with the same room. None leaves that
                 to a ``lookup``, which copies (``NGramDraft``); or decodes autoregressively.
-            k: tokens it drafts a round, at most, until a text of ``context``. As for ``draft``, with its ``lookup`` and
-                ``sure``.
-            law, seed: how the row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
-            clauses, control_V: what excuses a mismatch, if there are any and all hold, where nothing is drawn: each a
-                kind (``Clause.KINDS``), whether it is negated, a number of tokens, a threshold of entropy in nats; and
-                which tokens are control tokens.
-            decide: asked instead of ``clauses`` of a round of which the exact rule does not keep all, and told of the
-                rounds before it: how many drafted tokens stand, and what follows them. None ends the row there.
+            k: tokens it drafts a round for each row, at most, until a text of ``context``; empty is none. As for
+                ``draft``, with its ``lookup`` and ``sure``.
+            law, seeds: how each row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
+            clauses, control_V: of each row, what excuses a mismatch, if there are any and all hold, where nothing is
+                drawn: each a kind (``Clause.KINDS``), whether it is negated, a number of tokens, a threshold of entropy
+                in nats; and which tokens are control tokens. Empty is nothing for all.
+            decide: for a row alone, asked instead of ``clauses`` of a round of which the exact rule does not keep all,
+                and told of the rounds before it: how many drafted tokens stand, and what follows them. None ends the
+                row there.
+            hurry: no further round begins while its first number (int32) is not 0, whoever sets that.
 
         Errors as for a forward; one of ``decide`` ends the call and is given back. What a signal's handler raises in
         place of the first line of ``decide`` is lost, and comes back as a ``KeyboardInterrupt``.
         """
-        length = len(text)
-        room = kv.cache.allocator.length(kv.seqs[0])
-        k = min(k, left - 1)
-        if left < 1 or room < length + k or (drafter is None) != (draft_kv is None):
-            given = f"room for {room} tokens, drafter {drafter}, its batch {draft_kv}"
-            raise ValueError(f"{left} tokens left of a row of {length}, {k} to be drafted: {given}")
-        most = min(room - length + 1, 1 + _MOST_SCORED // (k + 1), max(rounds, 1))
-        words, copied = array("q", text), None
-        words.frombytes(bytes(8 * (room + 1 - length)))
-        batch, _kept = self._batch((0, 0), 1, kv, None)
-        draft_batch, draft_start = None, length
+        count, lengths = len(texts), [len(text) for text in texts]
+        rooms = [kv.cache.allocator.length(seq) for seq in kv.seqs]
+        most_k = [min(n, more - 1) for n, more in zip(k or [0] * count, left)]
+        short = any(room < length + n for room, length, n in zip(rooms, lengths, most_k))
+        if min(left) < 1 or short or (drafter is None) != (draft_kv is None) or (decide is not None and count > 1):
+            given = f"room for {rooms} tokens, drafter {drafter}, its batch {draft_kv}, who decides {decide}"
+            raise ValueError(f"{left} tokens left of rows of {lengths}, {most_k} to be drafted: {given}")
+        widest = max(most_k)
+        most = min(
+            max(map(int.__sub__, rooms, lengths)) + 1, 1 + _MOST_SCORED // (count * (widest + 1)), max(rounds, 1)
+        )
+        batch, _kept = self._batch((0, 0), count, kv, None)
+        draft_batch, draft_starts = None, lengths
         if drafter is not None and draft_kv is not None:
-            (draft_start,), (pending,) = draft_kv.starts, draft_kv.counts
-            draft_batch, _kept_too = drafter._batch((0, 0), pending, draft_kv, None)
-        if lookup is not None:
-            copied = array("i", words)
-        stops, logits_1JV = array("q", stop_ids), torch.empty(1, k + 1, self.vocab)
-        drafted, choices = array("q", bytes(8 * most * k)), array("i", bytes(4 * most * (k + 1)))
+            draft_starts = list(draft_kv.starts)
+            draft_batch, _kept_too = drafter._batch((0, 0), sum(draft_kv.counts), draft_kv, None)
+        words, copied, going = [], [], (Going * count)()
+        for b, (text, room) in enumerate(zip(texts, rooms)):
+            own = array("q", text)
+            own.frombytes(bytes(8 * (room + 1 - lengths[b])))
+            words.append(own)
+            copied.append(None if lookup is None else array("i", own))
+            going[b].length, going[b].room, going[b].left, going[b].k = lengths[b], room, left[b], most_k[b]
+            going[b].context, going[b].draft_start, going[b].text = context, draft_starts[b], _at(own)
+            if (copy := copied[b]) is not None:
+                going[b].copied = _at(copy)
+        stops, stop_at = array("q"), array("i", [0])
+        for ids in stop_ids:
+            stops.extend(ids)
+            stop_at.append(len(stops))
+        logits_NV = torch.empty(count * (widest + 1), self.vocab)
+        size = count * most
+        drafted, choices = array("q", bytes(8 * size * widest)), array("i", bytes(4 * size * (widest + 1)))
         counts, accepted, following = (
-            array("i", bytes(4 * most)),
-            array("i", bytes(4 * most)),
-            array("q", bytes(8 * most)),
+            array("i", bytes(4 * size)),
+            array("i", bytes(4 * size)),
+            array("q", bytes(8 * size)),
         )
         call = Rounds(
-            length, room, left, k, context, draft_start, most, len(stops), _at(stops),
-            int(1e9 * seconds), int(1e9 * worth), int(1e9 * spare),
-            _at(words), _at(self._positions), None if copied is None else _at(copied), logits_1JV.data_ptr(),
-            _at(drafted), _at(counts), _at(choices), _at(accepted), _at(following), seed=seed, sure=sure,
+            ctypes.addressof(going), widest, most, _at(stops), _at(stop_at), _at(self._positions),
+            None if hurry is None else _at(hurry), int(1e9 * seconds), int(1e9 * worth), int(1e9 * spare),
+            logits_NV.data_ptr(), _at(drafted), _at(counts), _at(choices), _at(accepted), _at(following), sure=sure,
         )  # fmt: skip
-        laws_1KV: Tensor | None = None
+        laws_BKV: Tensor | None = None
         if law is not None or clauses:
             call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps`` and ``top_at``
-        listed = [Clause(Clause.KINDS.index(kind), negated, tokens, theta) for kind, negated, tokens, theta in clauses]
-        known, asks = (Clause * len(listed))(*listed), (Ask * max(_MOST_ASKS, 2 * k) if clauses else Ask * 1)()
         if clauses:
-            if control_V is None or law is not None or decide is not None:
-                raise ValueError("clauses need control_V, nothing that is drawn, and nobody else who decides")
-            call.clause, call.clauses, call.control = ctypes.addressof(known), len(known), control_V.data_ptr()
+            drawn = [False] * count if law is None else (~law.greedy_B).tolist()
+            if control_V is None or decide is not None or any(own and draws for own, draws in zip(clauses, drawn)):
+                raise ValueError("clauses need control_V, rows that draw nothing, and nobody else who decides")
+            known = (Clause * sum(map(len, clauses)))()
+            for b, own_clauses in enumerate(clauses):
+                going[b].clause_at, going[b].clauses = sum(map(len, clauses[:b])), len(own_clauses)
+                for at, (kind, negated, tokens, theta) in enumerate(own_clauses, start=going[b].clause_at):
+                    known[at] = Clause(Clause.KINDS.index(kind), negated, tokens, theta)
+            asks = (Ask * max(_MOST_ASKS, 2 * len(logits_NV)))()
+            call.clause, call.control = ctypes.addressof(known), control_V.data_ptr()
             call.ask, call.most_asks = ctypes.addressof(asks), len(asks)
         if law is not None:
-            coins, spread = torch.empty(k + 1), torch.empty(2, self.vocab + 64)
-            call.sampling, call.coins, call.spread = ctypes.addressof(law.compiled), coins.data_ptr(), spread.data_ptr()
+            for b, seed in enumerate(seeds):
+                going[b].seed = seed
+            spread = torch.empty(2, self.vocab + 64)
+            call.sampling, call.spread = ctypes.addressof(law.compiled), spread.data_ptr()
             if drafter is not None:
-                laws_1KV = torch.empty(1, k, self.vocab)
-                call.laws = laws_1KV.data_ptr()
+                laws_BKV = torch.empty(count, widest, self.vocab)
+                call.laws = laws_BKV.data_ptr()
         told, error = 0, None
         answer = array("i", [0])  # not in ``call``, which would then hold itself by its callback
         call.stands = _at(answer)
 
-        def made(done: int) -> Round:
-            first, at, count = done * k, done * (k + 1), counts[done]
-            said = choices[at : at + count + 1].tolist()
-            return Round(drafted[first : first + count].tolist(), said, accepted[done], following[done], [])
+        def made(b: int, first: int, end: int) -> list[Round]:
+            at, to = b * most + first, b * most + end
+            chains, said = (
+                drafted[at * widest : to * widest].tolist(),
+                choices[at * (widest + 1) : to * (widest + 1)].tolist(),
+            )
+            found = []
+            for i, (n, stands, behind) in enumerate(zip(counts[at:to], accepted[at:to], following[at:to])):
+                chain, choice = i * widest, i * (widest + 1)
+                found.append(Round(chains[chain : chain + n], said[choice : choice + n + 1], stands, behind, []))
+            return found
 
         def asked(this: int) -> None:
             nonlocal told, error
             try:
                 assert decide is not None
-                before, (chain, said, *_) = [made(done) for done in range(told, this)], made(this)
+                *before, (chain, said, *_) = made(0, told, this + 1)
                 told, n = this + 1, len(chain)
-                laws = None if laws_1KV is None else laws_1KV[:, :n]
-                stands = decide(before, Asked(chain, said, logits_1JV[:, : n + 1], laws))
+                laws = None if laws_BKV is None else laws_BKV[:, :n]
+                stands = decide(before, Asked(chain, said, logits_NV[: n + 1].unsqueeze(0), laws))
                 answer[0], following[this] = (-1, 0) if stands is None else stands
             except BaseException as raised:  # compiled code cannot be left by an error
                 error, answer[0] = raised, -1
@@ -431,12 +483,15 @@ class CompiledLlama:
         )
         if answer[0] == Rounds.UNANSWERED:  # a signal came before the first line of ``asked``
             error = KeyboardInterrupt()
-        stored = words[: call.length + counts[call.rounds - 1]].tolist()
-        first, others = ((whole / 1e9, drafted / 1e9) for whole, drafted in zip(call.elapsed, call.drafting))
-        untold = [made(done) for done in range(told, call.rounds)]
-        for ask in asks[: call.asks]:
-            untold[ask.round].asks.append(ask)
-        return Ran(untold, stored, call.draft_start, first, others, error)
+        last = call.rounds - 1
+        stored = [
+            own[: row.length + counts[b * most + last]].tolist() for b, (own, row) in enumerate(zip(words, going))
+        ]
+        spent = [Spent(*(ns / 1e9 for ns in each)) for each in zip(call.elapsed, call.scoring, call.drafting)]
+        untold = [made(b, told, call.rounds) for b in range(count)]
+        for ask in asks[: call.asks] if clauses else ():
+            untold[ask.row][ask.round].asks.append(ask)
+        return Ran(untold, stored, [row.draft_start for row in going], (spent[0], spent[1]), error)
 
     @cached_property
     def _positions(self) -> array[int]:

@@ -117,7 +117,7 @@ class Service:
         self.metrics = Metrics(self.name)
         own = Turns(llm)
         self.worker = Worker(
-            turns or own, lambda: own.load, self.metrics, settings.max_waiting, llm.scheduler.max_rows
+            turns or own, lambda: own.load, self.metrics, settings.max_waiting, llm.scheduler.max_rows, llm.engine.hurry
         )  # fmt: skip
         self.vocabulary = Vocabulary(self.tokenizer)
         self.draining = False

@@ -68,6 +68,7 @@ class Worker:
         metrics: is told of everything.
         max_waiting: completions that may wait for their turn.
         max_rows: completions that can run at once.
+        hurry: told that somebody waits for the turn under way to be over, and that nobody does (``Engine.hurry``).
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Worker:
         metrics: Metrics,
         max_waiting: int,
         max_rows: int,
+        hurry: Callable[[bool], None] = lambda now: None,
     ) -> None:
+        self._hurry = hurry
         self._turn, self._load, self._metrics = turn, load, metrics
         self._max_waiting, self._max_rows = max_waiting, max_rows
         self._condition = threading.Condition()
@@ -127,6 +130,7 @@ class Worker:
                 raise Busy(max(1, min(60, round(self._seconds * rounds))))
             self._pending += completions
             self._inbox.append((Submit(job.key, prompts, params, policy, k), job))
+            self._hurry(True)
             self._condition.notify()
         self.jobs.add(job)
         return job
@@ -150,6 +154,7 @@ class Worker:
         job.queue.put_nowait(None)
         with self._condition:
             self._inbox.append((Cancel(job.key), None))
+            self._hurry(True)
             self._condition.notify()
 
     def _finish(self, job: Job) -> None:
@@ -176,6 +181,7 @@ class Worker:
                     if self._ending:
                         return
                     taken, self._inbox = self._inbox, []
+                    self._hurry(False)
                 self._take_turn(taken)
         except Exception as error:  # an error of one request is an event of it; this is one of the engine
             log.exception("the engine has failed; nothing more is taken in")

@@ -375,7 +375,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 16; }
+EXPORT int fly_abi() { return 17; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -644,48 +644,54 @@ enum ClauseKind : int32_t { ENTROPY = 0, WINDOW = 1, ROOM = 2, CONTROL = 3 };
 
 // What they said of one: a bit each in ``held``; and -ln of the target's probability of the drafted token.
 struct Ask {
-    int32_t round, position;
+    int32_t row, round, position;
     uint32_t held;
     int32_t excused;
     double nats;
 };
 
-// Rounds of one row: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
-struct Rounds {
-    int32_t length, room;       // tokens of the row; how many its pages hold
-    int32_t left;               // tokens it may still emit
-    int32_t k, context;         // tokens drafted a round (fewer than ``left``), and the longest text drafted for
-    int32_t draft_start;        // tokens that the drafter has stored, in and out
-    int32_t most;               // rounds
-    int32_t stops;
-    const int64_t* stop;        // ids that end the row
-    int64_t nanoseconds;        // after which no further round begins
-    int64_t plain, spare;       // nanoseconds that a token is worth, and what drafting may cost beyond its worth, or it
-                                // ends with that round; 0 is no limit
-    int64_t* text;              // [room + 1] the row's tokens, in and out
-    const int64_t* position;    // [room] 0, 1, 2, ...
-    int32_t* copied;            // [room + 1] the tokens for a lookup, or null
-    float* logits;              // [k + 1, V] out, of the last round
-    int64_t* drafted;           // [most, k] out
-    int32_t* drafted_count;     // [most] out
-    int32_t* choice;            // [most, k + 1] out: the target's most likely tokens
-    int32_t* accepted;          // [most] out: drafted tokens that stand
-    int64_t* following;         // [most] out: the token behind them
-    const Sampling* sampling;   // how the row draws; null where it takes the most likely
-    float* laws;                // [k, V] out: what the last round's drafts were drawn from; null where they were not
-    float* coins;               // [k + 1] for what is drawn
-    float* spread;              // [2, V padded] the same
+// A row of several rounds (fly/kernels/library.py: Going).
+struct Going {
+    int32_t length, room;         // tokens of the row; how many its pages hold
+    int32_t left;                 // tokens it may still emit
+    int32_t k, context;           // tokens drafted a round, and the longest text drafted for
+    int32_t draft_start;          // tokens that the drafter has stored, in and out
+    int32_t clause_at, clauses;   // of all: what excuses what the exact rule does not keep, where all hold
     int64_t seed;
+    int64_t* text;                // [room + 1] the row's tokens, in and out
+    int32_t* copied;              // [room + 1] the tokens for a lookup, or null
+};
+
+// Rounds of some rows: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
+struct Rounds {
+    Going* going;               // [B]; ``length`` and ``left`` are out as before the last round
+    int32_t k, most;            // the most tokens that any row drafts a round; rounds
+    const int64_t* stop;        // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
+    const int32_t* stop_at;
+    const int64_t* position;    // 0, 1, 2, ...
+    const int32_t* hurry;       // no further round begins while this is not 0; or null
+    int64_t nanoseconds;        // nor after these,
+    int64_t plain, spare;       // nor when rounds took ``spare`` more than their tokens are worth, ``plain`` each (0: never)
+    float* logits;              // [B · (k + 1), V] out, of the last round, one row's behind another's
+    int64_t* drafted;           // [B, most, k] out
+    int32_t* drafted_count;     // [B, most] out
+    int32_t* choice;            // [B, most, k + 1] out: the target's most likely tokens
+    int32_t* accepted;          // [B, most] out: drafted tokens that stand
+    int64_t* following;         // [B, most] out: the token behind them
+    const Sampling* sampling;   // [B] how rows draw; null where all take the most likely
+    float* laws;                // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
+    float* spread;              // [2, V padded] for what is drawn
     int32_t variant;            // which of them judges what is drawn, and what a clause asks
-    const Clause* clause;       // excuse what the exact rule does not keep, where all hold
+    const Clause* clause;
     const uint8_t* control;     // [V] which tokens are control tokens
     Ask* ask;                   // [most_asks] out
-    int32_t clauses, most_asks, asks;
-    void (*decide)(int32_t);    // asked of a round by its number, if the exact rule keeps not all of its draft; null is
-                                // the exact rule. It sets what follows, and
+    int32_t most_asks, asks;
+    void (*decide)(int32_t);    // of a row alone, asked of a round by its number, if the exact rule keeps not all of its
+                                // draft; null is the exact rule. It sets what follows, and
     int32_t* stands;            // how many stand; -1 is the end of the row, and UNANSWERED that it said nothing
-    int32_t rounds;             // out; ``length`` and ``left`` are then as before the last of them
-    int64_t elapsed[2], drafting[2];  // out: nanoseconds in all and in the drafter, of the first round and of the others
+    int32_t rounds;             // out
+    int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
+                                                  // first round and of the others
     Sure sure;                  // of the drafter
 };
 
@@ -693,17 +699,21 @@ constexpr int32_t UNANSWERED = -2;
 
 namespace {
 
-// Drafted tokens that stand from the mismatch at ``n`` on: those that the clauses excuse, and those that match.
-int excuse(Rounds* it, const Variant* judge, int vocab, const int64_t* drafted, const int32_t* choice, int n, int drafts) {
+// Drafted tokens of row ``b`` that stand from the mismatch at ``n`` on: those that the clauses excuse, and those that
+// match.
+int excuse(Rounds* it, int b, const float* all_logits, int vocab, const int64_t* drafted, const int32_t* choice, int n,
+           int drafts) {
+    const Clause* clauses = it->clause + it->going[b].clause_at;
+    const int count = it->going[b].clauses;
     while (n < drafts) {
-        const float* logits = it->logits + (long)n * vocab;
+        const float* logits = all_logits + (long)n * vocab;
         float top[4];
         const int best = vocab < 3 ? vocab : 3;
-        judge->top(logits, vocab, best, top);
+        variants[it->variant]->top(logits, vocab, best, top);
         const double total = top[best], logit = logits[drafted[n]];
         uint32_t held = 0;
-        for (int c = 0; c < it->clauses; c++) {
-            const Clause& clause = it->clause[c];
+        for (int c = 0; c < count; c++) {
+            const Clause& clause = clauses[c];
             bool yes = false;
             if (clause.kind == ENTROPY) {  // as ``EntropyGate.at``
                 double entropy = 0;
@@ -720,108 +730,193 @@ int excuse(Rounds* it, const Variant* judge, int vocab, const int64_t* drafted, 
             }
             held |= (uint32_t)(yes != (bool)clause.negated) << c;
         }
-        const bool all = held == (uint32_t)((1ull << it->clauses) - 1), excused = all && logit != -__builtin_inf();
-        it->ask[it->asks++] = {it->rounds - 1, n, held, excused, total - logit};
+        const bool all = held == (uint32_t)((1ull << count) - 1), excused = all && logit != -__builtin_inf();
+        it->ask[it->asks++] = {b, it->rounds - 1, n, held, excused, total - logit};
         if (!excused) break;
         for (n++; n < drafts && drafted[n] == choice[n];) n++;
     }
     return n;
 }
 
+bool ends(const Rounds* it, int b, int64_t token) {
+    bool found = false;
+    for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) found |= it->stop[s] == token;
+    return found;
+}
+
+// The arrays of a forward over some of the rows of ``of``, whose rows are filled in one by one.
+struct Packed {
+    Batch batch;
+    int32_t *start, *count, *table_at, *row;
+    int64_t *token, *position;
+    const int32_t* all_tables;
+
+    static long bytes(long rows, long tokens) { return rows * 4 * 4 + tokens * 16 + 6 * 64; }
+
+    Packed(Arena* arena, const Batch* of, long tokens) : batch(*of), all_tables(of->table_at) {
+        batch.start = start = arena->take<int32_t>(of->rows), batch.count = count = arena->take<int32_t>(of->rows);
+        batch.table_at = table_at = arena->take<int32_t>(of->rows), row = arena->take<int32_t>(of->rows);
+        batch.token = token = arena->take<int64_t>(tokens), batch.position = position = arena->take<int64_t>(tokens);
+        clear();
+    }
+
+    void clear() { batch.rows = batch.tokens = 0; }
+
+    // The tokens ``from`` to ``to`` of row ``b``.
+    void add(int b, const int64_t* text, int from, int to) {
+        const int i = batch.rows++;
+        row[i] = b, start[i] = from, count[i] = to - from, table_at[i] = all_tables[b];
+        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at;
+    }
+};
+
 }  // namespace
 
-// Rounds of the one row of ``batch``, which the target has stored but for its last token: draft, verify, emit, again
-// and again, until one emits a stop id or all that is left, the room may not do, or the time is over. Without a
+// Rounds of the rows of ``batch``, which the target has stored but for their last tokens: draft, verify, emit, again and
+// again, until a row emits a stop id or all that is left of it, its room may not do, or the time is over. Without a
 // ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
-    const int vocab = target->shape.vocab;
+    const int rows = batch->rows, vocab = target->shape.vocab, k = it->k;
     const Variant* judge = variants[it->variant];
-    Batch scored = *batch, draft;
-    int32_t start, count, draft_start, draft_count;
-    const int32_t stop_at[2] = {0, it->stops};
-    scored.start = &start, scored.count = &count;
-    if (drafter) {
-        draft = *draft_batch;
-        draft.start = &draft_start, draft.count = &draft_count;
-    }
-    auto ends = [it](int64_t token) {
-        bool found = false;
-        for (int s = 0; s < it->stops; s++) found |= it->stop[s] == token;
-        return found;
-    };
+    const long new_tokens = rows * (long)(k + 1);
+    long late = 0;
+    for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + k + 1;
+    const long stops = it->stop_at[rows];
+    Arena arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * 64L + stops * 8 +
+                new_tokens * (8 + 4 + 4) + rows * 8L + 20 * 64);
+    if (!arena.memory) return NO_MEMORY;
+    Packed scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late);
+    int32_t* limit = arena.take<int32_t>(rows);
+    int32_t* drafts = arena.take<int32_t>(rows);    // of each row
+    int32_t* proposed = arena.take<int32_t>(rows);  // of each row drafted for
+    int32_t* stop_at = arena.take<int32_t>(rows + 1);
+    int64_t* stop = arena.take<int64_t>(stops);
+    int64_t* chain = arena.take<int64_t>(new_tokens);
+    int32_t* choice = arena.take<int32_t>(new_tokens);
+    float* coins = arena.take<float>(new_tokens);
+    Sampling* drawing = arena.take<Sampling>(rows);
+    const int32_t** texts = arena.take<const int32_t*>(rows);
     it->rounds = it->asks = 0;
-    it->elapsed[0] = it->elapsed[1] = it->drafting[0] = it->drafting[1] = 0;
-    for (int64_t now = begin, from, spare = it->spare;;) {
+    for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
+    auto drafted_of = [it](int b) { return it->drafted + ((long)b * it->most + it->rounds) * it->k; };
+    for (int64_t now = begin, from, since, spare = it->spare;;) {
         from = now;
-        const int32_t length = it->length, round = it->rounds;
-        int32_t limit = it->k < it->left - 1 ? it->k : it->left - 1, drafts = 0;
-        limit = limit < it->context - length ? limit : it->context - length;
-        int64_t* drafted = it->drafted + (long)round * it->k;
-        int32_t* choice = it->choice + (long)round * (it->k + 1);
-        if (drafter && limit > 0) {
-            draft_start = it->draft_start, draft_count = length - draft_start;
-            draft.tokens = draft_count;
-            draft.token = it->text + draft_start, draft.position = it->position + draft_start;
-            const int32_t* texts[1] = {it->copied};
-            if (it->sampling) {
-                const int64_t seed = derived(it->seed, length);
-                for (int n = 0; n < limit; n++) uniforms(seed, length + n, SAMPLE, 1, it->coins + n);
+        const int32_t round = it->rounds, later = round > 0;
+        int32_t longest = 0;
+        draft.clear();
+        for (int b = 0; b < rows; b++) {
+            const Going& row = it->going[b];
+            int32_t most = row.k < row.left - 1 ? row.k : row.left - 1;
+            most = most < row.context - row.length ? most : row.context - row.length;
+            drafts[b] = 0;
+            if (most <= 0) continue;
+            if (drafter) {
+                const int i = draft.batch.rows;
+                draft.add(b, row.text, row.draft_start, row.length);
+                texts[i] = row.copied;
+                limit[i] = most, longest = longest > most ? longest : most;
+            } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
+                int64_t* drafted = drafted_of(b);
+                for (bool ended = false; drafts[b] < most && !ended; drafts[b]++) {
+                    const int at = drafts[b];
+                    drafted[at] = row.text[row.length + at] = row.copied[row.length + at];
+                    ended = ends(it, b, drafted[at]);
+                }
             }
-            if (const int error = fly_draft(drafter, &draft, limit, &limit, it->stop, stop_at, drafted, &drafts,
-                                            it->sampling, it->coins, it->laws, lookup, texts, &it->sure))
+        }
+        const int asked = draft.batch.rows;
+        if (asked) {
+            stop_at[0] = 0;
+            for (int i = 0; i < asked; i++) {
+                const int b = draft.row[i];
+                stop_at[i + 1] = stop_at[i];
+                for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) stop[stop_at[i + 1]++] = it->stop[s];
+                if (!it->sampling) continue;
+                const int64_t seed = derived(it->going[b].seed, it->going[b].length);
+                drawing[i] = it->sampling[b];
+                for (int n = 0; n < limit[i]; n++)
+                    uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
+            }
+            if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
+                                            it->sampling ? drawing : nullptr, coins, it->laws, lookup, texts, &it->sure))
                 return error;
-            // else the drafter was not sure of what comes behind the last, and has that stored
-            const bool whole = drafts == limit || (drafts && ends(drafted[drafts - 1]));
-            it->draft_start = length + drafts - whole;
-            memcpy(it->text + length, drafted, drafts * sizeof(int64_t));
-        } else if (lookup && limit > 0 && target->variant->look_up(*lookup, it->copied, length, limit)) {
-            for (bool ended = false; drafts < limit && !ended; drafts++) {
-                drafted[drafts] = it->text[length + drafts] = it->copied[length + drafts];
-                ended = ends(drafted[drafts]);
+            for (int i = 0; i < asked; i++) {
+                const int b = draft.row[i], n = drafts[b] = proposed[i];
+                Going& row = it->going[b];
+                const int64_t* tokens = chain + i * longest;
+                // else the drafter was not sure of what comes behind the last, and has that stored
+                const bool whole = n == limit[i] || (n && ends(it, b, tokens[n - 1]));
+                row.draft_start = row.length + n - whole;
+                memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
+                memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
             }
         }
-        if (limit > 0 && (drafter || lookup)) it->drafting[round > 0] += nanoseconds() - from;
-        start = length - 1, count = drafts + 1;
-        scored.tokens = count;
-        scored.token = it->text + start, scored.position = it->position + start;
-        if (const int error = fly_score(target, &scored, nullptr, count, it->logits, choice)) return error;
-        int32_t n = 0;
-        if (it->sampling) {
-            uniforms(it->seed, length, ACCEPT, drafts, it->coins);
-            n = judge->accepts(it->logits, vocab, it->sampling, drafted, drafts, it->laws, it->coins, false, it->spread,
-                               nullptr);
-        } else {
-            while (n < drafts && drafted[n] == choice[n]) n++;
+        since = now, now = nanoseconds();
+        if (asked || lookup) it->drafting[later] += now - since;
+        scored.clear();
+        for (int b = 0; b < rows; b++) {
+            const Going& row = it->going[b];
+            scored.add(b, row.text, row.length - 1, row.length + drafts[b]);
         }
-        it->drafted_count[round] = drafts, it->rounds++;
-        if (n < drafts && it->decide) {
-            *it->stands = UNANSWERED;
-            it->decide(round);
-            n = *it->stands;
-        } else if (!it->sampling) {
-            if (n < drafts && it->clauses) n = excuse(it, judge, vocab, drafted, choice, n, drafts);
-            it->following[round] = choice[n];
-        } else {
-            uniforms(it->seed, length, SAMPLE, 1, it->coins);
-            const float* law = it->laws ? it->laws + (long)n * vocab : nullptr;
-            it->following[round] = judge->follow(it->logits + (long)n * vocab, vocab, it->sampling,
-                                                 n < drafts ? drafted[n] : -1, law, it->coins[0], it->spread);
+        if (const int error = fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice)) return error;
+        since = now, it->scoring[later] += (now = nanoseconds()) - since;
+        it->rounds++;
+        bool over = it->rounds == it->most;
+        int emitted = 0;
+        for (int b = 0, at = 0, i = 0; b < rows; at += drafts[b] + 1, b++) {
+            Going& row = it->going[b];
+            const long place = (long)b * it->most + round;
+            const int64_t* drafted = it->drafted + place * k;
+            const float* logits = it->logits + (long)at * vocab;
+            const bool draws = it->sampling && it->sampling[b].temperature > 0;
+            const float* laws = nullptr;
+            if (asked && i < asked && draft.row[i] == b) laws = it->laws ? it->laws + (long)i * longest * vocab : nullptr, i++;
+            memcpy(it->choice + place * (k + 1), choice + at, (drafts[b] + 1) * sizeof(int32_t));
+            int32_t n = 0;
+            if (draws) {
+                uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
+                n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], laws, coins, false, it->spread,
+                                   nullptr);
+            } else {
+                while (n < drafts[b] && drafted[n] == choice[at + n]) n++;
+            }
+            it->drafted_count[place] = drafts[b];
+            if (n < drafts[b] && it->decide) {
+                *it->stands = UNANSWERED;
+                it->decide(round);
+                n = *it->stands;
+            } else if (!draws) {
+                if (n < drafts[b] && row.clauses) n = excuse(it, b, logits, vocab, drafted, choice + at, n, drafts[b]);
+                it->following[place] = choice[at + n];
+            } else {
+                uniforms(row.seed, row.length, SAMPLE, 1, coins);
+                it->following[place] = judge->follow(logits + (long)n * vocab, vocab, it->sampling + b,
+                                                     n < drafts[b] ? drafted[n] : -1,
+                                                     laws ? laws + (long)n * vocab : nullptr, coins[0], it->spread);
+            }
+            over |= n < 0 || n + 1 >= row.left;
+            const int32_t next = row.left - n - 2;  // drafted in the next round, at most
+            over |= row.length + n + 1 + (row.k < next ? row.k : next) > row.room;
+            it->accepted[place] = n;
+            if (n >= 0) row.text[row.length + n] = it->following[place];
+            for (int32_t t = row.length; t <= row.length + n; t++) over |= ends(it, b, row.text[t]);
+            emitted += n + 1;
         }
         now = nanoseconds();
-        spare += (n + 1) * it->plain - (now - from);
-        bool over = n < 0 || n + 1 >= it->left || it->rounds == it->most || now - begin >= it->nanoseconds;
-        over |= it->plain && spare < 0;
-        it->elapsed[round > 0] += now - from;
-        const int32_t next = it->left - n - 2;  // drafted in the next round, at most
-        over |= it->clauses && it->asks + it->k > it->most_asks;
-        over |= length + n + 1 + (it->k < next ? it->k : next) > it->room;
-        if (n >= 0) it->accepted[round] = n, it->text[length + n] = it->following[round];
-        for (int32_t at = length; at <= length + n; at++) over |= ends(it->text[at]);
+        it->elapsed[later] += now - from;
+        spare += emitted * it->plain - (now - from);
+        over |= now - begin >= it->nanoseconds || (it->plain && spare < 0);
+        over |= it->clause && it->asks + (int)new_tokens > it->most_asks;
+        over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
         if (over) return OK;
-        it->length = length + n + 1, it->left -= n + 1;
-        if (it->draft_start > length + n) it->draft_start = length + n;
-        for (int32_t at = length; it->copied && at < it->length; at++) it->copied[at] = (int32_t)it->text[at];
+        for (int b = 0; b < rows; b++) {
+            Going& row = it->going[b];
+            const int32_t n = it->accepted[(long)b * it->most + round], before = row.length;
+            row.length += n + 1, row.left -= n + 1;
+            if (row.draft_start > before + n) row.draft_start = before + n;
+            for (int32_t t = before; row.copied && t < row.length; t++) row.copied[t] = (int32_t)row.text[t];
+        }
     }
 }
