@@ -16,7 +16,7 @@ SOURCES = {
     "fly/kernels/src/library.cpp": [],
     "fly/kernels/src/avx2.cpp": ["-mavx2", "-mfma"],
     "fly/kernels/src/avx512bf16.cpp": [
-        *["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16"],
+        *["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"],
         # GCC's own header of intrinsics starts from undefined registers
         *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],
     ],

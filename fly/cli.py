@@ -140,7 +140,9 @@ CollectiveTimeout = Annotated[
 ]
 Kernels = Annotated[
     str,
-    typer.Option(help="What runs on the CPU: auto, torch, avx512bf16, avx2, or int8 (avx2-int8): weights of 8 bits."),
+    typer.Option(
+        help="What runs on the CPU: auto, torch, avx512bf16, avx2; int8: weights of 8 bits; w8a8: all of them."
+    ),
 ]
 
 

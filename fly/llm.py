@@ -152,9 +152,10 @@ class LLM:
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.kernels.available()``; ``"int8"`` is the best of them on weights
-            rounded to 8 bits (``fly.kernels.chosen``), half of bfloat16's bytes. Holds for a draft path too that does
-            not say otherwise, as ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is
-            (``fly.kernels.compiled`` compiles it).
+            rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
+            (``fly.kernels.chosen``). Holds for a draft path too that does not say otherwise, as
+            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.kernels.compiled``
+            compiles it).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls, and gets the same answers.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).

@@ -34,7 +34,8 @@ from fly.vocabulary import argmax
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
-INT8 = [f"{name}-int8" for name in VARIANTS]
+INT8, W8A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8"))
+NARROW = [*INT8, *W8A8]
 built = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -101,6 +102,27 @@ def rounded_to_int8(model: Llama) -> Llama:
     return twin
 
 
+def whole_steps(values_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Each row of activations in whole steps, and what its step is, as float32 [T, K] and [T, 1]."""
+    values_TK = values_TK.float()
+    peak_T1 = values_TK.abs().amax(-1, keepdim=True)
+    inverse_T1 = torch.where(peak_T1 > 0, torch.full_like(peak_T1, 127) / peak_T1, 0)  # 127 / x rounds twice in PyTorch
+    return (values_TK * inverse_T1).round(), peak_T1 / 127
+
+
+def rounded_to_w8a8(model: Llama) -> Llama:
+    """A copy whose weights are those, and in which what a matrix takes is rounded as well."""
+
+    def narrowed(linear: nn.Module, taken: tuple[Tensor]) -> tuple[Tensor]:
+        whole_TK, step_T1 = whole_steps(taken[0])
+        return ((whole_TK * step_T1).to(taken[0].dtype),)
+
+    twin = rounded_to_int8(model)
+    for linear in (module for module in twin.modules() if isinstance(module, nn.Linear)):
+        linear.register_forward_pre_hook(narrowed)
+    return twin
+
+
 @st.composite
 def cut(draw: st.DrawFn, length: int, most: int = 40) -> list[int]:
     """A length as a sum of parts."""
@@ -148,8 +170,8 @@ def test_it_is_the_function_of_the_pytorch_model(
 @built
 @given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("variant", INT8)
-def test_on_int8_weights_it_is_the_function_of_the_rounded_pytorch_model(
+@pytest.mark.parametrize("variant", NARROW)
+def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
     variant: str, dtype: torch.dtype, data: st.DataObject, config: LlamaConfig, seed: int
 ) -> None:
     reference = build_llama(config, seed, scale=0.1).to(dtype)
@@ -158,9 +180,10 @@ def test_on_int8_weights_it_is_the_function_of_the_rounded_pytorch_model(
     model = CompiledLlama(reference, variant)
     assert model.kernels == variant and model.weight_bytes == 1
     # activations are bfloat16 on AVX-512, whatever the model's dtype
-    tolerance = torch.float32 if dtype == torch.float32 and variant.startswith("avx2") else torch.bfloat16
+    tolerance = torch.float32 if dtype == torch.float32 and variant == "avx2-int8" else torch.bfloat16
+    twin = rounded_to_int8(reference) if variant in INT8 else rounded_to_w8a8(reference)
     for row, logits in zip(rows, paged(model, rows, cuts)):
-        close(logits, dense_logits(rounded_to_int8(reference), row), tolerance)
+        close(logits, dense_logits(twin, row), tolerance)
 
 
 @given(n=st.integers(1, 5), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
@@ -183,7 +206,7 @@ class Case:
     alone: list[Tensor]
 
 
-CASES = [(v, d) for v in VARIANTS for d in DTYPES] + [(v, torch.bfloat16) for v in INT8]
+CASES = [(v, d) for v in VARIANTS for d in DTYPES] + [(v, torch.bfloat16) for v in NARROW]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
@@ -219,9 +242,12 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     together = case.model.logits(hidden_TC)
     assert same_bits(together, torch.cat([case.model.logits(row.unsqueeze(0)) for row in hidden_TC]))
     weight_VC = build_llama(WIDE).to(case.model.dtype).lm_head.weight
-    if case.model.kernels.endswith("int8"):
+    if case.model.kernels in NARROW:
         whole_VC, scale_V = int8_weights(weight_VC)
         weight_VC = whole_VC * scale_V.unsqueeze(1)
+    if case.model.kernels in W8A8:
+        whole_TC, step_T1 = whole_steps(hidden_TC)
+        hidden_TC = whole_TC * step_T1
     torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
 
 
@@ -317,7 +343,7 @@ def stepwise(model: Llama | CompiledLlama) -> object:
 @built
 @settings(max_examples=30)
 @given(data=st.data(), config=llama_configs())
-@pytest.mark.parametrize("variant", [*VARIANTS, *INT8])
+@pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
 def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataObject, config: LlamaConfig) -> None:
     """Bit for bit, of all tokens or some of them, some of them more than once; and the lowest of the likeliest."""
     model = CompiledLlama(build_llama(config, 1, scale=0.1).to(data.draw(st.sampled_from(DTYPES))), variant)
@@ -549,7 +575,7 @@ def drafted_by(
 @built
 @settings(max_examples=40)
 @given(data=st.data())
-@pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1]])
+@pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1], *W8A8[:1]])
 def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.DataObject) -> None:
     """Tokens, the laws they were drawn from and all that is stored, bit for bit, however much is copied."""
     vocab, rows_n = data.draw(st.sampled_from([2, 3, 11])), data.draw(st.integers(1, 4))
@@ -836,8 +862,9 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         monkeypatch.setenv("FLY_KERNELS", name)
         assert chosen() == name and chosen("torch") == "torch"
     for name in VARIANTS:
-        assert chosen(f"{name}-int8") == f"{name}-int8" and chosen("int8") == f"{VARIANTS[0]}-int8"
-    for wrong in ("torch-int8", "int4", "int8-int8") if VARIANTS else ("int8",):
+        for kind in ("int8", "w8a8"):
+            assert chosen(f"{name}-{kind}") == f"{name}-{kind}" and chosen(kind) == f"{VARIANTS[0]}-{kind}"
+    for wrong in ("torch-int8", "int4", "int8-int8", "w8a8-int8") if VARIANTS else ("int8",):
         with pytest.raises(ValueError, match=rf"kernels '{wrong}' is not available here; choices: .*'torch'\]"):
             chosen(wrong)
     with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
@@ -847,7 +874,7 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
         LLM("fly-tiny")
 
 
-@pytest.mark.parametrize("name", [*available(), *INT8])
+@pytest.mark.parametrize("name", [*available(), *NARROW])
 def test_the_choice_reaches_target_and_draft(name: str) -> None:
     llm = LLM("fly-tiny", "fly-tiny", device="cpu", kernels=name)
     assert isinstance(llm.draft, SingleDraft)

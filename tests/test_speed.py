@@ -348,7 +348,7 @@ def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path
 
 
 @pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
-def test_fly_bench_speed_counts_a_byte_for_each_int8_weight(quick_limits: None, tmp_path: Path) -> None:
+def test_fly_bench_speed_counts_a_byte_for_each_weight_of_8_bits(quick_limits: None, tmp_path: Path) -> None:
     record = tmp_path / "speed.json"
     options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--dtype", "bfloat16")
     run(
@@ -362,13 +362,16 @@ def test_fly_bench_speed_counts_a_byte_for_each_int8_weight(quick_limits: None, 
         "64x1x100",
         "--shape",
         "64x1x100:int8",
+        "--shape",
+        "64x1x100:w8a8",
         *options,
     )
     forwards = json.loads(record.read_text())["forwards"]
-    plain, narrow = (next(f for f in forwards if f["model"] == name) for name in ("64x1x100", "64x1x100:int8"))
+    plain, *narrow = (next(f for f in forwards if f["model"] == f"64x1x100{bits}") for bits in ("", ":int8", ":w8a8"))
     config = shape_config("64x1x100")
-    assert plain["weight_bytes"] == 2 and narrow["weight_bytes"] == 1
-    assert plain["bytes"] - narrow["bytes"] == forward_bytes(config, torch.bfloat16) // 2
+    for each in narrow:
+        assert plain["weight_bytes"] == 2 and each["weight_bytes"] == 1
+        assert plain["bytes"] - each["bytes"] == forward_bytes(config, torch.bfloat16) // 2
 
 
 def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:

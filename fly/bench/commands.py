@@ -29,7 +29,6 @@ Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to 
 K = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
 Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
 SHAPE = "768x12x32000"
-_INT8 = ":int8"  # behind a shape
 
 
 @bench.command("speed")
@@ -41,7 +40,7 @@ def bench_speed(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, on int8 weights with :int8 behind ({SHAPE}, once "
+            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, of 8 bits with :int8 or :w8a8 behind ({SHAPE}, "
             "each way); 'none' for none."
         ),
     ] = None,
@@ -66,7 +65,7 @@ def bench_speed(
         from fly.drafts import parse_draft
         from fly.eval import Setting
         from fly.kernels import chosen, compiled
-        from fly.kernels.library import INT8, split
+        from fly.kernels.library import NARROW, split
         from fly.llm import LLM
         from fly.policies import Exact, parse_policy
         from fly.types import SamplingParams
@@ -74,15 +73,18 @@ def bench_speed(
         check_plot(plot)
         rule = parse_policy(policy, trusted=True)
         shapes = [] if shape == ["none"] else shape or [SHAPE]
-        configs = {name: shape_config(name.removesuffix(_INT8)) for name in shapes}
+        # what stands behind a colon, if it is known, says how many bits
+        bits = {name: next((kind for kind in NARROW if name.endswith(f":{kind}")), "") for name in shapes}
+        configs = {name: shape_config(name.removesuffix(f":{bits[name]}")) for name in shapes}
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         plain = LLM(model, **options)
         fast = LLM(plain, draft=parse_draft(draft, trusted=True, **options), **options)
         levels = draft_runners(fast.draft)
         target: Any = fast.engine.runner.model
         if shape is None and hasattr(target, "kernels"):
-            shapes.append(SHAPE + _INT8)
-            configs[SHAPE + _INT8] = configs[SHAPE]
+            for kind in NARROW:
+                shapes.append(name := f"{SHAPE}:{kind}")
+                bits[name], configs[name] = kind, configs[SHAPE]
         with _progress("limits", 1) as advance:
             limits = measure_limits(target.device)
             advance()
@@ -95,7 +97,7 @@ def bench_speed(
             for name in (*dict(models), *shapes):
                 made = dict(models).get(name)
                 if made is None:
-                    wanted = f"{split(chosen(kernels))[0]}-{INT8}" if name.endswith(_INT8) else kernels
+                    wanted = f"{split(chosen(kernels))[0]}-{bits[name]}" if bits[name] else kernels
                     made = compiled(random_model(configs[name], target.dtype, target.device), wanted)
                 sweep = _sweep(made.config.max_position_embeddings, k)
                 forwards = Forwards(name, made, 16 * 640 + made.config.max_position_embeddings)

@@ -15,10 +15,10 @@ from typing import Any
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 17  # of src/library.cpp: what was built from other sources is not called
+_ABI = 18  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
-INT8 = "int8"
+NARROW = "int8", "w8a8"
 
 
 class Shape(ctypes.Structure):
@@ -229,16 +229,18 @@ def why_not() -> str:
     return _open()[1] or "this processor has neither AVX-512 with bfloat16 nor AVX2 with FMA"
 
 
-def split(kernels: str) -> tuple[str, bool]:
-    """The variant that ``chosen`` kernels name, and whether it is to run on int8 weights."""
-    variant = kernels.removesuffix(f"-{INT8}")
-    return variant, variant != kernels
+def split(kernels: str) -> tuple[str, str]:
+    """The variant that ``chosen`` kernels name, and which of ``NARROW`` it is to run on; empty for the model's own."""
+    for narrow in NARROW:
+        if kernels.endswith(f"-{narrow}"):
+            return kernels.removesuffix(f"-{narrow}"), narrow
+    return kernels, ""
 
 
 def chosen(kernels: str = "auto") -> str:
     """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
     the best available where it says nothing. Each compiled one is also there with int8 weights, by its name with
-    ``-int8`` behind; ``"int8"`` is the best of those.
+    ``-int8`` behind, and with ``-w8a8`` for activations of 8 bits too; ``"int8"`` and ``"w8a8"`` are the best of those.
 
     Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
     """
@@ -246,13 +248,13 @@ def chosen(kernels: str = "auto") -> str:
     if wanted == "auto" and (variable := os.environ.get(_VARIABLE, "").strip()):
         source, wanted = f"{_VARIABLE}={variable}", variable
     choices = available()
-    narrow = [f"{name}-{INT8}" for name in choices[:-1]]
+    narrow = [f"{name}-{kind}" for kind in NARROW for name in choices[:-1]]
     if wanted == "auto":
         return choices[0]
-    if wanted == INT8 and narrow:
-        return narrow[0]
+    if wanted in NARROW and narrow:
+        return f"{choices[0]}-{wanted}"
     if wanted not in (*choices, *narrow):
         reason = f" ({why_not()})" if why_not() else ""
-        known = ["auto", *choices[:-1], *([INT8] if narrow else []), *narrow, TORCH]
+        known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
         raise ValueError(f"{source} is not available here; choices: {known}{reason}")
     return wanted

@@ -42,7 +42,8 @@ from fly.sampling import Law
 
 __all__ = ["Asked", "CompiledLlama", "Ran", "Round", "Spent", "compiled", "int8_weights"]
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}  # src/fly.h: Type
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _ALWAYS = Sure()
@@ -128,12 +129,14 @@ class CompiledLlama:
 
     Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
     is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
-    AVX-512 with activations in bfloat16 even where the model is in float32.
+    AVX-512 with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations are
+    rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation by
+    token, as in arXiv 2206.01861, section 3.1): products are then of whole numbers, and exact.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
-            ``-int8`` behind.
+            ``-int8`` behind, or with activations of 8 bits too, ``-w8a8``.
         consume: take the model's matrices away as they are packed.
     """
 
@@ -145,8 +148,8 @@ class CompiledLlama:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
         self.kernels = chosen(variant)
-        variant, self._int8 = split(self.kernels)
-        self.weight_bytes = 1 if self._int8 else self.dtype.itemsize  # of each
+        variant, self._narrow = split(self.kernels)
+        self.weight_bytes = 1 if self._narrow else self.dtype.itemsize  # of each
         config, self._library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
@@ -161,7 +164,7 @@ class CompiledLlama:
             config.head_dim,
             self.vocab,
             config.max_position_embeddings,
-            _TYPES[torch.int8 if self._int8 else self.dtype],
+            _NARROW[self._narrow] if self._narrow else _TYPES[self.dtype],
             _TYPES[self.dtype],
             config.rms_norm_eps,
         )
@@ -196,7 +199,7 @@ class CompiledLlama:
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         weight_NK, scale = linear.weight.detach().contiguous(), None
-        if self._int8:
+        if self._narrow:
             weight_NK, scale_N = int8_weights(weight_NK)
             scale = scale_N.data_ptr()
         bias_N = None if linear.bias is None else _float(linear.bias)

@@ -47,6 +47,17 @@ inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays o
 inline Vec where_above(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GT_OQ), x); }
 inline Vec where_from(Vec a, Vec b, Vec x) { return _mm256_and_ps(_mm256_cmp_ps(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return (unsigned)_mm256_movemask_ps(_mm256_cmp_ps(a, b, _CMP_EQ_OQ)); }
+inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
+    const __m256i whole = _mm256_add_epi32(_mm256_cvtps_epi32(x), _mm256_set1_epi32(128));
+    const __m128i half = _mm_packus_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1));
+    _mm_storel_epi64((__m128i*)p, _mm_packus_epi16(half, half));
+}
+inline Vec size_of(Vec x) { return _mm256_andnot_ps(set1(-0.0f), x); }
+// Products of whole numbers, less what they came to for being 128 too high.
+inline Vec whole(const void* sums, const int32_t* offset) {
+    return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_loadu_si256((const __m256i*)sums),
+                                               _mm256_loadu_si256((const __m256i*)offset)));
+}
 inline Vec nearest(Vec x) { return _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may not be a number
     n = _mm256_min_ps(_mm256_max_ps(n, set1(-252.0f)), set1(254.0f));
@@ -58,7 +69,7 @@ inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may
 }
 
 struct Float32 {
-    typedef float Act;
+    typedef float Act, In, Sum;
     static constexpr int STEP = 1;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
@@ -76,7 +87,7 @@ struct Float32 {
 };
 
 struct BFloat16 {
-    typedef float Act;
+    typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
@@ -100,7 +111,7 @@ struct BFloat16 {
 };
 
 struct Int8 {
-    typedef float Act;
+    typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
@@ -119,6 +130,36 @@ struct Int8 {
             }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+    }
+};
+
+// Widened to 16 bits, of which two products at once are exact.
+struct Whole8 {
+    typedef float Act;
+    typedef uint8_t In;
+    typedef int32_t Sum;
+    static constexpr int STEP = 4;
+    template <int M, int P>
+    static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Sum* out) {
+        __m256i acc[M][8 * P];  // of 4 outputs each, the first two inputs and the last
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 8 * P; j++) acc[m][j] = _mm256_setzero_si256();
+        for (int k = 0; k < steps; k++)
+            for (int j = 0; j < 8 * P; j++) {
+                const char* at = w + (j / 8) * panel + k * 128L + (j % 8) * 16;
+                const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
+                for (int m = 0; m < M; m++) {
+                    int32_t four;
+                    memcpy(&four, a + m * lda + 4 * k, 4);
+                    const __m256i x = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
+                    acc[m][j] = _mm256_add_epi32(acc[m][j], _mm256_madd_epi16(x, b));
+                }
+            }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 8 * P; j += 2) {
+                const __m256i sums = _mm256_hadd_epi32(acc[m][j], acc[m][j + 1]);  // of 4 outputs, two by two
+                _mm256_storeu_si256((__m256i*)(out + m * 32 * P + j * 4), _mm256_permute4x64_epi64(sums, 0xd8));
+            }
     }
 };
 

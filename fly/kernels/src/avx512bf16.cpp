@@ -32,11 +32,20 @@ inline Vec where_above(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_
 inline Vec where_from(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x); }
 inline unsigned equal(Vec a, Vec b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 inline Vec scale2(Vec x, Vec n) { return _mm512_scalef_ps(x, n); }
+inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
+    const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(128));
+    _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
+}
+inline Vec size_of(Vec x) { return _mm512_abs_ps(x); }
+// Products of whole numbers, less what they came to for being 128 too high.
+inline Vec whole(const void* sums, const int32_t* offset) {
+    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(offset)));
+}
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
 // The weights' layouts, and the values they are multiplied with.
 struct Float32 {
-    typedef float Act;
+    typedef float Act, In, Sum;
     static constexpr int STEP = 1;  // inputs a step
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
@@ -57,7 +66,8 @@ struct Float32 {
 };
 
 struct BFloat16 {
-    typedef uint16_t Act;
+    typedef uint16_t Act, In;
+    typedef float Sum;
     static constexpr int STEP = 2;
     template <int M, int P>
     static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
@@ -82,7 +92,8 @@ struct BFloat16 {
 
 // Whole numbers up to 127 are bfloat16 as they are, so int8 takes part in the same products once widened.
 struct Int8 {
-    typedef uint16_t Act;
+    typedef uint16_t Act, In;
+    typedef float Sum;
     static constexpr int STEP = 2;
     static inline __m512bh widened(const char* w) {
         const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
@@ -108,6 +119,32 @@ struct Int8 {
         }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+    }
+};
+
+// Four whole numbers of each side at once, which is exact.
+struct Whole8 {
+    typedef uint16_t Act;
+    typedef uint8_t In;
+    typedef int32_t Sum;
+    static constexpr int STEP = 4;
+    template <int M, int P>
+    static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Sum* out) {
+        __m512i acc[M][2 * P];
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_setzero_si512();
+        for (int k = 0; k < steps; k++) {
+            __m512i b[2 * P];
+            for (int j = 0; j < 2 * P; j++) b[j] = _mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
+            for (int m = 0; m < M; m++) {
+                int32_t four;
+                memcpy(&four, a + m * lda + 4 * k, 4);
+                const __m512i x = _mm512_set1_epi32(four);
+                for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbusd_epi32(acc[m][j], x, b[j]);
+            }
+        }
+        for (int m = 0; m < M; m++)
+            for (int j = 0; j < 2 * P; j++) _mm512_storeu_si512(out + m * 32 * P + j * 16, acc[m][j]);
     }
 };
 

@@ -87,8 +87,8 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
 }
 
 template <class Wt, int M = MAX_ROWS>
-inline void run(int rows, int panels, const typename Wt::Act* a, long lda, const char* w, long panel, int steps,
-                float* out) {
+inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps,
+                typename Wt::Sum* out) {
     if (rows == M) {
         if constexpr (most_panels(M) >= 4)
             if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, out);
@@ -99,32 +99,58 @@ inline void run(int rows, int panels, const typename Wt::Act* a, long lda, const
     if constexpr (M > 1) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, out);
 }
 
-// x·Wᵀ for ``rows`` rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each.
+// Rows of activations as products take them, and of W8A8 what 1 stands for in each.
+template <class Wt>
+struct Inputs {
+    const typename Wt::In* a;
+    long lda;
+    int rows;
+    const float* steps;
+};
+
+template <class Wt>
+constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
+
+// x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each.
 template <class Wt, class Finish>
-inline void product(const typename Wt::Act* a, long lda, int rows, const Matrix& matrix, Range range, Finish finish) {
-    alignas(64) float sums[MAX_ROWS * PANEL * 4];
-    const int blocks = (rows + MAX_ROWS - 1) / MAX_ROWS, steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
+inline void product(const Inputs<Wt>& x, const Matrix& matrix, Range range, Finish finish) {
+    alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
+    const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     for (int p = range.from, panels; p < range.to; p += panels) {
-        panels = most_panels((rows + blocks - 1) / blocks);
+        panels = most_panels((x.rows + blocks - 1) / blocks);
         while (panels > range.to - p) panels /= 2;
         for (int block = 0; block < blocks; block++) {
-            const Range some = part(rows, block, blocks);
+            const Range some = part(x.rows, block, blocks);
             const int count = some.to - some.from;
-            run<Wt>(count, panels, a + some.from * lda, lda, matrix.data + p * matrix.panel_bytes, matrix.panel_bytes,
-                    steps, sums);
+            run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, matrix.data + p * matrix.panel_bytes,
+                    matrix.panel_bytes, steps, sums);
             for (int row = 0; row < count; row++)
                 for (int j = 0; j < panels; j++) {
-                    float* mine = sums + (row * panels + j) * PANEL;
+                    float* mine = (float*)(sums + (row * panels + j) * PANEL);
+                    const int at = (p + j) * PANEL;
+                    if constexpr (WHOLE<Wt>) {
+                        const Vec step = set1(x.steps[some.from + row]);
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, mul(whole(mine + i, matrix.offset + at + i), step));
+                    }
                     if (matrix.scale)
-                        for (int i = 0; i < PANEL; i += W)
-                            st(mine + i, mul(ld(mine + i), ld(matrix.scale + (p + j) * PANEL + i)));
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, mul(ld(mine + i), ld(matrix.scale + at + i)));
                     if (matrix.bias)
-                        for (int i = 0; i < PANEL; i += W)
-                            st(mine + i, add(ld(mine + i), ld(matrix.bias + (p + j) * PANEL + i)));
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, add(ld(mine + i), ld(matrix.bias + at + i)));
                     finish(some.from + row, p + j, mine);
                 }
         }
     }
+}
+
+// ``count`` values in steps of 1/127 of the largest, 128 above that, and what a step is. They are padded to 16.
+template <class Act>
+inline float narrowed(const Act* from, int count, uint8_t* to) {
+    Vec most = zero();
+    for (int i = 0; i < count; i += W) most = larger(most, size_of(ld(from + i)));
+    const float peak = largest(most);
+    const Vec inverse = set1(peak > 0 ? 127.0f / peak : 0.0f);
+    for (int i = 0; i < count; i += W) st(to + i, mul(ld(from + i), inverse));
+    return peak / 127.0f;
 }
 
 // Buffers of a thread's own, for attention over at most S stored tokens.
@@ -137,6 +163,8 @@ struct Scratch {
     float *scores, *out, *sums;
     char* queries;
     void* normed;
+    uint8_t* narrow;
+    float* steps;
     long stride;  // of scores
 };
 
@@ -163,6 +191,8 @@ inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
     s->sums = (float*)take(queries * 4);
     s->queries = take(queries * width * 4);
     s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
+    s->narrow = (uint8_t*)take(shape.weights == W8A8 ? (long)OWN_NORMS * padded(most_inputs(shape), 64) : 0);
+    s->steps = (float*)take(OWN_NORMS * 4);
     return at - base;
 }
 
@@ -489,6 +519,8 @@ inline void embed(const Model* model, int64_t token, float* x) {
             memcpy(x + i, &bits, 4);
         } else if (shape.weights == FLOAT32) {
             x[i] = ((const float*)panel)[i * PANEL + lane];
+        } else if (shape.weights == W8A8) {
+            x[i] = (float)((const int8_t*)panel)[(i / 4 * PANEL + lane) * 4 + i % 4] * model->head.scale[token];
         } else {
             x[i] = (float)((const int8_t*)panel)[i / 2 * 64 + lane / 16 * 32 + i % 2 * 16 + lane % 16] *
                    model->head.scale[token];
@@ -511,6 +543,25 @@ inline const Act* normalised(Call* call, const float* weight, int thread, const 
         normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
     if (!own) wait(call);
     return normed;
+}
+
+// Rows of activations, with ``count`` values in each, for a product: as they are, or narrowed by everybody, or each its
+// part.
+template <class Wt>
+inline Inputs<Wt> inputs(Call* call, const typename Wt::Act* a, long lda, int rows, int count, int thread, const Scratch& s) {
+    if constexpr (WHOLE<Wt>) {
+        const Workspace& work = call->model->work;
+        const bool own = rows <= OWN_NORMS;
+        uint8_t* to = own ? s.narrow : work.narrow;
+        float* steps = own ? s.steps : work.steps;
+        const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
+        const long ldn = padded(most_inputs(call->model->shape), 64);
+        for (int t = mine.from; t < mine.to; t++) steps[t] = narrowed(a + t * lda, count, to + t * ldn);
+        if (!own) wait(call);
+        return {to, ldn, rows, steps};
+    } else {
+        return {a, lda, rows, nullptr};
+    }
 }
 
 // The values of the tile's tokens, added up over the processes. All threads are there, and wait for it.
@@ -555,19 +606,22 @@ void decode(Call* call, int thread, const Scratch& s) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
         const Act* normed = normalised<Act>(call, layer.input_norm, thread, s);
-        product<Wt>(normed, ldx, tokens, layer.qkv, part(layer.qkv.panels, thread, threads),
+        product(inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv,
+                part(layer.qkv.panels, thread, threads),
                     [&](int row, int panel, const float* sums) {
                         memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
                     });
         wait(call);
         attention<Wt, K>(call, call->layer[number], thread, s);
         wait(call);
-        product<Wt>((const Act*)work.attended, padded(shape.heads * shape.head_dim), tokens, layer.o,
-                    part(layer.o.panels, thread, threads), residual);
+        const int heads = shape.heads * shape.head_dim;
+        product(inputs<Wt>(call, (const Act*)work.attended, padded(heads), tokens, heads, thread, s), layer.o,
+                part(layer.o.panels, thread, threads), residual);
         wait(call);
         add_parts();
         normed = normalised<Act>(call, layer.post_norm, thread, s);
-        product<Wt>(normed, ldx, tokens, layer.gate_up, part(layer.gate_up.panels, thread, threads),
+        product(inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up,
+                part(layer.gate_up.panels, thread, threads),
                     [&](int row, int panel, const float* sums) {
                         for (int i = 0; i < PANEL / 2; i += W) {
                             const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
@@ -576,8 +630,8 @@ void decode(Call* call, int thread, const Scratch& s) {
                         }
                     });
         wait(call);
-        product<Wt>((const Act*)work.gated, ld_gated, tokens, layer.down, part(layer.down.panels, thread, threads),
-                    residual);
+        product(inputs<Wt>(call, (const Act*)work.gated, ld_gated, tokens, shape.intermediate, thread, s), layer.down,
+                part(layer.down.panels, thread, threads), residual);
         wait(call);
         add_parts();
     }
@@ -585,13 +639,20 @@ void decode(Call* call, int thread, const Scratch& s) {
 
 template <class Wt>
 void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int thread) {
-    const Matrix& head = call->model->head;
-    const int vocab = call->model->shape.vocab;
-    product<Wt>(a, padded(call->model->shape.width), rows, head, part(head.panels, thread, call->threads),
-                [&](int row, int panel, const float* sums) {
+    const Model* model = call->model;
+    const Matrix& head = model->head;
+    const int vocab = model->shape.vocab, width = model->shape.width;
+    Scratch s;
+    lay_out(&s, model->work.scratch[thread], model->shape, model->work.longest);
+    for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
+        if (from) wait(call);
+        const int some = rows - from < MAX_TILE ? rows - from : MAX_TILE;
+        product(inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
+                part(head.panels, thread, call->threads), [&](int row, int panel, const float* sums) {
                     const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
-                    memcpy(logits + (long)row * vocab + panel * PANEL, sums, n * sizeof(float));
+                    memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, n * sizeof(float));
                 });
+    }
 }
 
 // Final hidden states of the tile's tokens, or where ``last`` is given, of those alone whose logits a draft goes by, ready
@@ -1078,8 +1139,10 @@ void dispatch(Job job, Call* call, int thread) {
     const Shape& shape = call->model->shape;
     if (shape.weights == BFLOAT16) return dispatch<BFloat16, uint16_t>(job, call, thread);
     if (shape.weights == FLOAT32) return dispatch<Float32, float>(job, call, thread);
-    if (shape.hidden == BFLOAT16) return dispatch<Int8, uint16_t>(job, call, thread);
-    return dispatch<Int8, float>(job, call, thread);
+    if (shape.weights == INT8)
+        return shape.hidden == BFLOAT16 ? dispatch<Int8, uint16_t>(job, call, thread) : dispatch<Int8, float>(job, call, thread);
+    if (shape.hidden == BFLOAT16) return dispatch<Whole8, uint16_t>(job, call, thread);
+    return dispatch<Whole8, float>(job, call, thread);
 }
 
 void forward(Call* call, int thread) { dispatch(FORWARD, call, thread); }

@@ -18,7 +18,8 @@ constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at o
 constexpr int MAX_COPIES = 256; // tokens of a drafter's forward that a lookup copied
 constexpr int MAX_THREADS = 64;
 
-enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+// W8A8 is int8 whose products are of whole numbers: what it is multiplied with is rounded to 8 bits as well, row by row.
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
 
 struct Shape {
     int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;
@@ -28,13 +29,15 @@ struct Shape {
 };
 
 // W of x·Wᵀ, in panels of 32 outputs; within a panel, all outputs of one input lie together. Narrower types than float32
-// take two inputs at once: bfloat16 output by output, int8 both of 16 outputs, then those of the other 16.
+// take two inputs at once: bfloat16 output by output, int8 both of 16 outputs, then those of the other 16. W8A8 takes four,
+// output by output.
 struct Matrix {
     char* data;
     long panel_bytes;
     int n, k, panels;
     float* bias;   // [panels · 32] or null
-    float* scale;  // [panels · 32], int8 only: the weight is scale · data
+    float* scale;  // [panels · 32], int8 and W8A8: the weight is scale · data
+    int32_t* offset;  // [panels · 32], W8A8: 128 · the sum of an output's data
 };
 
 struct Layer {
@@ -51,6 +54,8 @@ struct Workspace {
     void* normed;        // [T, C], in the type of activations
     void* attended;      // [T, H·D]
     void* gated;         // [T, intermediate]
+    uint8_t* narrow;     // [T, the most inputs of a matrix] of W8A8, 128 above what it stands for; padded to 64
+    float* steps;        // [T] of W8A8: what is 1 there
     int last_rows;       // rows that the following are for
     void* last;          // [rows, C], what the logits of a drafter's step are made from
     float* logits;       // [rows, V]
@@ -186,6 +191,12 @@ struct Variant {
 extern const Variant avx512bf16, avx2;
 
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
+
+// Inputs of the widest matrix.
+static inline int most_inputs(const Shape& shape) {
+    const int heads = shape.heads * shape.head_dim, most = shape.width > heads ? shape.width : heads;
+    return most > shape.intermediate ? most : shape.intermediate;
+}
 
 static inline int64_t nanoseconds() {
     timespec now;

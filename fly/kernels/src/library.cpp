@@ -174,7 +174,7 @@ bool runs_here(const Variant* variant) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
     if (variant == &avx512bf16)
-        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                __builtin_cpu_supports("avx512bf16");
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
@@ -184,6 +184,9 @@ bool runs_here(const Variant* variant) {
 }
 
 int value_bytes(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
+
+// Bytes of a token's narrow values.
+long narrow_bytes(const Shape& shape) { return shape.weights == W8A8 ? padded(most_inputs(shape), 64) : 0; }
 
 // The row of the checkpoint's matrix that output ``lane`` of a panel is; -1 is padding.
 int source_row(int panel, int lane, int n, bool pairs) {
@@ -200,8 +203,8 @@ float* vector_of(const float* from, int n, int room) {
 
 template <class T>
 void pack(Matrix* matrix, const T* from, int type, bool pairs) {
-    const int k = matrix->k, step = type == FLOAT32 ? 1 : 2, steps = (k + step - 1) / step;
-    const int together = type == BFLOAT16 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
+    const int k = matrix->k, step = type == FLOAT32 ? 1 : type == W8A8 ? 4 : 2, steps = (k + step - 1) / step;
+    const int together = type == BFLOAT16 || type == W8A8 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
         for (int lane = 0; lane < PANEL; lane++) {
@@ -221,7 +224,7 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
-    const int inputs = type == FLOAT32 ? k : padded(k, 2);
+    const int inputs = type == FLOAT32 ? k : padded(k, type == W8A8 ? 4 : 2);
     matrix->panel_bytes = (long)inputs * PANEL * value_bytes(type);
     matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels);
     if (!matrix->data) return false;
@@ -231,6 +234,14 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
         pack(matrix, (const uint16_t*)data, type, pairs);
     else
         pack(matrix, (const uint8_t*)data, type, pairs);
+    if (type == W8A8) {
+        matrix->offset = (int32_t*)allocate(matrix->panels * PANEL * 4L);
+        if (!matrix->offset) return false;
+        for (int j = 0; j < matrix->panels * PANEL; j++) {
+            const int row = source_row(j / PANEL, j % PANEL, n, pairs);
+            for (long i = 0; row >= 0 && i < k; i++) matrix->offset[j] += 128 * ((const int8_t*)data)[row * (long)k + i];
+        }
+    }
     const float* from[2] = {bias, scale};
     float** to[2] = {&matrix->bias, &matrix->scale};
     for (int i = 0; i < 2; i++) {
@@ -249,6 +260,7 @@ void drop(Matrix* matrix) {
     free(matrix->data);
     free(matrix->bias);
     free(matrix->scale);
+    free(matrix->offset);
 }
 
 // --- workspace ---------------------------------------------------------------------------------------------------
@@ -271,7 +283,8 @@ bool make_room(Model* model, int tokens, int last_rows, int longest, int threads
         if (!grow(&work.x, tile * width * 4) || (model->sum && !grow(&work.part, tile * width * 4)) || !grow(&work.qkv, (long)tile * layer.qkv.panels * PANEL * 4) ||
             !grow(&work.normed, tile * width * act) ||
             !grow(&work.attended, tile * padded(shape.heads * shape.head_dim) * act) ||
-            !grow(&work.gated, (long)tile * layer.gate_up.panels * (PANEL / 2) * act))
+            !grow(&work.gated, (long)tile * layer.gate_up.panels * (PANEL / 2) * act) ||
+            !grow(&work.narrow, tile * narrow_bytes(shape)) || !grow(&work.steps, tile * 4L))
             return false;
         work.tile = tile;
     }
@@ -375,7 +388,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 17; }
+EXPORT int fly_abi() { return 18; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -397,7 +410,7 @@ EXPORT void fly_free(Model* model) {
     void* buffers[] = {model->layers,    model->norm,         model->cos,        model->sin,       model->work.x,
                        model->work.part,
                        model->work.qkv,  model->work.normed,  model->work.attended, model->work.gated, model->work.last,
-                       model->work.logits, model->work.spread};
+                       model->work.logits, model->work.spread, model->work.narrow, model->work.steps};
     for (void* buffer : buffers) free(buffer);
     for (char* scratch : model->work.scratch) free(scratch);
     pthread_mutex_destroy(&model->lock);
@@ -456,7 +469,8 @@ EXPORT int64_t fly_workspace(Model* model) {
     const Layer& layer = model->layers[0];
     const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
     int64_t bytes = work.tile * (width * ((model->sum ? 8 : 4) + act) + (long)layer.qkv.panels * PANEL * 4 +
-                                 padded(shape.heads * shape.head_dim) * act + (long)layer.gate_up.panels * 16 * act);
+                                 padded(shape.heads * shape.head_dim) * act + (long)layer.gate_up.panels * 16 * act +
+                                 narrow_bytes(shape) + 4);
     bytes += work.last_rows * (width * act + shape.vocab * 4L) + (work.last_rows ? 2L * padded(shape.vocab) * 4 : 0);
     for (const char* scratch : work.scratch) bytes += scratch ? work.scratch_bytes : 0;
     return bytes;
