@@ -337,7 +337,10 @@ def bench_peers(
     kernels: Kernels = "auto",
     json_: Json = None,
 ) -> None:
-    """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side."""
+    """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side.
+
+    On kernels of 8 bits (--kernels w8a8), llama.cpp gets its own of 8 bits, Q8_0.
+    """
     with cli._plain_errors(alone=True), TemporaryDirectory() as temporary:
         import random
 
@@ -349,6 +352,8 @@ def bench_peers(
         from fly.bundled.tasks import problems as draw_problems
         from fly.drafts import SingleDraft
         from fly.eval import Setting
+        from fly.kernels import chosen
+        from fly.kernels.library import split
         from fly.llm import LLM
         from fly.models import LlamaConfig, save_model
         from fly.models.loading import resolve_device, resolve_dtype
@@ -388,7 +393,8 @@ def bench_peers(
             rng = random.Random(0)
             prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in asked]
         contenders = [fly_contender(setting, shape is not None) for setting in settings]
-        others, skipped = load_peers(source, helper, k, number, Path(temporary), shape is not None)
+        narrow = split(chosen(kernels))[1]
+        others, skipped = load_peers(source, helper, k, number, Path(temporary), shape is not None, bool(narrow))
         contenders += others
         limits = measure_limits(cpu)
         with _progress("peers", turns * len(prompts) * len(contenders)) as advance:
@@ -398,8 +404,9 @@ def bench_peers(
             for match in matches:
                 texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
                 right.append(check_many(list(zip(asked, texts))))
-        limit = limits.seconds(forward_bytes(config, number, 1, 128), 0, number)
-        title = f"{shape or f'{model}, {draft}, k {k}'}, {str(number).removeprefix('torch.')}, {limits.threads} threads"
+        limit = limits.seconds(forward_bytes(config, number, 1, 128, 1 if narrow else None), 0, number)
+        precision = f"fly {narrow}, llama.cpp Q8_0" if narrow else str(number).removeprefix("torch.")
+        title = f"{shape or f'{model}, {draft}, k {k}'}, {precision}, {limits.threads} threads"
         title += f", {count} prompts, at most {most} tokens each, temperature 0, batch 1"
         console.print(peers_table(matches, right, title))
         console.print(

@@ -135,12 +135,19 @@ def fly_contender(setting: Setting, ignore_eos: bool) -> Contender:
 
 
 def load_peers(
-    target: Path, draft: Path | None, k: int, dtype: torch.dtype, directory: Path, ignore_eos: bool
+    target: Path,
+    draft: Path | None,
+    k: int,
+    dtype: torch.dtype,
+    directory: Path,
+    ignore_eos: bool,
+    narrow: bool = False,
 ) -> tuple[list[Contender], list[str]]:
     """Every peer on the checkpoints ``target`` and ``draft``, and why those that are missing are.
 
-    ``directory`` takes the files that a peer needs the weights in. Peers run on the CPU, with as many threads as
-    PyTorch uses. ``draft`` None leaves out what needs one; ``ignore_eos`` decodes on behind an end.
+    ``narrow``: in 8 bits, weights and activations, where a peer has that (llama.cpp's Q8_0). ``directory`` takes the
+    files that a peer needs the weights in. Peers run on the CPU, with as many threads as PyTorch uses. ``draft`` None
+    leaves out what needs one; ``ignore_eos`` decodes on behind an end.
     """
     config, _ = LlamaConfig.read(target)
     ends = frozenset() if ignore_eos else read_eos_ids(target, config.vocab_size)
@@ -148,7 +155,7 @@ def load_peers(
     reasons = []
     for load in (_transformers, _llama_cpp):
         try:
-            contenders += load(target, draft, k, dtype, directory, ends)
+            contenders += load(target, draft, k, dtype, directory, ends, narrow)
         except Skipped as skipped:
             reasons.append(str(skipped))
     return contenders, reasons
@@ -162,7 +169,7 @@ def _import(name: str, library: str) -> Any:
 
 
 def _transformers(
-    target: Path, draft: Path | None, k: int, dtype: torch.dtype, directory: Path, ends: frozenset[int]
+    target: Path, draft: Path | None, k: int, dtype: torch.dtype, directory: Path, ends: frozenset[int], narrow: bool
 ) -> list[Contender]:
     library = _import("transformers", "transformers")
     library.utils.logging.set_verbosity_error()
@@ -213,19 +220,19 @@ def _transformers(
     return found
 
 
-def write_gguf(model: Llama, path: Path) -> None:
-    """Write ``model``'s weights in its dtype (norms in float32), without a tokenizer, in the format of llama.cpp.
+def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
+    """Write ``model``'s weights in its dtype (norms in float32), without a tokenizer, in the format of llama.cpp; its
+    matrices as Q8_0 if ``narrow``: 8 bits, and a scale for every 32 inputs.
 
-    Raises ``Skipped`` without the ``gguf`` package.
+    Raises ``Skipped`` without the ``gguf`` package, and where Q8_0 does not divide a width.
     """
     gguf = _import("gguf", "llama.cpp")
     config = model.config
     writer = gguf.GGUFWriter(path, "llama")
     types = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
-    raw_type = gguf.GGMLQuantizationType[types[model.dtype]]
-    writer.add_file_type(
-        gguf.LlamaFileType["ALL_F32" if model.dtype == torch.float32 else f"MOSTLY_{types[model.dtype]}"]
-    )
+    stored_as = "Q8_0" if narrow else types[model.dtype]
+    raw_type = gguf.GGMLQuantizationType[stored_as]
+    writer.add_file_type(gguf.LlamaFileType["ALL_F32" if stored_as == "F32" else f"MOSTLY_{stored_as}"])
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
@@ -250,7 +257,11 @@ def write_gguf(model: Llama, path: Path) -> None:
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
         if heads is not None:  # its rotary embedding pairs neighbours, ours the halves of a head
             tensor = tensor.unflatten(0, (heads, 2, config.head_dim // 2)).transpose(1, 2).reshape(tensor.shape)
-        if tensor.dim() == 1 or model.dtype == torch.float32:
+        if narrow and tensor.dim() == 2:
+            if tensor.shape[1] % 32:
+                raise Skipped(f"llama.cpp is skipped: Q8_0 takes multiples of 32 inputs, {key} has {tensor.shape[1]}")
+            writer.add_tensor(name, gguf.quantize(tensor.float().numpy(), raw_type), raw_dtype=raw_type)
+        elif tensor.dim() == 1 or model.dtype == torch.float32:
             writer.add_tensor(name, tensor.float().contiguous().numpy())
         else:
             stored = tensor.contiguous().view(torch.uint8).numpy()
@@ -262,21 +273,24 @@ def write_gguf(model: Llama, path: Path) -> None:
 
 
 def _llama_cpp(
-    target: Path, draft: Path | None, k: int, dtype: torch.dtype, directory: Path, ends: frozenset[int]
+    target: Path, draft: Path | None, k: int, dtype: torch.dtype, directory: Path, ends: frozenset[int], narrow: bool
 ) -> list[Contender]:
     library = _import("llama_cpp", "llama.cpp")
     models = []
     for name, path in (("target", target), ("draft", draft)):
         if path is not None:
             file = directory / f"{name}.gguf"
-            write_gguf(load_model(path, dtype, "cpu"), file)
+            write_gguf(load_model(path, dtype, "cpu"), file, narrow)
             models.append(_LlamaCpp(library, file, dtype))
-    model = models[0]
-    found = [Contender("decode", "llama.cpp", False, lambda ids, most: model.decode(ids, most, ends))]
+    model, kind = models[0], ", Q8_0" if narrow else ""
+    found = [Contender(f"decode{kind}", "llama.cpp", False, lambda ids, most: model.decode(ids, most, ends))]
     if draft is not None:
         found.append(
             Contender(
-                "speculative", "llama.cpp", True, lambda ids, most: model.speculate(models[1], ids, most, k, ends)
+                f"speculative{kind}",
+                "llama.cpp",
+                True,
+                lambda ids, most: model.speculate(models[1], ids, most, k, ends),
             )
         )
     return found

@@ -131,20 +131,23 @@ struct Whole8 {
     template <int M, int P>
     static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Sum* out) {
         __m512i acc[M][2 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_setzero_si512();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_setzero_si512();
         for (int k = 0; k < steps; k++) {
             __m512i b[2 * P];
-            for (int j = 0; j < 2 * P; j++) b[j] = _mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int j = 0; j < 2 * P; j++)
+                b[j] = _mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
+            UNROLL for (int m = 0; m < M; m++) {
                 int32_t four;
                 memcpy(&four, a + m * lda + 4 * k, 4);
                 const __m512i x = _mm512_set1_epi32(four);
-                for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbusd_epi32(acc[m][j], x, b[j]);
+                // not by the intrinsic, for which GCC keeps the sums in memory
+                UNROLL for (int j = 0; j < 2 * P; j++)
+                    asm("vpdpbusd %2, %1, %0" : "+v"(acc[m][j]) : "v"(x), "v"(b[j]));
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) _mm512_storeu_si512(out + m * 32 * P + j * 16, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) _mm512_storeu_si512(out + m * 32 * P + j * 16, acc[m][j]);
     }
 };
 

@@ -6,8 +6,6 @@
 // threads there are, and wherever the row's pages lie. A product is summed over its inputs in ascending order; a
 // token's attention over the stored tokens it sees, in ascending order, those it does not see adding exact zeros.
 
-#define UNROLL _Pragma("GCC unroll 16")
-
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
 // Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not

@@ -11,6 +11,8 @@
 #include <stdint.h>
 #include <time.h>
 
+#define UNROLL _Pragma("GCC unroll 16")
+
 namespace fly {
 
 constexpr int PANEL = 32;       // outputs of a matrix that lie together
