@@ -9,6 +9,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 from __future__ import annotations
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Rows
 from dataclasses import replace
@@ -600,6 +601,11 @@ class Engine:
             stats.rounds += len(ids)
             rounds = whole
         labels = [] if relaxation is None else [clause.label for clause in relaxation.clauses]
+        heard: Counter[int] = Counter()  # what clauses said of a mismatch, a bit each
+
+        def said(bits: int) -> dict[str, bool]:
+            return {label: bool(bits >> bit & 1) for bit, label in enumerate(labels)}
+
         for number, (drafted, choices, n, following, asks) in enumerate(rounds, start=1):
             if row.finish_reason:
                 break
@@ -608,19 +614,18 @@ class Engine:
                 row.tokens += ids
             elif (count := self._extend(row, ids, stopped)) <= n:
                 ids, stands = ids[:count], count
-            block = [Token(id, Why.MATCH, None, choice) for id, choice in zip(ids[:stands], choices)]
+            block = list(map(Token, ids[:stands], repeat(Why.MATCH), repeat(None), choices))
             if stands < len(ids):
                 why = Why.CORRECTION if n < len(drafted) else Why.BONUS
                 block.append(Token(following, why, None, choices[n]))
             for ask in asks:
                 if ask.position >= stands and stands == len(ids):  # it ended before the rest was tried
                     break
-                said = {label: bool(ask.held >> number & 1) for number, label in enumerate(labels)}
-                if relaxation is not None:
-                    stats.count_gates(said, *relaxation.deciding(said))
+                heard[ask.held] += 1
                 if ask.excused:
-                    clause = " & ".join(label for label, held in said.items() if held)
-                    block[ask.position] = block[ask.position]._replace(why=Why.RELAXED, clause=clause)
+                    clause = " & ".join(label for label, held in said(ask.held).items() if held)
+                    token = block[ask.position]
+                    block[ask.position] = Token(token.id, Why.RELAXED, clause, token.target_choice)
                     stats.relaxed += 1
                     stats.nats += ask.nats
             row.provenance += block
@@ -631,6 +636,9 @@ class Engine:
             stats.accepted += stands
             if drafted:
                 row.drafts.append((len(drafted), stands))
+        for bits, times in heard.items():
+            if relaxation is not None:
+                stats.count_gates(said(bits), *relaxation.deciding(said(bits)), times)
 
     def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one

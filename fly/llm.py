@@ -437,7 +437,10 @@ class LLM:
             tokens = self.tokenizer.encode(prompt)
         else:
             ids: Any = prompt
-            if not isinstance(ids, Rows) or not all(isinstance(token, Integral) for token in ids):
+            # asking of each whether it is a number of any kind takes longest
+            if not isinstance(ids, Rows) or not (
+                set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
+            ):
                 raise ValueError(f"prompt {_short(prompt)} is neither a text nor a list of token ids")
             tokens = [int(token) for token in ids]
         if not isinstance(params, SamplingParams):

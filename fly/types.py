@@ -642,16 +642,16 @@ class Stats:
         """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
-    def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str]) -> None:
-        """Note what clauses said of one mismatch (``held``), whether that ``excused`` it, and which of them decided it
-        (``Condition.deciding``)."""
+    def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
+        """Note what clauses said of a mismatch (``held``), or of ``times`` such, whether that ``excused`` it, and which
+        of them decided it (``Condition.deciding``)."""
         for name, passed in held.items():
             gate = self.gates.setdefault(name, Gate())
-            gate.asked += 1
-            gate.passed += passed
+            gate.asked += times
+            gate.passed += times * passed
             if name in turns:
-                gate.excused += excused
-                gate.refused += not excused
+                gate.excused += times * excused
+                gate.refused += times * (not excused)
 
     def __add__(self, other: Stats) -> Stats:
         gates = {name: replace(gate) for name, gate in self.gates.items()}

@@ -7,11 +7,12 @@ import ctypes
 import math
 import os
 import platform
-from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint32, c_void_p
+import struct
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
@@ -81,15 +82,18 @@ class Clause(ctypes.Structure):
     _fields_ = [*((name, c_int32) for name in ("kind", "negated", "count")), ("theta", c_double)]
 
 
-class Ask(ctypes.Structure):
+class Ask(NamedTuple):
     """src/library.cpp: Ask."""
 
-    _fields_ = [
-        *((name, c_int32) for name in ("row", "round", "position")),
-        ("held", c_uint32),
-        ("excused", c_int32),
-        ("nats", c_double),
-    ]
+    row: int
+    round: int
+    position: int
+    held: int
+    excused: int
+    nats: float
+
+
+ASK = struct.Struct("3iIid")  # as the compiler lays it out
 
 
 class Going(ctypes.Structure):

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 from fly.cache import PagedBatch, PagedKVCache
 from fly.kernels.library import (
+    ASK,
     TORCH,
     Ask,
     Batch,
@@ -47,7 +48,7 @@ _NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
 _ALWAYS = Sure()
-_MOST_SCORED, _MOST_ASKS = 4096, 1024  # tokens, and mismatches, over the rounds of one call
+_MOST_SCORED, _MOST_ASKS = 1024, 256  # tokens, and mismatches, over the rounds of one call
 
 
 def refusal(model: Llama) -> str | None:
@@ -433,9 +434,10 @@ class CompiledLlama:
                 going[b].clause_at, going[b].clauses = sum(map(len, clauses[:b])), len(own_clauses)
                 for at, (kind, negated, tokens, theta) in enumerate(own_clauses, start=going[b].clause_at):
                     known[at] = Clause(Clause.KINDS.index(kind), negated, tokens, theta)
-            asks = (Ask * max(_MOST_ASKS, 2 * len(logits_NV)))()
+            asks = bytearray(ASK.size * max(_MOST_ASKS, 2 * len(logits_NV)))
             call.clause, call.control = ctypes.addressof(known), control_V.data_ptr()
-            call.ask, call.most_asks = ctypes.addressof(asks), len(asks)
+            call.ask = ctypes.addressof(ctypes.c_char.from_buffer(asks))
+            call.most_asks = len(asks) // ASK.size
         if law is not None:
             for b, seed in enumerate(seeds):
                 going[b].seed = seed
@@ -492,7 +494,7 @@ class CompiledLlama:
         ]
         spent = [Spent(*(ns / 1e9 for ns in each)) for each in zip(call.elapsed, call.scoring, call.drafting)]
         untold = [made(b, told, call.rounds) for b in range(count)]
-        for ask in asks[: call.asks] if clauses else ():
+        for ask in map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])) if clauses else ():
             untold[ask.row][ask.round].asks.append(ask)
         return Ran(untold, stored, [row.draft_start for row in going], (spent[0], spent[1]), error)
 

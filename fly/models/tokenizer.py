@@ -189,9 +189,17 @@ class Tokenizer:
         plain.encode_special_tokens = True
         return plain
 
+    @cached_property
+    def _exact_specials(self) -> tuple[str, ...]:
+        """The texts of the special tokens, where a text without any of them has none of the tokens either."""
+        tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
+        return () if any(token.normalized for token in tokens) else tuple(token.content for token in tokens)
+
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
         """``value`` with marks around everything in its texts that would be read as a special token."""
         if isinstance(value, str):
+            if self._exact_specials and not any(text in value for text in self._exact_specials):
+                return value
             found = self.raw.encode(value, add_special_tokens=False)
             special = self.control_ids
             spans = [span for token, span in zip(found.ids, found.offsets) if token in special]
