@@ -8,10 +8,13 @@ from __future__ import annotations
 import ctypes
 import math
 import os
+import subprocess
+import sys
 from array import array
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,12 +23,13 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
+from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
 from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
-from fly.models import DenseCausal, Llama, LlamaConfig
+from fly.models import DenseCausal, Llama, LlamaConfig, save_model
 from fly.models.invariant import OneByOne
 from fly.policies import Exact, FLy
 from fly.sampling import Law, draw
@@ -922,3 +926,45 @@ def test_a_model_may_be_consumed_as_it_is_packed() -> None:
     assert same_bits(*logits)
     assert all(parameter is not None for parameter in kept.parameters())
     assert all(linear.weight is None for linear in taken.layers.modules() if isinstance(linear, nn.Linear))
+
+
+MEMORY = """
+import gc, sys
+from fly import LLM, SamplingParams
+
+def anonymous():
+    return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+def decode(llm, tokens):
+    for temperature in (0.0, 1.0):
+        llm.generate([[1, 2, 3] * 20], SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True))
+
+decode(LLM("fly-tiny", draft="ngram", device="cpu"), 64)  # libraries take what they need once
+gc.collect()
+before = anonymous()
+llm = LLM(sys.argv[1], draft="ngram", device="cpu", cache_tokens=2048)
+decode(llm, 900)
+gc.collect()
+cache, model = llm.engine.runner.cache, llm.engine.runner.model
+print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.workspace_bytes)
+"""
+
+
+@built
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="the system does not say what a process holds")
+@pytest.mark.parametrize(("kernels", "share"), [("auto", 1.0), ("w8a8", 0.5)])
+def test_a_process_holds_weights_cache_and_workspace_and_little_else(
+    kernels: str, share: float, tmp_path: Path
+) -> None:
+    """Weights in bfloat16 as they are stored, or half of that; nothing of them twice, once they are loaded."""
+    save_model(random_model(shape_config("512x8x8000"), torch.bfloat16), tmp_path, torch.bfloat16)
+    weights = share * (tmp_path / "model.safetensors").stat().st_size
+    ran = subprocess.run(
+        [sys.executable, "-c", MEMORY, str(tmp_path)],
+        env={**os.environ, "FLY_KERNELS": "" if kernels == "auto" else kernels},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    grown, rest = map(int, ran.stdout.split())
+    assert 0.9 * (weights + rest) < grown < 1.05 * (weights + rest) + 2e6  # a model this small shows a little more

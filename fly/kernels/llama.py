@@ -193,6 +193,10 @@ class CompiledLlama:
             if consume:
                 _return_memory()
         self._pack(0, 4, model.lm_head)
+        if consume:
+            for owner in (model.lm_head, model.embed_tokens) if tied else (model.lm_head,):
+                owner.register_parameter("weight", None)
+            _return_memory()
         self._every_layer = array("i", range(config.num_hidden_layers))
         # What is the same from one call to the next: the cache last attended over, and what the library is told of it.
         self._cache: weakref.ref[PagedKVCache] | None = None

@@ -24,7 +24,7 @@ void* allocate(long bytes) {
     void* memory = nullptr;
     if (posix_memalign(&memory, bytes >= large ? large : 64, bytes > 0 ? bytes : 64)) return nullptr;
 #ifdef MADV_HUGEPAGE
-    if (bytes >= large) madvise(memory, bytes, MADV_HUGEPAGE);
+    if (bytes >= large) madvise(memory, bytes / large * large, MADV_HUGEPAGE);  // the rest would take a whole one
 #endif
     memset(memory, 0, bytes > 0 ? bytes : 64);
     return memory;
