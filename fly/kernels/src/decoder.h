@@ -26,7 +26,8 @@ inline void wait(Call* call, bool counts = true) {
     // Whoever we wait for may have lost the processor, or need this one.
     const int64_t since = nanoseconds();
     while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
-    if (counts && nanoseconds() - since > STALL) __atomic_store_n(&call->stalled, 1, __ATOMIC_RELAXED);
+    const int64_t waited = nanoseconds() - since;
+    if (counts && waited > STALL) __atomic_add_fetch(&call->stalled, waited, __ATOMIC_RELAXED);
 }
 
 struct Range {

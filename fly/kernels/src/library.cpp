@@ -151,13 +151,14 @@ void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience) {
     call->threads = joined + 1;
     __atomic_store_n(&pool.busy, joined, __ATOMIC_RELEASE);
     __atomic_store_n(&pool.started, 1, __ATOMIC_RELEASE);
+    const int64_t begun = nanoseconds();
     work(call, 0);
     for (int spins = 0; __atomic_load_n(&pool.busy, __ATOMIC_ACQUIRE); spins++)
         if (spins < 1000)
             fly::pause();
         else
             sched_yield();
-    if (call->stalled) {
+    if (2 * call->stalled > nanoseconds() - begun) {  // alone it would have been over sooner
         pool.alone = pool.patience;
         pool.patience = pool.patience * 2 < LONGEST ? pool.patience * 2 : LONGEST;
     } else if (joined) {
