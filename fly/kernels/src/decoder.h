@@ -6,6 +6,8 @@
 // threads there are, and wherever the row's pages lie. A product is summed over its inputs in ascending order; a
 // token's attention over the stored tokens it sees, in ascending order, those it does not see adding exact zeros.
 
+constexpr long LONG = 1 << 20;      // bytes of a matrix, for few rows, that take long
+constexpr int SHARES = 12;          // parts of a thread's part, about
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
 // Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
@@ -16,6 +18,7 @@ inline void wait(Call* call, bool counts = true) {
     int32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
     if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == call->threads) {
         __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&call->taken, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
         return;
     }
@@ -112,7 +115,7 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 
 // x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each.
 template <class Wt, class Finish>
-inline void product(const Inputs<Wt>& x, const Matrix& matrix, Range range, Finish finish) {
+inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Finish finish) {
     alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
     const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     for (int p = range.from, panels; p < range.to; p += panels) {
@@ -139,6 +142,18 @@ inline void product(const Inputs<Wt>& x, const Matrix& matrix, Range range, Fini
                 }
         }
     }
+}
+
+// All panels, by all threads: each its part, or where that takes long a few after a few, as one may lose its processor
+// for a while. There is a barrier between two of them.
+template <class Wt, class Finish>
+inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, Finish finish) {
+    const long work = matrix.panel_bytes * matrix.panels * (x.rows < 4 ? 1 : x.rows / 4);
+    if (call->threads == 1 || work < LONG) return product_of(x, matrix, part(matrix.panels, thread, call->threads), finish);
+    const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, least = most_panels((x.rows + blocks - 1) / blocks);
+    const int share = matrix.panels / (call->threads * SHARES), size = share > least ? share / least * least : least;
+    for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;)
+        product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels}, finish);
 }
 
 // ``count`` values in steps of 1/127 of the largest, 128 above that, and what a step is. They are padded to 16.
@@ -605,8 +620,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
         const Act* normed = normalised<Act>(call, layer.input_norm, thread, s);
-        product(inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv,
-                part(layer.qkv.panels, thread, threads),
+        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv,
                     [&](int row, int panel, const float* sums) {
                         memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
                     });
@@ -614,13 +628,12 @@ void decode(Call* call, int thread, const Scratch& s) {
         attention<Wt, K>(call, call->layer[number], thread, s);
         wait(call);
         const int heads = shape.heads * shape.head_dim;
-        product(inputs<Wt>(call, (const Act*)work.attended, padded(heads), tokens, heads, thread, s), layer.o,
-                part(layer.o.panels, thread, threads), residual);
+        product(call, thread, inputs<Wt>(call, (const Act*)work.attended, padded(heads), tokens, heads, thread, s), layer.o,
+                residual);
         wait(call);
         add_parts();
         normed = normalised<Act>(call, layer.post_norm, thread, s);
-        product(inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up,
-                part(layer.gate_up.panels, thread, threads),
+        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up,
                     [&](int row, int panel, const float* sums) {
                         for (int i = 0; i < PANEL / 2; i += W) {
                             const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
@@ -629,8 +642,8 @@ void decode(Call* call, int thread, const Scratch& s) {
                         }
                     });
         wait(call);
-        product(inputs<Wt>(call, (const Act*)work.gated, ld_gated, tokens, shape.intermediate, thread, s), layer.down,
-                part(layer.down.panels, thread, threads), residual);
+        product(call, thread, inputs<Wt>(call, (const Act*)work.gated, ld_gated, tokens, shape.intermediate, thread, s),
+                layer.down, residual);
         wait(call);
         add_parts();
     }
@@ -646,8 +659,8 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = rows - from < MAX_TILE ? rows - from : MAX_TILE;
-        product(inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
-                part(head.panels, thread, call->threads), [&](int row, int panel, const float* sums) {
+        product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
+                [&](int row, int panel, const float* sums) {
                     const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
                     memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, n * sizeof(float));
                 });

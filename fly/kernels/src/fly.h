@@ -167,7 +167,8 @@ struct Call {
     int32_t* matched;    // [B] of the live rows: tokens found again; copies of what followed lie behind the text
     int32_t* kept_at;    // [B + 1] where the logits of each live row begin: of its last token, and of each copy fed
     int32_t threads;
-    int64_t stalled;  // nanoseconds of waiting for somebody unduly long
+    alignas(64) int32_t taken;  // panels of the product under way that somebody works on
+    alignas(64) int64_t stalled;  // nanoseconds of waiting for somebody unduly long
     Barrier barrier;
 };
 
