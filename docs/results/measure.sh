@@ -15,7 +15,9 @@ measure() {
 measure demo demo
 measure speed bench speed --plot "$here/speed.png"
 measure peers bench peers --turns 5
+measure peers-8bit bench peers --turns 5 --kernels w8a8
 measure peers-110m bench peers --shape 768x12x32000 --problems 4 --tokens 100
+measure peers-110m-8bit bench peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
 measure twins bench twins --k 7 --k 15 --k 25
 measure batch bench batch
 measure drafts bench drafts
