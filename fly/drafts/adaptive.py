@@ -23,7 +23,8 @@ __all__ = ["AdaptiveDraft"]
 
 _COSTS = 32.0  # measurements that a cost looks back on, about
 _PAUSE = 3.0  # a measurement counts for at most so many times what was expected
-_AGAIN = 64  # rounds after which decoding without a draft is measured again; sooner while it was measured seldom
+# Rounds after which decoding without a draft is measured again; sooner while it was measured seldom.
+_AGAIN, _AGAIN_AT_ONCE = 64, 256
 _COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on, about
 _OWN = 100.0  # the same for a row's own
 _HOPE = 0.9  # chance that a drafted token stands, while nothing is known
@@ -59,9 +60,8 @@ class _Plain:
         else:
             self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self._count, 0.1)
 
-    @property
-    def due(self) -> bool:
-        return self.since >= min(_AGAIN, 8 * self._count)
+    def due(self, again: int) -> bool:
+        return self.since >= min(again, 8 * self._count)
 
 
 class _Line:
@@ -210,6 +210,10 @@ class _Costs:
     def price(self, lengths: list[int]) -> float:
         """Seconds that drafts of rows add to a round."""
         return self.drafting(max(lengths)) + self.verifying(sum(lengths) * self.share)
+
+    def interruption(self, base: float) -> float:
+        """Seconds between two calls, beside rounds of ``base``, unless somebody just reads slowly."""
+        return min(self.stopping.seconds, _ONCE * base)
 
     def late(self, tokens: int) -> float:
         """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
@@ -374,7 +378,8 @@ class AdaptiveDraft(Wrapper):
         self._stretch = this = _Stretch(costs, before, late, resting, since, [])
         if any(lengths) and inner is not None:
             base = costs.plain[count].seconds
-            spare = self._balance + _ONCE * base - costs.price(lengths)  # after each round another must be affordable
+            # after each round another must be affordable
+            spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
             most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
             return inner._replace(most=most, rounds=rounds, worth=base / count, spare=spare, spent=this.spent)
         return Continuation(None, none, Sure(), None, rounds, spent=this.spent)
@@ -483,6 +488,7 @@ class AdaptiveDraft(Wrapper):
             scored = plain.seconds
         base, elapsed = plain.seconds, plain.seconds * rounds
         if any(lengths):
+            elapsed += costs.interruption(base)  # without drafts it would have gone on
             longest = max(lengths)
             costs.longest = max(costs.longest, longest)
             costs.share += (verified / sum(lengths) - costs.share) / _COSTS
@@ -529,7 +535,8 @@ class AdaptiveDraft(Wrapper):
         """How many tokens to ask for in each row; a probe would take so many rounds."""
         count, self._trying = len(known), False
         plain = costs.plain.get(count)
-        if plain is None or plain.due:  # what everything is held against
+        again = _AGAIN if tries == 1 else _AGAIN_AT_ONCE
+        if plain is None or plain.due(again):  # what everything is held against
             return [0] * count
         self._trying = True  # unless something pays
         if not costs.drafting.count:  # until there is a draft without catching up in it
@@ -538,7 +545,8 @@ class AdaptiveDraft(Wrapper):
         start = costs.drafting.start + costs.verifying.start
         each, verify = costs.drafting.slope, costs.verifying.slope * costs.share
         every = each + verify * count  # what one more token in every row takes
-        spare = self._balance + _ONCE * base - start
+        stop = costs.interruption(base) if tries > 1 else 0.0
+        spare = self._balance + _ONCE * base - start - stop
         places = []  # minus the chance that a token and all before it stand, its position, its row
         for b, (row, late, most) in enumerate(zip(known, behind, max_len)):
             if row.rest:
@@ -565,8 +573,7 @@ class AdaptiveDraft(Wrapper):
         if not best and costs.drafting.count < 3:  # perhaps the machine paused when it was measured
             return [min(1, most) for most in max_len]
         if not best:
-            stops = min(2 * costs.stopping.seconds, _POT * base)  # before and after, unless somebody reads slowly
-            self._probe(costs, known, behind, max_len, lengths, tries * (start + 2 * every) + stops, base)
+            self._probe(costs, known, behind, max_len, lengths, tries * (start + 2 * every) + 2 * stop, base)
         self._trying = not best and any(lengths)
         return lengths
 
