@@ -8,6 +8,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -253,7 +254,6 @@ class Runner:
         if (run := getattr(self.model, "rounds", None)) is None:
             return None
         drafter = drafting.runner if drafting is not None and any(k) else None
-        rooms = [len(row.tokens) + min(more, n + _MOST_AT_ONCE) for row, more, n in zip(rows, left, k)]
         told: dict[str, Any] = {"clauses": clauses, "control_V": self.control_V} if clauses else {}
         if not all(row.greedy for row in rows):
             told |= {"law": Law.of([row.params for row in rows]), "seeds": [row.seed for row in rows]}
@@ -265,12 +265,22 @@ class Runner:
                 if len(rows) > 1:
                     return None
                 drafter, k = None, [0]
+        context = sys.maxsize if drafter is None else drafter.model.config.max_position_embeddings
+        for ahead in (
+            _MOST_AT_ONCE,
+            1,
+        ):  # pages with content that somebody may share are not given up for more than that
+            rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
+            draft_rooms = [min(room, context) for room in rooms]
+            unused = ahead > 1
+            if self._fits(rows, rooms, unused) and (drafter is None or drafter._fits(rows, draft_rooms, unused)):
+                break
+        else:
+            return None
         try:
             kv = self._behind(rows, rooms)
             if drafter is not None:
-                context = drafter.model.config.max_position_embeddings
-                draft_kv = drafter._behind(rows, [min(room, context) for room in rooms])
-                told |= {"drafter": drafter.model, "draft_kv": draft_kv, "context": context}
+                told |= {"drafter": drafter.model, "draft_kv": drafter._behind(rows, draft_rooms), "context": context}
         except OutOfBlocks:
             self.commit(rows)
             return None
@@ -288,6 +298,12 @@ class Runner:
         if ran.error is not None:
             raise ran.error
         return ran.rounds
+
+    def _fits(self, rows: Rows[Sequence], rooms: Rows[int], unused: bool) -> bool:
+        """Whether there are free pages for so many tokens of each of ``rows``, or ``unused`` ones even."""
+        allocator = self.cache.allocator
+        needed = sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms))
+        return needed <= allocator.num_free - (allocator.num_idle if unused else 0)
 
     def _behind(self, rows: Rows[Sequence], rooms: Rows[int]) -> PagedBatch:
         """The batch of what of ``rows`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
@@ -564,7 +580,8 @@ class Engine:
         if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
             return None
         before, left = [len(row.provenance) for row in rows], [self.left(row) for row in rows]
-        k = [0 if drafting is None else min(row.k, drafting.most, more - 1) for row, more in zip(rows, left)]
+        most = [0] * len(rows) if drafting is None else drafting.most
+        k = [min(row.k, n, more - 1) for row, n, more in zip(rows, most, left)]
 
         def decide(settled: list[Round], asked: Asked) -> tuple[int, int] | None:
             (row,) = rows

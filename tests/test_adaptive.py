@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import sys
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import pad, pad_trees
+from fly.drafts.base import Continuation, pad, pad_trees
 from fly.drafts.skip import LayerSkipDraft, expected_speedup
+from fly.kernels.library import Sure
+from fly.kernels.llama import Spent
 from fly.types import Draft, Sequence
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
 from tests.toys import dense_logits, random_llama
@@ -128,6 +131,44 @@ class Machine:
         strategy.release(row)
         return self.now - start
 
+    def run_at_once(self, strategy: DraftStrategy, tokens: int, k: int, stop: float, stretch: float = 100.0) -> float:
+        """The same as compiled kernels do it: several rounds between two of the strategy's, which take ``stop``
+        seconds more each time."""
+        row, start, length, seen = make_row([1] * 41), self.now, 41 + tokens, 0
+        row.prompt_length, row.k = 40, k
+        right = self.right(length)
+        while len(row.tokens) < length:
+            told = strategy.continuation([row])
+            assert told is not None
+            self.spend(stop)
+            begin, spare, rounds = self.now, told.spare, list[tuple[float, float]]()
+            while True:
+                since, at = self.now, len(row.tokens)
+                n = min(row.k, told.most[0], length - at - 1)
+                if n:
+                    self.draft(n, at - seen)
+                    seen = at
+                drafted = self.now - since
+                self.spend(self.verify + self.per_token * n + self.jump * (n > 0))
+                stands = next((i for i in range(n) if not right[at + i]), n)
+                row.tokens += [1] * (stands + 1)
+                row.stats.rounds += 1
+                self.asked.append(n)
+                if n:
+                    row.drafts.append((n, stands))
+                took = self.now - since
+                rounds.append((took, drafted))
+                spare += (stands + 1) * told.worth - took
+                over = len(rounds) >= told.rounds or self.now - begin >= stretch or (told.worth > 0 and spare < 0)
+                if over or len(row.tokens) >= length:
+                    break
+            if told.spent is not None:
+                parts = rounds[:1], rounds[1:]
+                told.spent[:] = [Spent(len(p), sum(t for t, _ in p), 0.0, sum(d for _, d in p)) for p in parts]
+            strategy.commit([row])
+        strategy.release(row)
+        return self.now - start
+
 
 class Simulated(DraftStrategy):
     def __init__(self, machine: Machine) -> None:
@@ -140,6 +181,9 @@ class Simulated(DraftStrategy):
         self.seen |= {row.id: len(row.tokens) for row, n in zip(rows, max_len) if n}
         self.machine.draft(max(max_len), late)
         return pad([[0] * n for n in max_len])
+
+    def continuation(self, rows: Rows[Sequence]) -> Continuation:
+        return Continuation(None, [sys.maxsize] * len(rows), Sure(), None)
 
     def commit(self, rows: Rows[Sequence]) -> None:
         self.heard += 1
@@ -175,6 +219,65 @@ def test_where_nothing_can_be_predicted_it_costs_two_percent_at_most(
     finding_out = 3 * (step + per_token + jump) + 4 * per_token + 2
     assert first <= 1.01 * tokens + finding_out + 8
     assert first + rest <= 1.01 * tokens * requests + finding_out + 8
+
+
+@settings(max_examples=40)
+@given(st.floats(0.01, 2.0), st.floats(0.0, 1.0), st.floats(0.0, 1.0), st.floats(0.0, 8.0), st.integers(1, 15))
+def test_rounds_taken_at_once_cost_no_more_where_nothing_can_be_predicted(
+    step: float, per_token: float, jump: float, stop: float, k: int
+) -> None:
+    """Against decoding without a draft that stops as often as it has to, once every 100 rounds."""
+    machine = Machine(step, 1.0, per_token, chance=0.0, jump=jump, catch_up=0.001)
+    strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)
+    plain = 300 + 3 * stop
+    first = machine.run_at_once(strategy, 300, k, stop)
+    rest = sum(machine.run_at_once(strategy, 300, k, stop) for _ in range(9))
+    finding_out = 6 * (step + per_token + jump) + 8 * per_token + 2 + 8 * stop
+    assert first <= 1.01 * plain + finding_out + 8
+    assert first + rest <= 10 * 1.01 * plain + finding_out + 8
+
+
+@pytest.mark.parametrize("chance", [0.8, 0.95, 1.0])
+@pytest.mark.parametrize("stop", [0.0, 3.0])
+def test_rounds_taken_at_once_come_near_the_best_fixed_length(chance: float, stop: float) -> None:
+    times = {}
+    for k in (0, 1, 2, 4, 8, 15, None):
+        total = 0.0
+        for seed in range(8):
+            machine = Machine(0.1, 1.0, 0.03, chance, jump=0.2, catch_up=0.002)
+            machine.texts = 1000 * seed
+            inner: DraftStrategy = Simulated(machine)
+            strategy = inner if k is not None else AdaptiveDraft(inner, clock=machine.clock)
+            runs = [machine.run_at_once(strategy, 300, 15 if k is None else k, stop) for _ in range(4)]
+            total += sum(runs[1:])
+        times[k] = total
+    adaptive = times.pop(None)
+    assert adaptive <= (1.08 if chance > 0.9 else 1.15) * min(times.values())
+
+
+def test_a_text_that_turns_ends_the_rounds_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds in vain go on as long as the account allows, not as long as they might have."""
+    machine = Machine(0.3, 1.0, 0.03, chance=1.0, jump=0.1)
+    strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)
+    easy = min(machine.run_at_once(strategy, 300, 15, 0.0, stretch=1000.0) for _ in range(4))
+    monkeypatch.setattr(machine, "right", lambda length: [True] * 160 + [False] * (length - 160))
+    turned = machine.run_at_once(strategy, 300, 15, 0.0, stretch=1000.0)
+    assert (
+        turned <= 0.5 * easy + 190 + 12 + 8 + 3 * 6
+    )  # what may be lost: the credit, what finding out may cost, probes
+
+
+def test_a_reader_that_takes_its_time_keeps_nothing_from_being_tried() -> None:
+    """What lies between two calls is not all the strategy's doing."""
+    machine = Machine(0.1, 1.0, 0.03, chance=0.0)
+    strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)
+    for _ in range(3):
+        machine.run_at_once(strategy, 300, 15, stop=10_000.0)
+    machine.chance = 1.0
+    machine.asked.clear()
+    for _ in range(100):
+        machine.run_at_once(strategy, 300, 15, stop=1.0)
+    assert sum(machine.asked[-20:]) / 20 > 8
 
 
 COSTS = {  # draft step, more of it

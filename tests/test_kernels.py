@@ -255,6 +255,35 @@ def test_no_number_of_rows_changes_a_product(case: Case, count: int) -> None:
     torch.testing.assert_close(together, hidden_TC.double().mm(weight_VC.T.double()).float(), rtol=1e-4, atol=1e-4)
 
 
+BROAD = LlamaConfig(  # its matrices take long enough to be shared out as threads go
+    vocab_size=2100,
+    hidden_size=512,
+    intermediate_size=1100,
+    num_hidden_layers=1,
+    num_attention_heads=8,
+    num_key_value_heads=8,
+    head_dim=64,
+    max_position_embeddings=64,
+)
+
+
+@built
+@pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
+def test_threads_that_share_out_a_product_as_they_go_change_no_bit(variant: str) -> None:
+    model, row = CompiledLlama(build_llama(BROAD).to(torch.bfloat16), variant), text(40, 0, BROAD.vocab_size)
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        (alone,) = paged(model, [row], [[1] * len(row)])
+        for count in (2, 3, 5):
+            torch.set_num_threads(count)
+            for cuts in ([1] * 40, [2, 3, 4, 5, 8, 16, 2], [40]):
+                (together,) = paged(model, [row], [cuts])
+                assert same_bits(together, alone), (count, cuts)
+    finally:
+        torch.set_num_threads(threads)
+
+
 @built
 @settings(max_examples=25)
 @given(data=st.data())

@@ -16,7 +16,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from tokenizers import AddedToken, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
 
 import fly.bundled
@@ -543,6 +543,27 @@ def test_control_tokens_are_the_templates_alone(home: Path, parts: list[str]) ->
     assert [at for at, token in enumerate(ids) if token == begin] == [0, 2]
     told = json.dumps([{text: text}], ensure_ascii=False)
     assert tokenizer.decode(ids, False) == f"<|begin|>[<|begin|>[user]{text}[user]{text}[assistant]{told}"
+
+
+def test_other_spellings_of_a_control_token_are_plain_text_too(tmp_path: Path) -> None:
+    """Where a tokenizer looks for special tokens in a text that it has changed."""
+    raw = RawTokenizer(models.BPE())
+    raw.normalizer = normalizers.Lowercase()
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    special = AddedToken("<|end|>", special=True, normalized=True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=[special], initial_alphabet=alphabet, show_progress=False
+    )
+    raw.train_from_iterator(CORPUS, trainer)
+    raw.add_special_tokens([special])
+    raw.save(str(tmp_path / "tokenizer.json"))
+    settings_file(tmp_path, chat_template="{% for message in messages %}{{ message.content }}<|end|>{% endfor %}")
+    tokenizer = Tokenizer(tmp_path)
+    end = tokenizer.raw.token_to_id("<|end|>")
+    assert end in tokenizer.encode("<|END|>")
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "a <|END|> b"}])
+    assert [at for at, token in enumerate(ids) if token == end] == [len(ids) - 1]
 
 
 def test_a_template_file_comes_before_the_tokenizer_config(home: Path) -> None:

@@ -201,11 +201,11 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
             prompt := data.draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9)),
             len(prompt),
             SamplingParams(
-                temperature=0 if all_cold else data.draw(st.sampled_from([0, 0.8])),
+                temperature=(temperature := 0 if all_cold else data.draw(st.sampled_from([0, 0.8]))),
                 top_k=data.draw(st.sampled_from([0, 5])),
                 max_tokens=data.draw(st.integers(1, 60)),
             ),
-            data.draw(rules) if all_cold else Exact(),
+            Exact() if temperature else data.draw(rules),
             data.draw(st.integers(0, 2**62)),
             data.draw(st.integers(0, 6)),
             stop_ids=frozenset(data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2))),
@@ -487,8 +487,9 @@ def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("name", ["model", "n-gram", "union"])
-def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str) -> None:
+def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, count: int) -> None:
     """Whatever it decides, tokens are the target's own, and it hears of every round."""
     strategies: dict[str, Callable[[], DraftStrategy]] = {
         "model": lambda: SingleDraft(CompiledLlama(PLAIN, VARIANTS[0])),
@@ -497,22 +498,28 @@ def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str) -> 
     }
     adaptive = AdaptiveDraft(strategies[name]())
     made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 999, 4)), adaptive)
-    (want,) = rows_of([1, 2, 3], max_tokens=150)
+    prompts = [[1, 2, 3], [7, 7], [9, 4, 1, 0]][:count]
+    wanted = rows_of(*prompts, max_tokens=150)
     plain = engine(None, False, None, (400, 400), 4)
-    while not want.finish_reason:
-        plain.step([want])
+    for want in wanted:
+        while not want.finish_reason:
+            plain.step([want])
+    taken = 0
     for _ in range(6):
-        (row,) = rows_of([1, 2, 3], max_tokens=150)
-        steps = 0
-        while not row.finish_reason:
-            made.step([row])
+        rows, steps = rows_of(*prompts, max_tokens=150), 0
+        rows[-1].k = 0 if count > 1 else 4  # one is not to be drafted for
+        while going := [row for row in rows if not row.finish_reason]:
+            made.step(going)
             steps += 1
-            assert row.stats.rounds >= len(row.drafts) and row.generated == len(row.provenance)
-        assert row.tokens == want.tokens
-        assert row.stats.drafted == sum(n for n, _ in row.drafts)
-        assert row.stats.accepted == sum(n for _, n in row.drafts)
-        assert steps <= row.stats.rounds + 1
-        made.release(row)
+            for row in rows:
+                assert row.stats.rounds >= len(row.drafts) and row.generated == len(row.provenance)
+        for row, want in zip(rows, wanted):
+            assert row.tokens == want.tokens
+            assert row.stats.drafted == sum(n for n, _ in row.drafts)
+            assert row.stats.accepted == sum(n for _, n in row.drafts)
+            made.release(row)
+        assert steps <= sum(row.stats.rounds for row in rows) + 1
+        taken += steps < max(row.stats.rounds for row in rows)
         assert not any(held(made))
     costs = adaptive._costs[True]
-    assert costs.plain[1].seconds > 0 and costs.drafting.count and 0 < adaptive._rates.overall < 1
+    assert taken and costs.plain[count].seconds > 0 and costs.drafting.count and 0 < adaptive._rates.overall < 1

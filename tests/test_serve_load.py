@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -20,8 +21,10 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
-from fly.policies import parse_policy
-from fly.serve.worker import Job
+from fly.policies import Exact, parse_policy
+from fly.serve.metrics import Metrics
+from fly.serve.turns import Cancel, Event, Load, Message, Submit
+from fly.serve.worker import Job, Worker
 from tests.serving import MODEL, eventually, running
 
 ENDLESS = {"model": MODEL, "prompt": "Take", "max_tokens": 1000, "ignore_eos": True}
@@ -183,6 +186,38 @@ def test_a_full_queue_says_when_to_come_back() -> None:
                 assert (await http.post("/v1/completions", json={**ENDLESS, "max_tokens": 4})).status_code == 200
 
         asyncio.run(crowd())
+
+
+def test_whoever_comes_or_leaves_hurries_the_turn_under_way_and_no_other() -> None:
+    hurried = False
+    begun: list[tuple[list[Message], bool]] = []
+    waited: list[bool] = []
+
+    def hurry(now: bool) -> None:
+        nonlocal hurried
+        hurried = now
+
+    def turn(messages: Sequence[Message]) -> list[Event]:
+        begun.append((list(messages), hurried))
+        if any(isinstance(message, Submit) for message in messages):
+            waited.append(eventually(lambda: hurried))  # until somebody waits for this turn to be over
+        return []
+
+    async def talk() -> None:
+        worker = Worker(turn, Load, Metrics("toy"), 10, 10, hurry)
+        worker.start()
+        try:
+            first = worker.submit([[1]], SamplingParams(), Exact(), 0, False)
+            assert await asyncio.to_thread(eventually, lambda: len(begun) == 1)
+            worker.cancel(first)
+            assert await asyncio.to_thread(eventually, lambda: len(begun) >= 2)
+        finally:
+            worker.stop()
+
+    asyncio.run(talk())
+    assert waited == [True] and not hurried
+    assert [kind for messages, _ in begun for kind in map(type, messages)] == [Submit, Cancel]
+    assert not any(now for _, now in begun)
 
 
 def test_an_idle_engine_sleeps() -> None:

@@ -23,7 +23,8 @@ __all__ = ["AdaptiveDraft"]
 
 _COSTS = 32.0  # measurements that a cost looks back on, about
 _PAUSE = 3.0  # a measurement counts for at most so many times what was expected
-_AGAIN = 64  # rounds after which decoding without a draft is measured again; sooner while it was measured seldom
+# Rounds after which decoding without a draft is measured again; sooner while it was measured seldom.
+_AGAIN, _AGAIN_AT_ONCE = 64, 256
 _COMMON = 400.0  # drafted tokens that the acceptance of all rows looks back on, about
 _OWN = 100.0  # the same for a row's own
 _HOPE = 0.9  # chance that a drafted token stands, while nothing is known
@@ -59,9 +60,8 @@ class _Plain:
         else:
             self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self._count, 0.1)
 
-    @property
-    def due(self) -> bool:
-        return self.since >= min(_AGAIN, 8 * self._count)
+    def due(self, again: int) -> bool:
+        return self.since >= min(again, 8 * self._count)
 
 
 class _Line:
@@ -207,9 +207,13 @@ class _Costs:
         self.share = 1.0  # tokens proposed for each that was asked for
         self.longest = 1  # draft that was asked for and verified
 
-    def price(self, length: int) -> float:
-        """Seconds that a draft of a row alone adds to a round."""
-        return self.drafting(length) + self.verifying(length * self.share)
+    def price(self, lengths: list[int]) -> float:
+        """Seconds that drafts of rows add to a round."""
+        return self.drafting(max(lengths)) + self.verifying(sum(lengths) * self.share)
+
+    def interruption(self, base: float) -> float:
+        """Seconds between two calls, beside rounds of ``base``, unless somebody just reads slowly."""
+        return min(self.stopping.seconds, _ONCE * base)
 
     def late(self, tokens: int) -> float:
         """Seconds to catch up with so many; nothing while that was measured too seldom to be blamed."""
@@ -231,18 +235,21 @@ class _Round:
 
 @dataclass
 class _Stretch:
-    """Rounds of a row alone that are taken at once and are not over yet, with so many tokens ``asked`` for in each."""
+    """Rounds that are taken at once and are not over yet."""
 
     costs: _Costs
-    row: Sequence
-    asked: int
+    rows: list[tuple[Sequence, int, int, int, int]]  # with tokens, rounds and drafts before, and how many are asked for
     late: int
     resting: bool
-    tokens: int  # before, as are these
-    rounds: int
-    drafts: int
-    since: float | None  # when the stretch before it was over, if that was this row's as well
+    since: float | None  # when the stretch before it was over, if that was of the same rows
     spent: list[Spent]  # by the first round, and by the others
+
+
+_Places = list[tuple[int, int]]  # rows by their id, and how many tokens they have
+
+
+def _places(rows: Rows[Sequence]) -> _Places:
+    return [(row.id, len(row.tokens)) for row in rows]
 
 
 @cache
@@ -273,8 +280,8 @@ class AdaptiveDraft(Wrapper):
     nothing of it stood is not made. Where nothing pays, a share ``loss`` of the time is spent on probes. A round in
     which nothing is asked of the strategy it does not hear of: even listening takes time.
 
-    A row alone, on compiled kernels, takes several rounds of one length at once, for as long as the account allows. A
-    probe there pays for the interruption as well.
+    On compiled kernels rows take several rounds of the same lengths at once, for as long as the account allows. A probe
+    there pays for the interruption as well.
 
     Args:
         strategy: who proposes.
@@ -302,8 +309,8 @@ class AdaptiveDraft(Wrapper):
         self._silent = False  # whether nothing is asked of the strategy in this round
         self._trying = False  # whether it is asked only for what is seen of it
         self._stretch: _Stretch | None = None
-        self._last = -1, 0, 0.0  # id and tokens of a row after its stretch, and when that was over
-        self._decided: tuple[int, int, int] | None = None  # id and tokens of a row alone, and what to ask for there
+        self._last: tuple[_Places, float] = [], 0.0  # rows after their stretch, and when that was over
+        self._decided: tuple[_Places, list[int]] | None = None  # what to ask for in rows, should it come to ``propose``
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
@@ -319,8 +326,8 @@ class AdaptiveDraft(Wrapper):
         self._book_quiet(costs, count)
         behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
         decided, self._decided = self._decided, None
-        if decided is not None and [(row.id, len(row.tokens)) for row in rows] == [decided[:2]]:
-            lengths = [min(decided[2], *max_len)]
+        if decided is not None and decided[0] == _places(rows):
+            lengths = list(map(min, decided[1], max_len))
         else:
             lengths = self._lengths(costs, known, behind, max_len)
         late = verified = 0
@@ -342,37 +349,40 @@ class AdaptiveDraft(Wrapper):
         return draft
 
     def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
-        """Rounds without a draft for as long as nothing pays, or some of one length, of a strategy that allows it."""
-        if len(rows) > 1:
-            return None if any(row.k for row in rows) else Continuation(None, 0, Sure(), None)
-        (row,) = rows
-        known = self._rows.get(row.id) or self._new(row)
-        costs, inner = self._costs[row.greedy], self.strategy.continuation(rows)
-        resting, asked, rounds, late = bool(known.rest and known.beside == 1 and row.k), 0, sys.maxsize, 0
-        if resting:
-            rounds = known.rest
-        elif row.k:
-            self._book_quiet(costs, 1)
-            late = max(len(row.tokens) - known.seen - _LATE, 0)
-            (asked,) = self._lengths(costs, [known], [late], [row.k])
-            self._decided = row.id, len(row.tokens), asked  # should it come to ``propose``
-            if asked and inner is None:
+        """Rounds without a draft for as long as nothing pays, or some of the same lengths, of a strategy that allows
+        it."""
+        count, none = len(rows), [0] * len(rows)
+        if not any(row.k for row in rows):
+            return Continuation(None, none, Sure(), None)
+        known = [self._rows.get(row.id) or self._new(row) for row in rows]
+        costs, inner = self._costs[all(row.greedy for row in rows)], self.strategy.continuation(rows)
+        resting, lengths, rounds, late = all(row.rest and row.beside == count for row in known), none, sys.maxsize, 0
+        if not resting:
+            self._book_quiet(costs, count)
+            behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
+            tries = 1 if inner is None else _TRIED
+            lengths = self._lengths(costs, known, behind, [row.k for row in rows], tries)
+            self._decided = _places(rows), lengths
+            if any(lengths) and inner is None:
                 return None
+            late = sum(missed for n, missed in zip(lengths, behind) if n)
+            resting = all(row.rest and row.beside == count for row in known)
             if self._trying:
                 rounds = _TRIED
-            elif not asked:
-                resting, rounds = bool(known.rest), known.rest or _MEASURED
-        spent: list[Spent] = []
-        if row.k:
-            since = self._last[2] if self._last[:2] == (row.id, len(row.tokens)) else None
-            at = len(row.tokens), row.stats.rounds, len(row.drafts)
-            self._stretch = _Stretch(costs, row, asked, late, resting, *at, since, spent)
-        if asked and inner is not None:
-            base = costs.plain[1].seconds
-            spare = self._balance + _ONCE * base - costs.price(asked)  # after each round another must be affordable
-            most, rounds = min(asked, inner.most), min(rounds, inner.rounds)
-            return inner._replace(most=most, rounds=rounds, worth=base, spare=spare, spent=spent)
-        return Continuation(None, 0, Sure(), None, rounds, spent=spent)
+            elif not any(lengths) and not resting:
+                rounds = _MEASURED
+        if resting:
+            rounds = min(row.rest for row in known)
+        since = self._last[1] if self._last[0] == _places(rows) else None
+        before = [(row, len(row.tokens), row.stats.rounds, len(row.drafts), n) for row, n in zip(rows, lengths)]
+        self._stretch = this = _Stretch(costs, before, late, resting, since, [])
+        if any(lengths) and inner is not None:
+            base = costs.plain[count].seconds
+            # after each round another must be affordable
+            spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
+            most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
+            return inner._replace(most=most, rounds=rounds, worth=base / count, spare=spare, spent=this.spent)
+        return Continuation(None, none, Sure(), None, rounds, spent=this.spent)
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
@@ -387,7 +397,7 @@ class AdaptiveDraft(Wrapper):
     def commit(self, rows: Rows[Sequence]) -> None:
         if (stretch := self._stretch) is not None:
             self._stretch, now = None, self.clock()
-            if stretch.asked:
+            if any(n for *_, n in stretch.rows):
                 super().commit(rows)
             self._learn(stretch, now)
             return
@@ -406,7 +416,7 @@ class AdaptiveDraft(Wrapper):
             self._astray += ((known.trust < 0.5) - self._astray) / 4
         if self._round is not None and any(id_ == row.id for id_, _, _ in self._round.rows):
             self._round = None
-        if self._stretch is not None and self._stretch.row.id == row.id:
+        if self._stretch is not None and any(own.id == row.id for own, *_ in self._stretch.rows):
             self._stretch = None
         super().release(row)
 
@@ -452,49 +462,60 @@ class AdaptiveDraft(Wrapper):
 
     def _learn(self, this: _Stretch, now: float) -> None:
         """Learn from rounds that were taken at once and were over at ``now``, as ``_settle`` does from one."""
-        row, costs = this.row, this.costs
-        rounds, known = row.stats.rounds - this.rounds, self._rows.get(row.id)
-        if not rounds or known is None or not this.spent:
+        rows, costs, count = [row for row, *_ in this.rows], this.costs, len(this.rows)
+        known = [self._rows[row.id] for row in rows]
+        # Of a row that somebody ended, fewer count than were taken.
+        rounds = max(row.stats.rounds - before for row, _, before, *_ in this.rows)
+        if not rounds or not this.spent:
             return  # given up
-        (first, _, first_drafted), (whole, _, drafted) = this.spent
+        first, others = this.spent
         if this.since is not None:
-            costs.stopping.add(now - this.since - first - whole)
-        self._last = row.id, len(row.tokens), now
+            costs.stopping.add(now - this.since - first.whole - others.whole)
+        self._last = _places(rows), now
         if this.resting:
-            known.rest = max(known.rest - rounds, 0)
-            self._quiet += known.base * rounds
+            for own in known:
+                own.rest = max(own.rest - rounds, 0)
+            self._quiet += known[0].base * rounds
             return
-        if rounds > 1:  # in the first, threads have to wake up and caches to fill
-            whole, drafted = whole / (rounds - 1), drafted / (rounds - 1)
-        else:
-            whole, drafted = first, first_drafted
-        plain, scored = costs.plain.setdefault(1, _Plain()), whole - drafted
-        drafts = row.drafts[this.drafts :]
-        if verified := sum(n for n, _ in drafts) / rounds:
+        timed = others if others.rounds else first  # in the first, threads have to wake up and caches to fill
+        drafted = timed.draft / timed.rounds
+        plain, scored = costs.plain.setdefault(count, _Plain()), timed.whole / timed.rounds - drafted
+        lengths = [asked for *_, asked in this.rows]
+        if verified := sum(n for row, *_, before, _ in this.rows for n, _ in row.drafts[before:]) / rounds:
             plain.since += rounds
         else:
             plain.add(scored)
             scored = plain.seconds
         base, elapsed = plain.seconds, plain.seconds * rounds
-        if this.asked:
-            costs.longest = max(costs.longest, this.asked)
-            costs.share += (verified / this.asked - costs.share) / _COSTS
-            known.seen = len(row.tokens)
+        if any(lengths):
+            elapsed += costs.interruption(base)  # without drafts it would have gone on
+            longest = max(lengths)
+            costs.longest = max(costs.longest, longest)
+            costs.share += (verified / sum(lengths) - costs.share) / _COSTS
             if verified:
                 elapsed += costs.verifying.add(verified, scored - base, base) * rounds
             drafted += (self.clock() - now) / rounds
-            if rounds > 1 or not this.late:
-                elapsed += costs.drafting.add(this.asked, drafted, base) * rounds
+            if others.rounds or not this.late:
+                elapsed += costs.drafting.add(longest, drafted, base) * rounds
+            else:
+                elapsed += costs.drafting(longest)
             if this.late and costs.drafting.count:
-                late = first_drafted - costs.drafting(this.asked)
-                elapsed += costs.catching_up.add(this.late, late, base)
-            stood = [accepted for _, accepted in drafts] + [0] * (rounds - len(drafts))
-            if row.finish_reason:
+                elapsed += costs.catching_up.add(this.late, first.draft - costs.drafting(longest), base)
+        total = 0
+        for own, (row, tokens, begun, before, asked) in zip(known, this.rows):
+            total += len(row.tokens) - tokens
+            own.rest = max(own.rest - rounds + 1, 0)  # one was counted as it was decided
+            if not asked:
+                continue
+            own.seen = len(row.tokens)
+            stood = [accepted for _, accepted in row.drafts[before:]]
+            stood += [0] * (row.stats.rounds - begun - len(stood))
+            if row.finish_reason and stood:
                 del stood[-1]  # the end of a row cuts off what would have stood
             for accepted in stood:
-                self._rates.add(this.asked, accepted, known.trust)
-                known.add(this.asked, accepted, self._rates.overall)
-        self._book(elapsed, (len(row.tokens) - this.tokens) * base - elapsed, base)
+                self._rates.add(asked, accepted, own.trust)
+                own.add(asked, accepted, self._rates.overall)
+        self._book(elapsed, total / count * base - elapsed, base)
 
     def _book_quiet(self, costs: _Costs, count: int) -> None:
         """Book the rounds of ``count`` rows that were not thought about."""
@@ -508,11 +529,14 @@ class AdaptiveDraft(Wrapper):
         self._balance = max(min(self._balance + gained, _CREDIT * base), -_ONCE * base)
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _POT * base)
 
-    def _lengths(self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int]) -> list[int]:
-        """How many tokens to ask for in each row."""
+    def _lengths(
+        self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int], tries: int = 1
+    ) -> list[int]:
+        """How many tokens to ask for in each row; a probe would take so many rounds."""
         count, self._trying = len(known), False
         plain = costs.plain.get(count)
-        if plain is None or plain.due:  # what everything is held against
+        again = _AGAIN if tries == 1 else _AGAIN_AT_ONCE
+        if plain is None or plain.due(again):  # what everything is held against
             return [0] * count
         self._trying = True  # unless something pays
         if not costs.drafting.count:  # until there is a draft without catching up in it
@@ -521,7 +545,8 @@ class AdaptiveDraft(Wrapper):
         start = costs.drafting.start + costs.verifying.start
         each, verify = costs.drafting.slope, costs.verifying.slope * costs.share
         every = each + verify * count  # what one more token in every row takes
-        spare = self._balance + _ONCE * base - start
+        stop = costs.interruption(base) if tries > 1 else 0.0
+        spare = self._balance + _ONCE * base - start - stop
         places = []  # minus the chance that a token and all before it stand, its position, its row
         for b, (row, late, most) in enumerate(zip(known, behind, max_len)):
             if row.rest:
@@ -548,8 +573,7 @@ class AdaptiveDraft(Wrapper):
         if not best and costs.drafting.count < 3:  # perhaps the machine paused when it was measured
             return [min(1, most) for most in max_len]
         if not best:
-            stops = 2 * costs.stopping.seconds if count == 1 else 0.0  # before and after
-            self._probe(costs, known, behind, max_len, lengths, start + 2 * every + stops, base)
+            self._probe(costs, known, behind, max_len, lengths, tries * (start + 2 * every) + 2 * stop, base)
         self._trying = not best and any(lengths)
         return lengths
 

@@ -27,7 +27,7 @@ class Continuation(NamedTuple):
     copies."""
 
     runner: Runner | None
-    most: int  # tokens a round
+    most: list[int]  # tokens a round, of each row
     sure: Sure  # where it stops
     lookup: Lookup | None  # with a model it says nothing, only sooner
     rounds: int = sys.maxsize  # after which the strategy is to be asked again

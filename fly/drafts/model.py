@@ -240,7 +240,8 @@ class SingleDraft(DraftStrategy):
         )  # else ``propose`` refuses
         if not plain or not known or not self._may_go_at_once(rows):
             return None
-        return Continuation(self.runner, sys.maxsize if self.k is None else self.k, self._least, self._lookup)
+        most = [sys.maxsize if self.k is None else self.k] * len(rows)
+        return Continuation(self.runner, most, self._least, self._lookup)
 
     def commit(self, rows: Rows[Sequence]) -> None:
         self.runner.commit(rows)

@@ -49,7 +49,7 @@ class NGramDraft(DraftStrategy):
         return Lookup(*(min(value, 2**31 - 1) for value in (self.longest, self.shortest, self.k)))
 
     def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
-        return Continuation(None, self.k, Sure(), self.compiled) if type(self) is NGramDraft else None
+        return Continuation(None, [self.k] * len(rows), Sure(), self.compiled) if type(self) is NGramDraft else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 18  # of src/library.cpp: what was built from other sources is not called
+_ABI = 19  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -118,7 +118,7 @@ class Rounds(ctypes.Structure):
     _fields_ = [
         ("going", c_void_p),
         *((name, c_int32) for name in ("k", "most")),
-        *((name, c_void_p) for name in ("stop", "stop_at", "position", "hurry")),
+        *((name, c_void_p) for name in ("stop", "stop_at", "hurry")),
         *((name, c_int64) for name in ("nanoseconds", "plain", "spare")),
         *((name, c_void_p) for name in ("logits", "drafted", "drafted_count", "choice", "accepted", "following")),
         *((name, c_void_p) for name in ("sampling", "laws", "spread")),

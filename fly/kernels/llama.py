@@ -14,7 +14,6 @@ import threading
 import weakref
 from array import array
 from collections.abc import Callable, Collection, Sequence
-from functools import cached_property
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -110,6 +109,7 @@ class Asked(NamedTuple):
 class Spent(NamedTuple):
     """Seconds of some rounds, in all, in the target and in the drafter."""
 
+    rounds: int
     whole: float
     target: float
     draft: float
@@ -422,7 +422,7 @@ class CompiledLlama:
             array("q", bytes(8 * size)),
         )
         call = Rounds(
-            ctypes.addressof(going), widest, most, _at(stops), _at(stop_at), _at(self._positions),
+            ctypes.addressof(going), widest, most, _at(stops), _at(stop_at),
             None if hurry is None else _at(hurry), int(1e9 * seconds), int(1e9 * worth), int(1e9 * spare),
             logits_NV.data_ptr(), _at(drafted), _at(counts), _at(choices), _at(accepted), _at(following), sure=sure,
         )  # fmt: skip
@@ -496,15 +496,12 @@ class CompiledLlama:
         stored = [
             own[: row.length + counts[b * most + last]].tolist() for b, (own, row) in enumerate(zip(words, going))
         ]
-        spent = [Spent(*(ns / 1e9 for ns in each)) for each in zip(call.elapsed, call.scoring, call.drafting)]
+        taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
+        first, others = (Spent(number, *(ns / 1e9 for ns in each)) for number, *each in taken)
         untold = [made(b, told, call.rounds) for b in range(count)]
         for ask in map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])) if clauses else ():
             untold[ask.row][ask.round].asks.append(ask)
-        return Ran(untold, stored, [row.draft_start for row in going], (spent[0], spent[1]), error)
-
-    @cached_property
-    def _positions(self) -> array[int]:
-        return array("q", range(self.config.max_position_embeddings))
+        return Ran(untold, stored, [row.draft_start for row in going], (first, others), error)
 
     def _batch(
         self, places: tuple[int, int], count: int, kv: KV, layers: Sequence[int] | None

@@ -191,9 +191,12 @@ class Tokenizer:
 
     @cached_property
     def _exact_specials(self) -> tuple[str, ...]:
-        """The texts of the special tokens, where a text without any of them has none of the tokens either."""
+        """The texts of the special tokens, where a text without any of them has none of the tokens either: not where
+        they stand for other spellings too, or for what the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
-        return () if any(token.normalized for token in tokens) else tuple(token.content for token in tokens)
+        unknown = self._special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
+        vague = any(token.normalized or token.content in unknown for token in tokens)
+        return () if vague else tuple(token.content for token in tokens)
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
         """``value`` with marks around everything in its texts that would be read as a special token."""

@@ -154,7 +154,7 @@ class Worker:
         job.queue.put_nowait(None)
         with self._condition:
             self._inbox.append((Cancel(job.key), None))
-            self._hurry(True)
+            self._hurry(self.failure is None)
             self._condition.notify()
 
     def _finish(self, job: Job) -> None:
@@ -186,6 +186,8 @@ class Worker:
         except Exception as error:  # an error of one request is an event of it; this is one of the engine
             log.exception("the engine has failed; nothing more is taken in")
             self.fail(error)
+        finally:
+            self._hurry(False)
 
     def _take_turn(self, taken: list[tuple[Message, Job | None]]) -> None:
         now = time.monotonic()

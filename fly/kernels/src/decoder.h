@@ -151,7 +151,8 @@ inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& m
     const long work = matrix.panel_bytes * matrix.panels * (x.rows < 4 ? 1 : x.rows / 4);
     if (call->threads == 1 || work < LONG) return product_of(x, matrix, part(matrix.panels, thread, call->threads), finish);
     const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, least = most_panels((x.rows + blocks - 1) / blocks);
-    const int share = matrix.panels / (call->threads * SHARES), size = share > least ? share / least * least : least;
+    const int share = matrix.panels / (call->threads * SHARES);
+    const int size = share >= least ? share / least * least : share > 0 ? share : 1;
     for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;)
         product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels}, finish);
 }
@@ -1069,7 +1070,7 @@ void draft(Call* call, int thread) {
             if (call->lookup) learn_time(call->lookup, call->tokens, (float)(nanoseconds() - begin));
             advance(call);
         }
-        wait(call);
+        wait(call, false);
     } while (call->live_rows);
 }
 

@@ -158,7 +158,8 @@ void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience) {
             fly::pause();
         else
             sched_yield();
-    if (2 * call->stalled > nanoseconds() - begun) {  // alone it would have been over sooner
+    // Alone it would have been over sooner; each of them waits for the one.
+    if (call->stalled * (joined + 1) > (nanoseconds() - begun) * joined * joined) {
         pool.alone = pool.patience;
         pool.patience = pool.patience * 2 < LONGEST ? pool.patience * 2 : LONGEST;
     } else if (joined) {
@@ -389,7 +390,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 18; }
+EXPORT int fly_abi() { return 19; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -683,7 +684,6 @@ struct Rounds {
     int32_t k, most;            // the most tokens that any row drafts a round; rounds
     const int64_t* stop;        // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
     const int32_t* stop_at;
-    const int64_t* position;    // 0, 1, 2, ...
     const int32_t* hurry;       // no further round begins while this is not 0; or null
     int64_t nanoseconds;        // nor after these,
     int64_t plain, spare;       // nor when rounds took ``spare`` more than their tokens are worth, ``plain`` each (0: never)
