@@ -256,15 +256,14 @@ def test_rounds_taken_at_once_come_near_the_best_fixed_length(chance: float, sto
 
 
 def test_a_text_that_turns_ends_the_rounds_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds in vain go on as long as the account allows, not as long as they might have."""
+    """Rounds in vain go on as long as the account allows, not as long as they might have: to the end."""
     machine = Machine(0.3, 1.0, 0.03, chance=1.0, jump=0.1)
     strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)
     easy = min(machine.run_at_once(strategy, 300, 15, 0.0, stretch=1000.0) for _ in range(4))
     monkeypatch.setattr(machine, "right", lambda length: [True] * 160 + [False] * (length - 160))
     turned = machine.run_at_once(strategy, 300, 15, 0.0, stretch=1000.0)
-    assert (
-        turned <= 0.5 * easy + 190 + 12 + 8 + 3 * 6
-    )  # what may be lost: the credit, what finding out may cost, probes
+    # no slower than without a draft, but for the credit, what finding out may cost, and probes
+    assert easy < 150 and turned <= 300 + 12 + 8 + 3 * 6
 
 
 def test_a_reader_that_takes_its_time_keeps_nothing_from_being_tried() -> None:
