@@ -35,7 +35,9 @@ _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _FEAR = 0.05  # share of rows in which it has lost it, to begin with and at least
 _SURE = 5.0  # the odds stay within this, so that a text may change
 _LATE = 32  # tokens by which a text has grown before a drafter that has not seen them has to catch up
-_MEASURED, _TRIED = 4, 2  # rounds that are taken at once to measure them, without a draft and with one
+_LONG = 0.01  # seconds of a round that tells what it costs even if it is alone
+_MEASURED, _TRIED = 16, 2  # rounds that are taken at once to measure them, without a draft and with one
+_FIRST = 4  # tokens asked for in the first of those
 _REST = 512  # rounds that a row may go on before it is thought about again
 # In rounds without a draft:
 _ONCE = 8.0  # what may be lost by finding out what a strategy is worth
@@ -61,7 +63,7 @@ class _Plain:
             self.seconds += (min(seconds, _PAUSE * self.seconds) - self.seconds) * max(1 / self._count, 0.1)
 
     def due(self, again: int) -> bool:
-        return self.since >= min(again, 8 * self._count)
+        return self.since >= again * min(self._count / 8, 1)
 
 
 class _Line:
@@ -367,9 +369,7 @@ class AdaptiveDraft(Wrapper):
                 return None
             late = sum(missed for n, missed in zip(lengths, behind) if n)
             resting = all(row.rest and row.beside == count for row in known)
-            if self._trying:
-                rounds = _TRIED
-            elif not any(lengths) and not resting:
+            if not any(lengths) and not resting:
                 rounds = _MEASURED
         if resting:
             rounds = min(row.rest for row in known)
@@ -378,10 +378,11 @@ class AdaptiveDraft(Wrapper):
         self._stretch = this = _Stretch(costs, before, late, resting, since, [])
         if any(lengths) and inner is not None:
             base = costs.plain[count].seconds
-            # after each round another must be affordable
-            spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
-            most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
-            return inner._replace(most=most, rounds=rounds, worth=base / count, spare=spare, spent=this.spent)
+            spare = 0.0  # of a try: it goes on as long as it pays for itself, for two rounds at least
+            if not self._trying:  # after each round another must be affordable
+                spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
+            most = list(map(min, lengths, inner.most))
+            return inner._replace(most=most, worth=base / count, spare=spare, spent=this.spent)
         return Continuation(None, none, Sure(), None, rounds, spent=this.spent)
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
@@ -472,18 +473,23 @@ class AdaptiveDraft(Wrapper):
         if this.since is not None:
             costs.stopping.add(now - this.since - first.whole - others.whole)
         self._last = _places(rows), now
+        # In the first round threads have to wake up and caches to fill, which is no cost of it where it is short.
+        timed = others if others.rounds else first
+        tells = others.rounds > 0 or first.whole > _LONG
+        plain = costs.plain.setdefault(count, _Plain())
         if this.resting:
             for own in known:
                 own.rest = max(own.rest - rounds, 0)
             self._quiet += known[0].base * rounds
+            if tells:
+                plain.add(timed.whole / timed.rounds)
             return
-        timed = others if others.rounds else first  # in the first, threads have to wake up and caches to fill
         drafted = timed.draft / timed.rounds
-        plain, scored = costs.plain.setdefault(count, _Plain()), timed.whole / timed.rounds - drafted
+        scored = timed.whole / timed.rounds - drafted
         lengths = [asked for *_, asked in this.rows]
         if verified := sum(n for row, *_, before, _ in this.rows for n, _ in row.drafts[before:]) / rounds:
             plain.since += rounds
-        else:
+        elif tells or not plain.seconds:
             plain.add(scored)
             scored = plain.seconds
         base, elapsed = plain.seconds, plain.seconds * rounds
@@ -492,14 +498,16 @@ class AdaptiveDraft(Wrapper):
             longest = max(lengths)
             costs.longest = max(costs.longest, longest)
             costs.share += (verified / sum(lengths) - costs.share) / _COSTS
-            if verified:
+            if verified and tells:
                 elapsed += costs.verifying.add(verified, scored - base, base) * rounds
             drafted += (self.clock() - now) / rounds
-            if others.rounds or not this.late:
+            if not tells:
+                elapsed += costs.price(lengths) * rounds
+            elif others.rounds or not this.late:
                 elapsed += costs.drafting.add(longest, drafted, base) * rounds
             else:
                 elapsed += costs.drafting(longest)
-            if this.late and costs.drafting.count:
+            if tells and this.late and costs.drafting.count:
                 elapsed += costs.catching_up.add(this.late, first.draft - costs.drafting(longest), base)
         total = 0
         for own, (row, tokens, begun, before, asked) in zip(known, this.rows):
@@ -539,8 +547,9 @@ class AdaptiveDraft(Wrapper):
         if plain is None or plain.due(again):  # what everything is held against
             return [0] * count
         self._trying = True  # unless something pays
+        first = 1 if tries == 1 else _FIRST
         if not costs.drafting.count:  # until there is a draft without catching up in it
-            return [min(1, most) for most in max_len]
+            return [min(first, most) for most in max_len]
         base, rates = plain.seconds, self._rates
         start = costs.drafting.start + costs.verifying.start
         each, verify = costs.drafting.slope, costs.verifying.slope * costs.share
@@ -571,7 +580,7 @@ class AdaptiveDraft(Wrapper):
         for _, position, b in places[:best]:
             lengths[b] = position + 1
         if not best and costs.drafting.count < 3:  # perhaps the machine paused when it was measured
-            return [min(1, most) for most in max_len]
+            return [min(first, most) for most in max_len]
         if not best:
             self._probe(costs, known, behind, max_len, lengths, tries * (start + 2 * every) + 2 * stop, base)
         self._trying = not best and any(lengths)

@@ -32,7 +32,7 @@ class Continuation(NamedTuple):
     lookup: Lookup | None  # with a model it says nothing, only sooner
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
     worth: float = 0.0  # seconds that a token is worth, if that counts: then the strategy is to be asked again also
-    spare: float = 0.0  # when the rounds have taken so many seconds more than what they emitted is worth
+    spare: float = 0.0  # when rounds after the first have taken so many seconds more than what they emitted is worth
     spent: list[Spent] | None = None  # takes what the first round took, and what the others did
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 19  # of src/library.cpp: what was built from other sources is not called
+_ABI = 20  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"

@@ -360,8 +360,8 @@ class CompiledLlama:
     ) -> Ran:
         """Rounds of speculative decoding of rows, in one call: draft, score, emit what the exact rule keeps and the
         token behind it; again and again, up to one that ends a row or has no room for the next behind it, or until
-        ``seconds`` are over, or there were so many ``rounds``; where a token is ``worth`` some seconds, also until they
-        have taken ``spare`` seconds more than what they emitted is worth.
+        ``seconds`` are over, or there were so many ``rounds``; where a token is ``worth`` some seconds, also until
+        those after the first have taken ``spare`` seconds more than what they emitted is worth.
 
         Args:
             texts: the rows' tokens.

@@ -390,7 +390,7 @@ int64_t patience_for(const Model* model, long tokens, long forwards) {
 
 }  // namespace
 
-EXPORT int fly_abi() { return 19; }
+EXPORT int fly_abi() { return 20; }
 
 // The name of variant ``number``, null behind the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
@@ -686,7 +686,8 @@ struct Rounds {
     const int32_t* stop_at;
     const int32_t* hurry;       // no further round begins while this is not 0; or null
     int64_t nanoseconds;        // nor after these,
-    int64_t plain, spare;       // nor when rounds took ``spare`` more than their tokens are worth, ``plain`` each (0: never)
+    int64_t plain, spare;       // nor when those after the first took ``spare`` more than their tokens are worth, ``plain``
+                                // each (0: never)
     float* logits;              // [B · (k + 1), V] out, of the last round, one row's behind another's
     int64_t* drafted;           // [B, most, k] out
     int32_t* drafted_count;     // [B, most] out
@@ -921,7 +922,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         }
         now = nanoseconds();
         it->elapsed[later] += now - from;
-        spare += emitted * it->plain - (now - from);
+        if (later) spare += emitted * it->plain - (now - from);  // the first may take longer, for being that
         over |= now - begin >= it->nanoseconds || (it->plain && spare < 0);
         over |= it->clause && it->asks + (int)new_tokens > it->most_asks;
         over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
