@@ -522,4 +522,4 @@ def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, cou
         taken += steps < max(row.stats.rounds for row in rows)
         assert not any(held(made))
     costs = adaptive._costs[True]
-    assert taken and costs.plain[count].seconds > 0 and costs.drafting.count and 0 < adaptive._rates.overall < 1
+    assert taken == 6 and costs.plain[count].seconds > 0 and costs.drafting.count and 0 < adaptive._rates.overall < 1

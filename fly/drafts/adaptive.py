@@ -358,7 +358,8 @@ class AdaptiveDraft(Wrapper):
             return Continuation(None, none, Sure(), None)
         known = [self._rows.get(row.id) or self._new(row) for row in rows]
         costs, inner = self._costs[all(row.greedy for row in rows)], self.strategy.continuation(rows)
-        resting, lengths, rounds, late = all(row.rest and row.beside == count for row in known), none, sys.maxsize, 0
+        drafted = [row for row, own in zip(known, rows) if own.k]  # the others never are
+        resting, lengths, rounds, late = all(row.rest and row.beside == count for row in drafted), none, sys.maxsize, 0
         if not resting:
             self._book_quiet(costs, count)
             behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
@@ -368,11 +369,11 @@ class AdaptiveDraft(Wrapper):
             if any(lengths) and inner is None:
                 return None
             late = sum(missed for n, missed in zip(lengths, behind) if n)
-            resting = all(row.rest and row.beside == count for row in known)
+            resting = all(row.rest and row.beside == count for row in drafted)
             if not any(lengths) and not resting:
                 rounds = _MEASURED
         if resting:
-            rounds = min(row.rest for row in known)
+            rounds = min(row.rest for row in drafted)
         since = self._last[1] if self._last[0] == _places(rows) else None
         before = [(row, len(row.tokens), row.stats.rounds, len(row.drafts), n) for row, n in zip(rows, lengths)]
         self._stretch = this = _Stretch(costs, before, late, resting, since, [])
@@ -480,7 +481,7 @@ class AdaptiveDraft(Wrapper):
         if this.resting:
             for own in known:
                 own.rest = max(own.rest - rounds, 0)
-            self._quiet += known[0].base * rounds
+            self._quiet += max(own.base for own in known) * rounds
             if tells:
                 plain.add(timed.whole / timed.rounds)
             return
@@ -598,9 +599,11 @@ class AdaptiveDraft(Wrapper):
     ) -> None:
         """Where nothing pays: two tokens in a row that the pot can pay for, or a rest until it can."""
         for b, (row, late) in enumerate(zip(known, behind)):
+            if not max_len[b]:
+                continue
             cost = price + costs.late(late)
             wanted = min(cost, _POT * base)  # a full pot pays for what costs more, and fills again the longer
-            if self._pot >= wanted and max_len[b]:
+            if self._pot >= wanted:
                 lengths[b] = min(2, max_len[b])
                 self._pot -= cost
                 return
