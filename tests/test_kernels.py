@@ -114,11 +114,11 @@ def whole_steps(values_TK: Tensor) -> tuple[Tensor, Tensor]:
     return (values_TK * inverse_T1).round(), peak_T1 / 127
 
 
-def rounded_to_w8a8(model: Llama) -> Llama:
-    """A copy whose weights are those, and in which what a matrix takes is rounded as well."""
+def rounded_to_w8a8(model: Llama, stored: torch.dtype) -> Llama:
+    """A copy whose weights are those, and in which what a matrix takes, ``stored`` as such, is rounded as well."""
 
     def narrowed(linear: nn.Module, taken: tuple[Tensor]) -> tuple[Tensor]:
-        whole_TK, step_T1 = whole_steps(taken[0])
+        whole_TK, step_T1 = whole_steps(taken[0].to(stored))
         return ((whole_TK * step_T1).to(taken[0].dtype),)
 
     twin = rounded_to_int8(model)
@@ -185,7 +185,8 @@ def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
     assert model.kernels == variant and model.weight_bytes == 1
     # activations are bfloat16 on AVX-512, whatever the model's dtype
     tolerance = torch.float32 if dtype == torch.float32 and variant == "avx2-int8" else torch.bfloat16
-    twin = rounded_to_int8(reference) if variant in INT8 else rounded_to_w8a8(reference)
+    stored = torch.float32 if variant.startswith("avx2") else torch.bfloat16
+    twin = rounded_to_int8(reference) if variant in INT8 else rounded_to_w8a8(reference, stored)
     for row, logits in zip(rows, paged(model, rows, cuts)):
         close(logits, dense_logits(twin, row), tolerance)
 
