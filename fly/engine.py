@@ -266,13 +266,10 @@ class Runner:
                     return None
                 drafter, k = None, [0]
         context = sys.maxsize if drafter is None else drafter.model.config.max_position_embeddings
-        for ahead in (
-            _MOST_AT_ONCE,
-            1,
-        ):  # pages with content that somebody may share are not given up for more than that
+        # Pages with content that somebody may share are not given up for more than a round.
+        for ahead, unused in ((_MOST_AT_ONCE, True), (1, False)):
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
-            unused = ahead > 1
             if self._fits(rows, rooms, unused) and (drafter is None or drafter._fits(rows, draft_rooms, unused)):
                 break
         else:
@@ -609,14 +606,14 @@ class Engine:
         stats, relaxation = row.stats, row.policy.relaxation
         if stopped is None and not any(drafted for drafted, *_ in rounds[:-1]):
             # Without a draft, many of the same kind at once; only the last may end the row.
-            ids, whole = [following for *_, following, _ in rounds[:-1]], rounds[-1:]
+            ids = [following for *_, following, _ in rounds[:-1]]
             choices = [choice for _, (choice,), *_ in rounds[:-1]]
             row.tokens += ids
             row.provenance += map(Token, ids, repeat(Why.BONUS), repeat(None), choices)
             stats.generated += len(ids)
             stats.emitted += len(ids)
             stats.rounds += len(ids)
-            rounds = whole
+            rounds = rounds[-1:]
         labels = [] if relaxation is None else [clause.label for clause in relaxation.clauses]
         heard: Counter[int] = Counter()  # what clauses said of a mismatch, a bit each
 

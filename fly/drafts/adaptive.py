@@ -4,7 +4,6 @@ what a draft is made of."""
 from __future__ import annotations
 
 import math
-import sys
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Rows
@@ -254,6 +253,17 @@ def _places(rows: Rows[Sequence]) -> _Places:
     return [(row.id, len(row.tokens)) for row in rows]
 
 
+def _rest(rows: Rows[Sequence], known: list[_Row]) -> int:
+    """Rounds for which nothing needs to be thought about; those that are never drafted for keep nobody from it."""
+    drafted = [row for row, own in zip(known, rows) if own.k]
+    return min((row.rest if row.beside == len(rows) else 0 for row in drafted), default=0)
+
+
+def _behind(rows: Rows[Sequence], known: list[_Row]) -> list[int]:
+    """Tokens that the strategy would have to catch up with."""
+    return [max(len(own.tokens) - row.seen - _LATE, 0) for own, row in zip(rows, known)]
+
+
 @cache
 def _nothing(rows: int) -> Draft:
     """The empty draft, kept: to make one takes longer than to decide on it."""
@@ -315,18 +325,15 @@ class AdaptiveDraft(Wrapper):
         self._decided: tuple[_Places, list[int]] | None = None  # what to ask for in rows, should it come to ``propose``
 
     def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
-        known = [self._rows.get(row.id) or self._new(row) for row in rows]
-        count = len(known)
+        known, count = self._known(rows), len(rows)
         self._silent, self._stretch = True, None
-        if known and all(row.rest and row.beside == count for row in known):
-            for row in known:
-                row.rest -= 1
-            self._quiet += known[0].base
+        if _rest(rows, known):
+            self._go_on(known, 1)
             return _nothing(count)
         begin = self.clock()
         costs = self._costs[all(row.greedy for row in rows)]
         self._book_quiet(costs, count)
-        behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
+        behind = _behind(rows, known)
         decided, self._decided = self._decided, None
         if decided is not None and decided[0] == _places(rows):
             lengths = list(map(min, decided[1], max_len))
@@ -356,27 +363,21 @@ class AdaptiveDraft(Wrapper):
         count, none = len(rows), [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none, Sure(), None)
-        known = [self._rows.get(row.id) or self._new(row) for row in rows]
+        known = self._known(rows)
         costs, inner = self._costs[all(row.greedy for row in rows)], self.strategy.continuation(rows)
-        drafted = [row for row, own in zip(known, rows) if own.k]  # the others never are
-        resting, lengths, rounds, late = all(row.rest and row.beside == count for row in drafted), none, sys.maxsize, 0
-        if not resting:
+        rounds, lengths, late = _rest(rows, known), none, 0
+        if not rounds:
             self._book_quiet(costs, count)
-            behind = [max(len(own.tokens) - row.seen - _LATE, 0) for row, own in zip(known, rows)]
-            tries = 1 if inner is None else _TRIED
-            lengths = self._lengths(costs, known, behind, [row.k for row in rows], tries)
+            behind = _behind(rows, known)
+            lengths = self._lengths(costs, known, behind, [row.k for row in rows], inner is not None)
             self._decided = _places(rows), lengths
             if any(lengths) and inner is None:
                 return None
             late = sum(missed for n, missed in zip(lengths, behind) if n)
-            resting = all(row.rest and row.beside == count for row in drafted)
-            if not any(lengths) and not resting:
-                rounds = _MEASURED
-        if resting:
-            rounds = min(row.rest for row in drafted)
+            rounds = _rest(rows, known)
         since = self._last[1] if self._last[0] == _places(rows) else None
         before = [(row, len(row.tokens), row.stats.rounds, len(row.drafts), n) for row, n in zip(rows, lengths)]
-        self._stretch = this = _Stretch(costs, before, late, resting, since, [])
+        self._stretch = this = _Stretch(costs, before, late, rounds > 0, since, [])
         if any(lengths) and inner is not None:
             base = costs.plain[count].seconds
             spare = 0.0  # of a try: it goes on as long as it pays for itself, for two rounds at least
@@ -384,7 +385,7 @@ class AdaptiveDraft(Wrapper):
                 spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
             most = list(map(min, lengths, inner.most))
             return inner._replace(most=most, worth=base / count, spare=spare, spent=this.spent)
-        return Continuation(None, none, Sure(), None, rounds, spent=this.spent)
+        return Continuation(None, none, Sure(), None, rounds or _MEASURED, spent=this.spent)
 
     def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
@@ -421,6 +422,15 @@ class AdaptiveDraft(Wrapper):
         if self._stretch is not None and any(own.id == row.id for own, *_ in self._stretch.rows):
             self._stretch = None
         super().release(row)
+
+    def _known(self, rows: Rows[Sequence]) -> list[_Row]:
+        return [self._rows.get(row.id) or self._new(row) for row in rows]
+
+    def _go_on(self, known: list[_Row], rounds: int) -> None:
+        """Note rounds of rows that rest."""
+        for row in known:
+            row.rest = max(row.rest - rounds, 0)
+        self._quiet += max(row.base for row in known) * rounds
 
     def _new(self, row: Sequence) -> _Row:
         astray = min(max(self._astray, _FEAR), 1 - _FEAR)
@@ -479,9 +489,7 @@ class AdaptiveDraft(Wrapper):
         tells = others.rounds > 0 or first.whole > _LONG
         plain = costs.plain.setdefault(count, _Plain())
         if this.resting:
-            for own in known:
-                own.rest = max(own.rest - rounds, 0)
-            self._quiet += max(own.base for own in known) * rounds
+            self._go_on(known, rounds)
             if tells:
                 plain.add(timed.whole / timed.rounds)
             return
@@ -539,23 +547,22 @@ class AdaptiveDraft(Wrapper):
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _POT * base)
 
     def _lengths(
-        self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int], tries: int = 1
+        self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int], at_once: bool = False
     ) -> list[int]:
-        """How many tokens to ask for in each row; a probe would take so many rounds."""
+        """How many tokens to ask for in each row, in this round or in several that are taken ``at_once``."""
         count, self._trying = len(known), False
         plain = costs.plain.get(count)
-        again = _AGAIN if tries == 1 else _AGAIN_AT_ONCE
+        again, first, tries = (_AGAIN_AT_ONCE, _FIRST, _TRIED) if at_once else (_AGAIN, 1, 1)
         if plain is None or plain.due(again):  # what everything is held against
             return [0] * count
         self._trying = True  # unless something pays
-        first = 1 if tries == 1 else _FIRST
         if not costs.drafting.count:  # until there is a draft without catching up in it
             return [min(first, most) for most in max_len]
         base, rates = plain.seconds, self._rates
         start = costs.drafting.start + costs.verifying.start
         each, verify = costs.drafting.slope, costs.verifying.slope * costs.share
         every = each + verify * count  # what one more token in every row takes
-        stop = costs.interruption(base) if tries > 1 else 0.0
+        stop = costs.interruption(base) if at_once else 0.0
         spare = self._balance + _ONCE * base - start - stop
         places = []  # minus the chance that a token and all before it stand, its position, its row
         for b, (row, late, most) in enumerate(zip(known, behind, max_len)):

@@ -404,11 +404,11 @@ class CompiledLlama:
             own = array("q", text)
             own.frombytes(bytes(8 * (room + 1 - lengths[b])))
             words.append(own)
-            copied.append(None if lookup is None else array("i", own))
             going[b].length, going[b].room, going[b].left, going[b].k = lengths[b], room, left[b], most_k[b]
             going[b].context, going[b].draft_start, going[b].text = context, draft_starts[b], _at(own)
-            if (copy := copied[b]) is not None:
-                going[b].copied = _at(copy)
+            if lookup is not None:
+                copied.append(array("i", own))
+                going[b].copied = _at(copied[b])
         stops, stop_at = array("q"), array("i", [0])
         for ids in stop_ids:
             stops.extend(ids)
@@ -433,11 +433,11 @@ class CompiledLlama:
             drawn = [False] * count if law is None else (~law.greedy_B).tolist()
             if control_V is None or decide is not None or any(own and draws for own, draws in zip(clauses, drawn)):
                 raise ValueError("clauses need control_V, rows that draw nothing, and nobody else who decides")
-            known = (Clause * sum(map(len, clauses)))()
+            listed: list[Clause] = []
             for b, own_clauses in enumerate(clauses):
-                going[b].clause_at, going[b].clauses = sum(map(len, clauses[:b])), len(own_clauses)
-                for at, (kind, negated, tokens, theta) in enumerate(own_clauses, start=going[b].clause_at):
-                    known[at] = Clause(Clause.KINDS.index(kind), negated, tokens, theta)
+                going[b].clause_at, going[b].clauses = len(listed), len(own_clauses)
+                listed += [Clause(Clause.KINDS.index(kind), *rest) for kind, *rest in own_clauses]
+            known = (Clause * len(listed))(*listed)
             asks = bytearray(ASK.size * max(_MOST_ASKS, 2 * len(logits_NV)))
             call.clause, call.control = ctypes.addressof(known), control_V.data_ptr()
             call.ask = ctypes.addressof(ctypes.c_char.from_buffer(asks))

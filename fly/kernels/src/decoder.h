@@ -110,6 +110,10 @@ struct Inputs {
     const float* steps;
 };
 
+// Rows are multiplied in blocks of about the same size, each with some panels at once.
+inline int blocks_of(int rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
+inline int panels_at_once(int rows) { return most_panels((rows + blocks_of(rows) - 1) / blocks_of(rows)); }
+
 template <class Wt>
 constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 
@@ -117,9 +121,9 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 template <class Wt, class Finish>
 inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Finish finish) {
     alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
-    const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
+    const int blocks = blocks_of(x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     for (int p = range.from, panels; p < range.to; p += panels) {
-        panels = most_panels((x.rows + blocks - 1) / blocks);
+        panels = panels_at_once(x.rows);
         while (panels > range.to - p) panels /= 2;
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
@@ -150,8 +154,7 @@ template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, Finish finish) {
     const long work = matrix.panel_bytes * matrix.panels * (x.rows < 4 ? 1 : x.rows / 4);
     if (call->threads == 1 || work < LONG) return product_of(x, matrix, part(matrix.panels, thread, call->threads), finish);
-    const int blocks = (x.rows + MAX_ROWS - 1) / MAX_ROWS, least = most_panels((x.rows + blocks - 1) / blocks);
-    const int share = matrix.panels / (call->threads * SHARES);
+    const int least = panels_at_once(x.rows), share = matrix.panels / (call->threads * SHARES);
     const int size = share >= least ? share / least * least : share > 0 ? share : 1;
     for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;)
         product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels}, finish);

@@ -888,7 +888,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const float* logits = it->logits + (long)at * vocab;
             const bool draws = it->sampling && it->sampling[b].temperature > 0;
             const float* laws = nullptr;
-            if (asked && i < asked && draft.row[i] == b) laws = it->laws ? it->laws + (long)i * longest * vocab : nullptr, i++;
+            if (i < asked && draft.row[i] == b) laws = it->laws ? it->laws + (long)i * longest * vocab : nullptr, i++;
             memcpy(it->choice + place * (k + 1), choice + at, (drafts[b] + 1) * sizeof(int32_t));
             int32_t n = 0;
             if (draws) {
