@@ -12,16 +12,17 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
+AVX2 = ["-mavx2", "-mfma"]
+# GCC's own header of intrinsics starts from undefined registers
+AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
+AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SOURCES = {
     "fly/kernels/src/library.cpp": [],
-    "fly/kernels/src/avx2.cpp": ["-mavx2", "-mfma"],
-    "fly/kernels/src/avx512bf16.cpp": [
-        *["-mavx2", "-mfma", "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512bf16", "-mavx512vnni"],
-        # GCC's own header of intrinsics starts from undefined registers
-        *["-Wno-uninitialized", "-Wno-maybe-uninitialized"],
-    ],
+    "fly/kernels/src/avx2.cpp": AVX2,
+    "fly/kernels/src/avx512.cpp": AVX512,
+    "fly/kernels/src/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
-HEADERS = ["fly/kernels/src/fly.h", "fly/kernels/src/decoder.h"]
+HEADERS = ["fly/kernels/src/fly.h", "fly/kernels/src/avx512.h", "fly/kernels/src/decoder.h"]
 # No contraction: what is fused must not depend on where the compiler happens to vectorise.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"]
 FLAGS += ["-ffp-contract=off", "-g0", "-Wall", "-Wextra"]

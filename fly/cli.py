@@ -141,7 +141,7 @@ CollectiveTimeout = Annotated[
 Kernels = Annotated[
     str,
     typer.Option(
-        help="What runs on the CPU: auto, torch, avx512bf16, avx2; int8: weights of 8 bits; w8a8: all of them."
+        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits; w8a8: all of them."
     ),
 ]
 

@@ -230,7 +230,7 @@ def why_not() -> str:
     """Why there are no compiled kernels here; empty where there are."""
     if _variants():
         return ""
-    return _open()[1] or "this processor has neither AVX-512 with bfloat16 nor AVX2 with FMA"
+    return _open()[1] or "this processor has no AVX2 with FMA"
 
 
 def split(kernels: str) -> tuple[str, str]:

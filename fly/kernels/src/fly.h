@@ -191,7 +191,7 @@ struct Variant {
     int (*look_up)(const Lookup& lookup, int32_t* text, int length, int most);
 };
 
-extern const Variant avx512bf16, avx2;
+extern const Variant avx512bf16, avx512, avx2;
 
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
 

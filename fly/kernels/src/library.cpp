@@ -170,15 +170,15 @@ void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience) {
 
 // --- models ------------------------------------------------------------------------------------------------------
 
-const Variant* variants[] = {&avx512bf16, &avx2};
+const Variant* variants[] = {&avx512bf16, &avx512, &avx2};
 
 bool runs_here(const Variant* variant) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
-    if (variant == &avx512bf16)
+    if (variant != &avx2)
         return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") &&
                __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
-               __builtin_cpu_supports("avx512bf16");
+               (variant == &avx512 || __builtin_cpu_supports("avx512bf16"));
     return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 #else
     return false;
