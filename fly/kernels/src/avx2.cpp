@@ -72,15 +72,17 @@ struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;
     template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++)
+        for (int k = 0; k < steps; k++) {
+            ahead.ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 Vec b = ld((const float*)(w + (j / 4) * panel + k * 128L) + (j % 4) * 8);
                 for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
             }
+        }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
@@ -90,12 +92,13 @@ struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-        for (int k = 0; k < steps; k++)
+        for (int k = 0; k < steps; k++) {
+            ahead.ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 __m256i two = _mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32));
                 Vec first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
@@ -105,6 +108,7 @@ struct BFloat16 {
                     acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
                 }
             }
+        }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
@@ -114,11 +118,12 @@ struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, float* out) {
+    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++)
+        for (int k = 0; k < steps; k++) {
+            ahead.ask<P, 64>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
                 Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
@@ -128,6 +133,7 @@ struct Int8 {
                     acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
                 }
             }
+        }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
@@ -140,11 +146,12 @@ struct Whole8 {
     typedef int32_t Sum;
     static constexpr int STEP = 4;
     template <int M, int P>
-    static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Sum* out) {
+    static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Ahead ahead, Sum* out) {
         __m256i acc[M][8 * P];  // of 4 outputs each, the first two inputs and the last
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 8 * P; j++) acc[m][j] = _mm256_setzero_si256();
-        for (int k = 0; k < steps; k++)
+        for (int k = 0; k < steps; k++) {
+            ahead.ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 8 * P; j++) {
                 const char* at = w + (j / 8) * panel + k * 128L + (j % 8) * 16;
                 const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
@@ -155,6 +162,7 @@ struct Whole8 {
                     acc[m][j] = _mm256_add_epi32(acc[m][j], _mm256_madd_epi16(x, b));
                 }
             }
+        }
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 8 * P; j += 2) {
                 const __m256i sums = _mm256_hadd_epi32(acc[m][j], acc[m][j + 1]);  // of 4 outputs, two by two

@@ -8,6 +8,7 @@
 
 constexpr long LONG = 1 << 20;      // bytes of a matrix, for few rows, that take long
 constexpr int SHARES = 12;          // parts of a thread's part, about
+constexpr int AHEAD = 8192;         // bytes that are asked for ahead, of all panels multiplied at once
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
 // Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
@@ -40,9 +41,6 @@ struct Range {
 inline Range part(int count, int thread, int threads) {
     return {(int)((long)count * thread / threads), (int)((long)count * (thread + 1) / threads)};
 }
-
-// Brings a line of memory closer. Not by the builtin: GCC takes what only calls that for free of effects, and drops it.
-inline void fetch(const void* at) { asm volatile("prefetcht1 %0" ::"m"(*(const char*)at)); }
 
 inline Vec exponential(Vec x) {
     x = larger(set1(-104.0f), x);  // in this order a nan stays one
@@ -89,16 +87,16 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
 }
 
 template <class Wt, int M = MAX_ROWS>
-inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps,
+inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ahead ahead,
                 typename Wt::Sum* out) {
     if (rows == M) {
         if constexpr (most_panels(M) >= 4)
-            if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, out);
+            if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, ahead, out);
         if constexpr (most_panels(M) >= 2)
-            if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, out);
-        return Wt::template micro<M, 1>(a, lda, w, panel, steps, out);
+            if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, ahead, out);
+        return Wt::template micro<M, 1>(a, lda, w, panel, steps, ahead, out);
     }
-    if constexpr (M > 1) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, out);
+    if constexpr (M > 1) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
 }
 
 // Rows of activations as products take them, and of W8A8 what 1 stands for in each.
@@ -117,19 +115,23 @@ inline int panels_at_once(int rows) { return most_panels((rows + blocks_of(rows)
 template <class Wt>
 constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 
-// x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each.
+// x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each. At ``then``
+// lies what the thread is likely to multiply next.
 template <class Wt, class Finish>
-inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Finish finish) {
+inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, const char* then, Finish finish) {
     alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
     const int blocks = blocks_of(x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     for (int p = range.from, panels; p < range.to; p += panels) {
         panels = panels_at_once(x.rows);
         while (panels > range.to - p) panels /= 2;
+        const char *w = matrix.data + p * matrix.panel_bytes, *next = p + panels < range.to ? w + panels * matrix.panel_bytes : then;
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
             const int count = some.to - some.from;
-            run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, matrix.data + p * matrix.panel_bytes,
-                    matrix.panel_bytes, steps, sums);
+            // The last two of several blocks ask for half of the next panels each, for memory to be busy all the time.
+            const long bytes = matrix.panel_bytes, near = AHEAD / panels < bytes ? AHEAD / panels : bytes;
+            const Ahead ahead = {blocks == 1 ? near : block == blocks - 1 ? bytes + bytes / 2 : bytes, next, blocks > 1};
+            run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
             for (int row = 0; row < count; row++)
                 for (int j = 0; j < panels; j++) {
                     float* mine = (float*)(sums + (row * panels + j) * PANEL);
@@ -148,16 +150,28 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, F
     }
 }
 
-// All panels, by all threads: each its part, or where that takes long a few after a few, as one may lose its processor
-// for a while. There is a barrier between two of them.
+// How many panels a thread takes at a time of a product that is long: it may lose its processor for a while. 0: its part
+// of all at once.
+inline int share_of(const Call* call, const Matrix& matrix, int rows) {
+    const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
+    if (call->threads == 1 || work < LONG) return 0;
+    const int least = panels_at_once(rows), share = matrix.panels / (call->threads * SHARES);
+    return share >= least ? share / least * least : share > 0 ? share : 1;
+}
+
+// All panels, by all threads: each its part, or a few after a few. There is a barrier between two of them; ``next`` is the
+// matrix behind that.
 template <class Wt, class Finish>
-inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, Finish finish) {
-    const long work = matrix.panel_bytes * matrix.panels * (x.rows < 4 ? 1 : x.rows / 4);
-    if (call->threads == 1 || work < LONG) return product_of(x, matrix, part(matrix.panels, thread, call->threads), finish);
-    const int least = panels_at_once(x.rows), share = matrix.panels / (call->threads * SHARES);
-    const int size = share >= least ? share / least * least : share > 0 ? share : 1;
-    for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;)
-        product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels}, finish);
+inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
+    const int size = share_of(call, matrix, x.rows), after = share_of(call, next, x.rows);
+    const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
+    const char* then = next.data + first * next.panel_bytes;
+    if (!size) return product_of(x, matrix, part(matrix.panels, thread, call->threads), then, finish);
+    for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;) {
+        const int soon = at + size * call->threads;  // if all go on alike
+        product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels},
+                   soon < matrix.panels ? matrix.data + soon * matrix.panel_bytes : then, finish);
+    }
 }
 
 // ``count`` values in steps of 1/127 of the largest, 128 above that, and what a step is. They are padded to 16.
@@ -624,7 +638,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
         const Act* normed = normalised<Act>(call, layer.input_norm, thread, s);
-        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv,
+        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv, layer.o,
                     [&](int row, int panel, const float* sums) {
                         memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
                     });
@@ -633,11 +647,11 @@ void decode(Call* call, int thread, const Scratch& s) {
         wait(call);
         const int heads = shape.heads * shape.head_dim;
         product(call, thread, inputs<Wt>(call, (const Act*)work.attended, padded(heads), tokens, heads, thread, s), layer.o,
-                residual);
+                layer.gate_up, residual);
         wait(call);
         add_parts();
         normed = normalised<Act>(call, layer.post_norm, thread, s);
-        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up,
+        product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up, layer.down,
                     [&](int row, int panel, const float* sums) {
                         for (int i = 0; i < PANEL / 2; i += W) {
                             const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
@@ -647,7 +661,7 @@ void decode(Call* call, int thread, const Scratch& s) {
                     });
         wait(call);
         product(call, thread, inputs<Wt>(call, (const Act*)work.gated, ld_gated, tokens, shape.intermediate, thread, s),
-                layer.down, residual);
+                layer.down, number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : model->head, residual);
         wait(call);
         add_parts();
     }
@@ -663,7 +677,7 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = rows - from < MAX_TILE ? rows - from : MAX_TILE;
-        product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
+        product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head, head,
                 [&](int row, int panel, const float* sums) {
                     const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
                     memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, n * sizeof(float));
