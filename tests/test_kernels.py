@@ -999,3 +999,10 @@ def test_a_process_holds_weights_cache_and_workspace_and_little_else(
     )
     grown, rest = map(int, ran.stdout.split())
     assert 0.9 * (weights + rest) < grown < 1.05 * (weights + rest) + 2e6  # a model this small shows a little more
+
+
+@built
+@given(count=st.integers(0, 400), threads=st.integers(1, 3))
+def test_everything_is_read_that_reading_is_timed_for(count: int, threads: int) -> None:
+    numbers = torch.randint(-(2**62), 2**62, (count * 8,), generator=torch.Generator().manual_seed(count))
+    assert library.load().fly_sum(numbers.data_ptr(), count, threads) == sum(numbers.tolist()) % 2**64

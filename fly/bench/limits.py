@@ -5,12 +5,17 @@ Knows nothing of models or speculation.
 
 from __future__ import annotations
 
+import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+
+from fly.kernels import why_not
+from fly.kernels.library import load
 
 __all__ = ["Limits", "Timing", "measure_limits", "synchronize", "take_turns"]
 
@@ -73,9 +78,10 @@ class Limits:
     """The most the machine was seen to do, with all threads that PyTorch uses.
 
     ``reading`` is in bytes a second, by how many bytes are read again and again: what fits the processor's caches comes
-    faster than from memory, which the largest is. ``matmul`` is in floating-point operations a second (two for a
-    multiplication with its addition) by dtype. Each is the best of several turns: what disturbs a measurement only
-    ever makes a limit look lower. ``typical`` are the medians, by the same keys, for how much it was disturbed.
+    faster than from memory, which the largest is. ``matmul`` is in operations a second (two for a multiplication with
+    its addition) by dtype; int8 is products of whole numbers, on CPUs. Each is the best of several turns: what disturbs
+    a measurement only ever makes a limit look lower. ``typical`` are the medians, by the same keys, for how much it was
+    disturbed.
     """
 
     device: str
@@ -91,16 +97,17 @@ class Limits:
 
     def seconds(self, read: float, operations: float, dtype: torch.dtype) -> float:
         """The least time that reading ``read`` bytes and doing ``operations`` takes: the longer of the two (roofline,
-        Williams et al., 2009), at the bandwidth of the next larger size measured."""
+        Williams et al., 2009), at the bandwidth of the next larger size measured. Whatever is not float32 can also be
+        multiplied as that."""
         size = min((size for size in self.reading if size >= read), default=max(self.reading))
-        return max(read / self.reading[size], operations / self.matmul[dtype])
+        return max(read / self.reading[size], operations / max(self.matmul[dtype], self.matmul[torch.float32]))
 
     def rows(self) -> list[tuple[str, float, float, str]]:
         """Name, best, median and unit of each limit."""
         read = [(f"read {size >> 20} MB", rate, self.typical[size], "B/s") for size, rate in self.reading.items()]
         names = {dtype: str(dtype).removeprefix("torch.") for dtype in self.matmul}
         return read + [
-            (f"matmul {names[dtype]}", rate, self.typical[dtype], "FLOP/s") for dtype, rate in self.matmul.items()
+            (f"matmul {names[dtype]}", rate, self.typical[dtype], "op/s") for dtype, rate in self.matmul.items()
         ]
 
     def as_json(self) -> dict[str, object]:
@@ -112,40 +119,63 @@ class Limits:
 def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     """Measure the limits of ``device``, in a few seconds."""
     side = _SIDES.get(device.type, _SIDES["cpu"])
-    numbers = torch.ones(_SIZES[-1] // 8, dtype=torch.int64, device=device)
+    numbers = _numbers(_SIZES[-1] // 8, device)
+    total = _total(device)
 
     def reads(size: int) -> Callable[[], float]:
         part = numbers[: size // 8]
 
         def read() -> float:
-            part.sum()  # brings into the caches what fits
+            total(part)  # brings into the caches what fits
             synchronize(device)
             start = time.perf_counter()
-            part.sum()
+            total(part)
             synchronize(device)
             return time.perf_counter() - start
 
         return read
 
     def multiplies(dtype: torch.dtype) -> Callable[[], None]:
-        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        left, right = (torch.randn(sides[dtype], sides[dtype], device=device).to(dtype) for _ in range(2))
+        product = torch._int_mm if dtype == torch.int8 else torch.mm
 
         def multiply() -> None:
-            left @ right
+            product(left, right)
 
         return multiply
 
-    dtypes = (torch.bfloat16, torch.float32)
-    timings = take_turns([*map(reads, _SIZES), *map(multiplies, dtypes)], repeats, device)
+    sides = {torch.bfloat16: side, torch.float32: side, **({torch.int8: 2 * side} if device.type == "cpu" else {})}
+    # Not all in turns: the threads of one library look out for work for a while when the other has begun.
+    timings = take_turns([*map(reads, _SIZES)], repeats, device) + take_turns(
+        [*map(multiplies, sides)], repeats, device
+    )
     amounts: dict[int | torch.dtype, int] = {
         **{size: size for size in _SIZES},
-        **dict.fromkeys(dtypes, 2 * side**3),
+        **{dtype: 2 * side**3 for dtype, side in sides.items()},
     }
     best = {key: amount / timing.low for (key, amount), timing in zip(amounts.items(), timings)}
     return Limits(
         str(device),
         torch.get_num_threads(),
         {size: best[size] for size in _SIZES},
-        {dtype: best[dtype] for dtype in dtypes},
+        {dtype: best[dtype] for dtype in sides},
         {key: amount / timing.median for (key, amount), timing in zip(amounts.items(), timings)},
     )
+
+
+def _numbers(count: int, device: torch.device) -> torch.Tensor:
+    """Numbers to read: on a CPU in large pages where there are any, as weights lie there too."""
+    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.ones(count, dtype=torch.int64, device=device)
+    room = mmap.mmap(-1, count * 8)
+    with suppress(OSError):  # a system that was built without them
+        room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=torch.int64).fill_(1)
+
+
+def _total(device: torch.device) -> Callable[[torch.Tensor], object]:
+    """Reads all of a tensor: by the compiled kernels where they are, as they ask for memory ahead of the processor."""
+    if device.type != "cpu" or why_not():
+        return torch.Tensor.sum
+    read = load().fly_sum
+    return lambda numbers: read(numbers.data_ptr(), numbers.numel() // 8, torch.get_num_threads())

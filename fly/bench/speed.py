@@ -25,6 +25,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.engine import Model, Runner
 from fly.eval import Setting
+from fly.kernels.library import split
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.types import SamplingParams, Stats
@@ -56,6 +57,7 @@ class Forward:
     timing: Timing
     drafting: bool = False
     weight_bytes: int | None = None  # of one; None is as many as the dtype's
+    products: torch.dtype | None = None  # what is multiplied, where that is not the dtype
 
     @property
     def weights(self) -> int:
@@ -85,7 +87,7 @@ class Forward:
 
     def of_limit(self, limits: Limits) -> float:
         """The least time the machine needs for it, over the best it took: 1 is the roofline."""
-        return limits.seconds(self.bytes, self.operations, self.dtype) / self.timing.low
+        return limits.seconds(self.bytes, self.operations, self.products or self.dtype) / self.timing.low
 
     def as_json(self, limits: Limits) -> dict[str, object]:
         return {
@@ -96,6 +98,7 @@ class Forward:
             "tokens": self.tokens,
             "drafting": self.drafting,
             "weight_bytes": self.weight_bytes or self.dtype.itemsize,
+            "products": str(self.products or self.dtype).removeprefix("torch."),
             "seconds": self.timing.as_json(),
             "bytes": self.bytes,
             "operations": self.operations,
@@ -116,6 +119,7 @@ class Forwards:
         self.name, self.model = name, model
         self.dtype: torch.dtype = getattr(model, "dtype", torch.float32)
         self.weight_bytes: int | None = getattr(model, "weight_bytes", None)
+        self.products = torch.int8 if split(getattr(model, "kernels", ""))[1] == "w8a8" else self.dtype
         self.cache = PagedKVCache.for_model(model, tokens, block_size)
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
@@ -209,6 +213,7 @@ def measure_forwards(
             timing,
             one.drafting,
             one.forwards.weight_bytes,
+            one.forwards.products,
         )
         for one, timing in zip(wanted, timings)
     ]

@@ -8,7 +8,7 @@ import math
 import os
 import platform
 import struct
-from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 __all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
 
-_ABI = 20  # of src/library.cpp: what was built from other sources is not called
+_ABI = 21  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -135,6 +135,7 @@ class Rounds(ctypes.Structure):
 
 _FUNCTIONS = {
     "fly_variant": (c_char_p, [c_int, c_void_p]),
+    "fly_sum": (c_uint64, [c_void_p, c_int64, c_int]),
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
     "fly_free": (None, [c_void_p]),
     "fly_share": (None, [c_void_p, c_void_p, c_int, c_int]),

@@ -176,7 +176,7 @@ constexpr int MAX_ROWS = 2;
 constexpr int most_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 // The sums of 8 vectors' lanes, by one tree for all of them.
-inline Vec sums(Vec r[8]) {
+ALWAYS_INLINE Vec sums(Vec r[8]) {
     Vec four[2];
     for (int i = 0; i < 2; i++)
         four[i] = _mm256_hadd_ps(_mm256_hadd_ps(r[4 * i], r[4 * i + 1]), _mm256_hadd_ps(r[4 * i + 2], r[4 * i + 3]));
@@ -218,6 +218,7 @@ inline Pair pair(const K* p, int count) {
 template <class K>
 struct Stored {
     typedef float Query;
+    static constexpr bool WIDENS = sizeof(K) == 2;  // reading it takes more than loading it
     static constexpr bool APART = sizeof(K) == 2;
     static inline void query(const float* from, Query* to) {
         for (int i = 0; i < 16; i++) to[APART ? i % 2 * 8 + i / 2 : i] = from[i];

@@ -88,7 +88,7 @@ struct Whole8 {
 };
 
 // The sums of 16 vectors' lanes, by one tree for all of them.
-inline Vec sums(Vec r[16]) {
+ALWAYS_INLINE Vec sums(Vec r[16]) {
     for (int i = 0; i < 16; i += 2)
         r[i] = add(_mm512_unpacklo_ps(r[i], r[i + 1]), _mm512_unpackhi_ps(r[i], r[i + 1]));
     for (int i = 0; i < 16; i += 4) {
@@ -146,6 +146,7 @@ struct Stored;
 template <>
 struct Stored<float> {
     typedef float Query;
+    static constexpr bool WIDENS = false;
     static inline void query(const float* from, Query* to) { memcpy(to, from, 32 * sizeof(float)); }
     static inline Vec dot(const Query* q, Pair key, Vec acc) { return fma(ld(q + 16), key.second, fma(ld(q), key.first, acc)); }
     static inline Vec dot(const Query* q, const float* key, Vec acc) { return dot(q, pair(key), acc); }

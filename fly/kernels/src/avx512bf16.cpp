@@ -79,6 +79,7 @@ struct Int8 {
 template <>
 struct Stored<uint16_t> {
     typedef uint16_t Query;
+    static constexpr bool WIDENS = false;
     static inline void query(const float* from, Query* to) { st(to, ld(from)), st(to + 16, ld(from + 16)); }
     static inline Vec dot(const Query* q, __m512i key, Vec acc) {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(q), (__m512bh)key);

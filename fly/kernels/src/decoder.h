@@ -192,7 +192,7 @@ constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers a
 constexpr int BLOCK = 16;               // stored tokens that are scored at once
 
 struct Scratch {
-    float *scores, *out, *sums;
+    float *scores, *out, *sums, *wide;
     char* queries;
     void* normed;
     uint8_t* narrow;
@@ -221,6 +221,7 @@ inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
     s->scores = (float*)take(queries * s->stride * 4);
     s->out = (float*)take(queries * width * 4);
     s->sums = (float*)take(queries * 4);
+    s->wide = (float*)take(BLOCK * width * 4);
     s->queries = take(queries * width * 4);
     s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
     s->narrow = (uint8_t*)take(shape.weights == W8A8 ? (long)OWN_NORMS * padded(most_inputs(shape), 64) : 0);
@@ -393,6 +394,31 @@ inline void weigh(const Scratch& s, int d, int query, int key, int count, const 
     for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
 }
 
+// Up to BLOCK tokens' keys (or values) of the head that lies ``offset`` on, in float32: pairs of vectors, those of a token
+// ``step`` apart, those of two tokens ``token`` apart.
+template <class K>
+inline void widen(const K* const* from, int count, int offset, int d, float* to, int token, int step) {
+    for (int j = 0; j < count; j++)
+        for (int at = 0; at < d; at += 2 * W) {
+            const K* p = from[j] + offset + at;
+            const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
+            float* mine = to + j * token + at / (2 * W) * step;
+            st(mine, x.first), st(mine + W, x.second);
+        }
+}
+
+// Scores of a query with W keys of a widened block, which lie pair beside pair: the same sums as above.
+inline void score_widened(const float* query, const float* keys, int d, float* out) {
+    Vec acc[W];
+    UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
+    for (int at = 0; at < d; at += 2 * W, keys += BLOCK * 2 * W) {
+        const Vec first = ld(query + at), second = ld(query + at + W);
+        UNROLL for (int i = 0; i < W; i++)
+            acc[i] = fma(second, ld(keys + i * 2 * W + W), fma(first, ld(keys + i * 2 * W), acc[i]));
+    }
+    st(out, sums(acc));
+}
+
 // Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
 inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
     alignas(64) uint8_t last[W] = {};  // the end is no multiple of a vector, and nobody else's memory may be read
@@ -435,8 +461,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     // Heads of few queries take turns after few tokens, which is the order of memory.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
+    // Queries of one head spare each other the work of widening what they read.
+    const bool widens = Stored<K>::WIDENS && each > GROUP;
     walk<K>(call, call->cache.keys, layer, row, groups, end, together ? FEW : BLOCK,
-            [&](int key, int, const K* const* keys, auto soon) {
+            [&](int key, int count, const K* const* keys, auto soon) {
                 const Query* query[SIDE];
                 float* out[SIDE];
                 int offset[SIDE], asked = 0;
@@ -455,6 +483,13 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                 } else {
                     for (int q = 0; q < queries; q++) {
                         choose(0, q);
+                        if constexpr (Stored<K>::WIDENS)
+                            if (widens) {
+                                if (q % each == 0) widen(keys, count, offset[0], d, s.wide, 2 * W, BLOCK * 2 * W);
+                                for (int i = 0; i < BLOCK; i += W)
+                                    score_widened(query[0], s.wide + i * 2 * W, d, out[0] + i);
+                                continue;
+                            }
                         for (int i = 0; i < BLOCK; i += W, out[0] += W) score<K, 1>(query, offset, keys + i, d, out);
                     }
                 }
@@ -468,10 +503,18 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     memset(s.sums, 0, queries * sizeof(float));
     walk<K>(call, call->cache.values, layer, row, groups, end, each >= GROUP ? BLOCK : FEW,
             [&](int key, int count, const K* const* values, auto soon) {
+                const int room = padded(d, 2 * W);
+                const float* widened[BLOCK];
                 for (int q = 0; q < queries;) {
                     const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
                     if (left == each) soon(q / each);
-                    if (left >= GROUP)
+                    if (widens && left == each) {
+                        widen(values, count, offset, d, s.wide, room, 2 * W);
+                        for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
+                    }
+                    if (widens && left >= GROUP)
+                        weigh<float, GROUP>(s, room, q, key, count, widened, 0), q += GROUP;
+                    else if (left >= GROUP)
                         weigh<K, GROUP>(s, d, q, key, count, values, offset), q += GROUP;
                     else if (left >= 2)
                         weigh<K, 2>(s, d, q, key, count, values, offset), q += 2;

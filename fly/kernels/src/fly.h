@@ -12,6 +12,7 @@
 #include <time.h>
 
 #define UNROLL _Pragma("GCC unroll 16")
+#define ALWAYS_INLINE inline __attribute__((always_inline))  // what would be called by way of memory
 
 namespace fly {
 
@@ -229,7 +230,7 @@ struct Ahead {
     bool half;
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
-    inline __attribute__((always_inline)) void ask(const char* w, long panel, int steps, int k) const {
+    ALWAYS_INLINE void ask(const char* w, long panel, int steps, int k) const {
         const long at = from + k * (long)(half ? BYTES / 2 : BYTES), end = steps * (long)BYTES;
         const char* line = at < end ? w + at : then + (at - end);
         UNROLL for (int j = 0; j < P; j++) {
