@@ -71,13 +71,13 @@ inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may
 struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;
-    template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ahead>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 Vec b = ld((const float*)(w + (j / 4) * panel + k * 128L) + (j % 4) * 8);
                 for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
@@ -91,14 +91,14 @@ struct Float32 {
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
-    template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ahead>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         const __m256i high = _mm256_set1_epi32((int)0xffff0000);
         for (int k = 0; k < steps; k++) {
-            ahead.ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 __m256i two = _mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32));
                 Vec first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
@@ -117,13 +117,13 @@ struct BFloat16 {
 struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
-    template <int M, int P>
-    static inline void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ahead>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
         Vec acc[M][4 * P];
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.ask<P, 64>(w, panel, steps, k);
+            ahead.template ask<P, 64>(w, panel, steps, k);
             for (int j = 0; j < 4 * P; j++) {
                 const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
                 Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
@@ -145,13 +145,13 @@ struct Whole8 {
     typedef uint8_t In;
     typedef int32_t Sum;
     static constexpr int STEP = 4;
-    template <int M, int P>
-    static inline void micro(const In* a, long lda, const char* w, long panel, int steps, Ahead ahead, Sum* out) {
+    template <int M, int P, class Ahead>
+    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ahead ahead, Sum* out) {
         __m256i acc[M][8 * P];  // of 4 outputs each, the first two inputs and the last
         for (int m = 0; m < M; m++)
             for (int j = 0; j < 8 * P; j++) acc[m][j] = _mm256_setzero_si256();
         for (int k = 0; k < steps; k++) {
-            ahead.ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, steps, k);
             for (int j = 0; j < 8 * P; j++) {
                 const char* at = w + (j / 8) * panel + k * 128L + (j % 8) * 16;
                 const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));

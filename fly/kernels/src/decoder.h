@@ -86,9 +86,9 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
     for (int i = 0; i < room; i += W) st(out + i, mul(mul(ld(x + i), factor), ld(weight + i)));
 }
 
-template <class Wt, int M = MAX_ROWS>
-inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ahead ahead,
-                typename Wt::Sum* out) {
+template <class Wt, int M = MAX_ROWS, Asked ASKED>
+inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps,
+                Ahead<ASKED> ahead, typename Wt::Sum* out) {
     if (rows == M) {
         if constexpr (most_panels(M) >= 4)
             if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, ahead, out);
@@ -96,7 +96,8 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
             if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, ahead, out);
         return Wt::template micro<M, 1>(a, lda, w, panel, steps, ahead, out);
     }
-    if constexpr (M > 1) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
+    constexpr int LEAST = ASKED == HALF ? (MAX_ROWS + 1) / 2 : 1;  // rows of one of several blocks
+    if constexpr (M > LEAST) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
 }
 
 // Rows of activations as products take them, and of W8A8 what 1 stands for in each.
@@ -121,17 +122,24 @@ template <class Wt, class Finish>
 inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, const char* then, Finish finish) {
     alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
     const int blocks = blocks_of(x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
+    const long bytes = matrix.panel_bytes;
     for (int p = range.from, panels; p < range.to; p += panels) {
         panels = panels_at_once(x.rows);
         while (panels > range.to - p) panels /= 2;
-        const char *w = matrix.data + p * matrix.panel_bytes, *next = p + panels < range.to ? w + panels * matrix.panel_bytes : then;
+        const char *w = matrix.data + p * bytes, *next = p + panels < range.to ? w + panels * bytes : then;
+        const long near = AHEAD / panels < bytes ? AHEAD / panels : bytes;
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
             const int count = some.to - some.from;
-            // The last two of several blocks ask for half of the next panels each, for memory to be busy all the time.
-            const long bytes = matrix.panel_bytes, near = AHEAD / panels < bytes ? AHEAD / panels : bytes;
-            const Ahead ahead = {blocks == 1 ? near : block == blocks - 1 ? bytes + bytes / 2 : bytes, next, blocks > 1};
-            run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
+            const auto multiply = [&](auto ahead) {
+                run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
+            };
+            if (blocks > 1)  // the last two ask for half of the next panels each, for memory to be busy all the time
+                multiply(Ahead<HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
+            else if (bytes * matrix.panels < LONG)
+                multiply(Ahead<FEW>{near, next});
+            else
+                multiply(Ahead<MANY>{near, next});
             for (int row = 0; row < count; row++)
                 for (int j = 0; j < panels; j++) {
                     float* mine = (float*)(sums + (row * panels + j) * PANEL);

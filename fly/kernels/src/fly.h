@@ -13,6 +13,7 @@
 
 #define UNROLL _Pragma("GCC unroll 16")
 #define ALWAYS_INLINE inline __attribute__((always_inline))  // what would be called by way of memory
+#define NOINLINE __attribute__((noinline))  // what needs all registers to itself
 
 namespace fly {
 
@@ -229,24 +230,26 @@ static inline void fetch_close(const void* at) {
 }
 
 // Weights that a product asks for while it multiplies others, as a core left to itself waits for too few lines at once:
-// those ``from`` bytes on in each of its panels, and behind their end those at ``then``, all of a step's in each step or
-// ``half`` of them.
+// those ``from`` bytes on in each of its panels, and behind their end those at ``then``. FEW of them, what a processor
+// keeps for itself, go into the first level of its caches; MANY into the second, which waits for more lines at once, and
+// from there into the first shortly before their turn; HALF of a step's in each step into the second.
+enum Asked { FEW, MANY, HALF };
+
+template <Asked ASKED>
 struct Ahead {
     long from;
     const char* then;
-    bool half;
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
     ALWAYS_INLINE void ask(const char* w, long panel, int steps, int k) const {
-        const long at = from + k * (long)(half ? BYTES / 2 : BYTES), end = steps * (long)BYTES;
+        constexpr int SHORTLY = 2048 / P, EACH = ASKED == HALF ? BYTES / 2 : BYTES;
+        const long at = from + k * (long)EACH, end = steps * (long)BYTES;
         const char* line = at < end ? w + at : then + (at - end);
         UNROLL for (int j = 0; j < P; j++) {
-            if (half) {
-                fetch(line + j * panel);
-                continue;
-            }
-            fetch_close(line + j * panel);
-            if (BYTES > 64) fetch_close(line + j * panel + 64);
+            for (int i = 0; i < EACH; i += 64)
+                ASKED == FEW ? fetch_close(line + j * panel + i) : fetch(line + j * panel + i);
+            for (int i = 0; ASKED == MANY && i < BYTES; i += 64)
+                fetch_close(w + j * panel + k * (long)BYTES + SHORTLY + i);
         }
     }
 };
