@@ -183,7 +183,7 @@ def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
     cuts = [data.draw(cut(len(row))) for row in rows]
     model = CompiledLlama(reference, variant)
     assert model.kernels == variant and model.weight_bytes == 1
-    # activations are bfloat16 on AVX-512, whatever the model's dtype, but for what multiplies float32
+    # activations are bfloat16 on AVX-512, whatever the model's dtype, save on avx512 with int8, multiplied as float32
     exact = dtype == torch.float32 and variant in ("avx512-int8", "avx2-int8")
     tolerance = torch.float32 if exact else torch.bfloat16
     stored = torch.float32 if variant.startswith("avx2") else torch.bfloat16
@@ -328,6 +328,21 @@ def test_the_cache_may_be_of_another_dtype(variant: str, model_dtype: torch.dtyp
     row = text(50, 3, WIDE.vocab_size)
     (got,) = paged(CompiledLlama(reference, variant), [row], [[20, 1, 29]], cache_dtype=cache_dtype)
     close(got, dense_logits(reference, row), torch.bfloat16)
+
+
+@built
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 96, 128])
+def test_no_number_of_queries_changes_an_attention(variant: str, cache_dtype: torch.dtype, head_dim: int) -> None:
+    """Those of a head may share what they read; heads of all widths, in either type of cache."""
+    config = WIDE.model_copy(update={"head_dim": head_dim, "num_attention_heads": 3, "num_key_value_heads": 1})
+    model = CompiledLlama(build_llama(config), variant)
+    row = text(90, 5, config.vocab_size)
+    (alone,) = paged(model, [row], [[1] * 90], cache_dtype=cache_dtype)
+    for cuts in ([90], [40, 2, 16, 5, 27], [1, 3, 86]):
+        (together,) = paged(model, [row], [cuts], cache_dtype=cache_dtype)
+        assert same_bits(together, alone)
 
 
 @built

@@ -76,6 +76,14 @@ def test_operations_of_a_forward(config: LlamaConfig, rows: int, context: int, t
     assert forward_operations(config, rows, context, tokens) == naive
 
 
+def test_what_is_slow_to_multiply_is_multiplied_as_float32() -> None:
+    rates = {torch.bfloat16: 5.0, torch.float32: 10.0, torch.int8: 40.0}
+    machine = Limits("cpu", 1, {1000: 100.0}, rates, {})
+    assert machine.seconds(0, 80, torch.bfloat16) == machine.seconds(0, 80, torch.float32) == 8
+    assert machine.seconds(0, 80, torch.int8) == 2
+    assert machine.seconds(400, 80, torch.int8) == 4
+
+
 def test_a_shape_is_read_and_made() -> None:
     config = shape_config("768x12x32000")
     assert (config.hidden_size, config.num_hidden_layers, config.vocab_size) == (768, 12, 32_000)
@@ -372,6 +380,7 @@ def test_fly_bench_speed_counts_a_byte_for_each_weight_of_8_bits(quick_limits: N
     for each in narrow:
         assert plain["weight_bytes"] == 2 and each["weight_bytes"] == 1
         assert plain["bytes"] - each["bytes"] == forward_bytes(config, torch.bfloat16) // 2
+    assert [each["products"] for each in (plain, *narrow)] == ["bfloat16", "bfloat16", "int8"]
 
 
 def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:

@@ -130,9 +130,9 @@ class CompiledLlama:
 
     Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
     is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
-    AVX-512 with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations are
-    rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation by
-    token, as in arXiv 2206.01861, section 3.1): products are then of whole numbers, and exact.
+    ``avx512bf16`` with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations
+    are rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation
+    by token, as in arXiv 2206.01861, section 3.1): products are then of whole numbers, and exact.
 
     Args:
         model: on the CPU, in float32 or bfloat16.

@@ -71,71 +71,71 @@ inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may
 struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
-            for (int j = 0; j < 4 * P; j++) {
+            ahead.template ask<P, 128>(w, panel, k);
+            UNROLL for (int j = 0; j < 4 * P; j++) {
                 Vec b = ld((const float*)(w + (j / 4) * panel + k * 128L) + (j % 4) * 8);
-                for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
+                UNROLL for (int m = 0; m < M; m++) acc[m][j] = fma(set1(a[m * lda + k]), b, acc[m][j]);
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
 };
 
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         const __m256i high = _mm256_set1_epi32((int)0xffff0000);
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
-            for (int j = 0; j < 4 * P; j++) {
+            ahead.template ask<P, 128>(w, panel, k);
+            UNROLL for (int j = 0; j < 4 * P; j++) {
                 __m256i two = _mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32));
                 Vec first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
                 Vec second = _mm256_castsi256_ps(_mm256_and_si256(two, high));
-                for (int m = 0; m < M; m++) {
+                UNROLL for (int m = 0; m < M; m++) {
                     acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
                     acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
                 }
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
 };
 
 struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 64>(w, panel, steps, k);
-            for (int j = 0; j < 4 * P; j++) {
+            ahead.template ask<P, 64>(w, panel, k);
+            UNROLL for (int j = 0; j < 4 * P; j++) {
                 const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
                 Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
                 Vec second = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 16))));
-                for (int m = 0; m < M; m++) {
+                UNROLL for (int m = 0; m < M; m++) {
                     acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
                     acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
                 }
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
     }
 };
 
@@ -145,17 +145,17 @@ struct Whole8 {
     typedef uint8_t In;
     typedef int32_t Sum;
     static constexpr int STEP = 4;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ahead ahead, Sum* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ask ahead, Sum* out) {
         __m256i acc[M][8 * P];  // of 4 outputs each, the first two inputs and the last
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 8 * P; j++) acc[m][j] = _mm256_setzero_si256();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 8 * P; j++) acc[m][j] = _mm256_setzero_si256();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
-            for (int j = 0; j < 8 * P; j++) {
+            ahead.template ask<P, 128>(w, panel, k);
+            UNROLL for (int j = 0; j < 8 * P; j++) {
                 const char* at = w + (j / 8) * panel + k * 128L + (j % 8) * 16;
                 const __m256i b = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)at));
-                for (int m = 0; m < M; m++) {
+                UNROLL for (int m = 0; m < M; m++) {
                     int32_t four;
                     memcpy(&four, a + m * lda + 4 * k, 4);
                     const __m256i x = _mm256_cvtepu8_epi16(_mm_set1_epi32(four));
@@ -163,8 +163,8 @@ struct Whole8 {
                 }
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 8 * P; j += 2) {
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 8 * P; j += 2) {
                 const __m256i sums = _mm256_hadd_epi32(acc[m][j], acc[m][j + 1]);  // of 4 outputs, two by two
                 _mm256_storeu_si256((__m256i*)(out + m * 32 * P + j * 4), _mm256_permute4x64_epi64(sums, 0xd8));
             }

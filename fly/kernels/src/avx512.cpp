@@ -26,13 +26,13 @@ inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays o
 }
 
 // Products of two inputs at a time with 16 outputs, of which ``two`` gives the weights in float32.
-template <int M, int P, int BYTES, class Ahead, class Two>
-inline void by_twos(const float* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out, Two two) {
+template <int M, int P, int BYTES, class Ask, class Two>
+inline void by_twos(const float* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
     Vec acc[M][2 * P];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
     for (int k = 0; k < steps; k++) {
-        ahead.template ask<P, BYTES>(w, panel, steps, k);
+        ahead.template ask<P, BYTES>(w, panel, k);
         Pair b[2 * P];
         UNROLL for (int j = 0; j < 2 * P; j++) b[j] = two(j, k);
         UNROLL for (int m = 0; m < M; m++) {
@@ -47,8 +47,8 @@ inline void by_twos(const float* a, long lda, const char* w, long panel, int ste
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         by_twos<M, P, 128>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
             return pair((const uint16_t*)(w + (j / 2) * panel + k * 128L + (j % 2) * 64));
         });
@@ -61,8 +61,8 @@ struct Int8 {
     static inline Vec widened(const char* w) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
     }
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         by_twos<M, P, 64>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
             const char* at = w + (j / 2) * panel + k * 64L + (j % 2) * 32;
             return Pair{widened(at), widened(at + 16)};

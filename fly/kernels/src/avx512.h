@@ -38,22 +38,22 @@ inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST
 struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;  // inputs a step
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][2 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, k);
             Vec b[2 * P];
-            for (int j = 0; j < 2 * P; j++) b[j] = ld((const float*)(w + (j / 2) * panel + k * 128L) + (j % 2) * 16);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int j = 0; j < 2 * P; j++) b[j] = ld((const float*)(w + (j / 2) * panel + k * 128L) + (j % 2) * 16);
+            UNROLL for (int m = 0; m < M; m++) {
                 Vec x = set1(a[m * lda + k]);
-                for (int j = 0; j < 2 * P; j++) acc[m][j] = fma(x, b[j], acc[m][j]);
+                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = fma(x, b[j], acc[m][j]);
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
     }
 };
 
@@ -63,13 +63,13 @@ struct Whole8 {
     typedef uint8_t In;
     typedef int32_t Sum;
     static constexpr int STEP = 4;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ahead ahead, Sum* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ask ahead, Sum* out) {
         __m512i acc[M][2 * P];
         UNROLL for (int m = 0; m < M; m++)
             UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_setzero_si512();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, k);
             __m512i b[2 * P];
             UNROLL for (int j = 0; j < 2 * P; j++)
                 b[j] = _mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);

@@ -21,25 +21,25 @@ struct BFloat16 {
     typedef uint16_t Act, In;
     typedef float Sum;
     static constexpr int STEP = 2;
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][2 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, steps, k);
+            ahead.template ask<P, 128>(w, panel, k);
             __m512bh b[2 * P];
-            for (int j = 0; j < 2 * P; j++)
+            UNROLL for (int j = 0; j < 2 * P; j++)
                 b[j] = (__m512bh)_mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int m = 0; m < M; m++) {
                 int32_t two;
                 memcpy(&two, a + m * lda + 2 * k, 4);
                 __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-                for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
+                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
     }
 };
 
@@ -55,24 +55,24 @@ struct Int8 {
         const __m512i upper = _mm512_set1_epi32((int)0xffff0000);
         return (__m512bh)_mm512_ternarylogic_epi32(_mm512_castps_si512(high), upper, below, 0xea);  // a & b | c
     }
-    template <int M, int P, class Ahead>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ahead ahead, float* out) {
+    template <int M, int P, class Ask>
+    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][2 * P];
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
         for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 64>(w, panel, steps, k);
+            ahead.template ask<P, 64>(w, panel, k);
             __m512bh b[2 * P];
-            for (int j = 0; j < 2 * P; j++) b[j] = widened(w + (j / 2) * panel + k * 64L + (j % 2) * 32);
-            for (int m = 0; m < M; m++) {
+            UNROLL for (int j = 0; j < 2 * P; j++) b[j] = widened(w + (j / 2) * panel + k * 64L + (j % 2) * 32);
+            UNROLL for (int m = 0; m < M; m++) {
                 int32_t two;
                 memcpy(&two, a + m * lda + 2 * k, 4);
                 __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-                for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
+                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
             }
         }
-        for (int m = 0; m < M; m++)
-            for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
     }
 };
 

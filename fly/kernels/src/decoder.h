@@ -8,6 +8,7 @@
 
 constexpr long LONG = 1 << 20;      // bytes of a matrix, for few rows, that take long
 constexpr int SHARES = 12;          // parts of a thread's part, about
+constexpr long KEPT = 1 << 20;      // bytes of a matrix up to which it is taken to stay in the processor's caches
 constexpr int AHEAD = 8192;         // bytes that are asked for ahead, of all panels multiplied at once
 constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
 
@@ -96,8 +97,9 @@ inline void run(int rows, int panels, const typename Wt::In* a, long lda, const 
             if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, ahead, out);
         return Wt::template micro<M, 1>(a, lda, w, panel, steps, ahead, out);
     }
-    constexpr int LEAST = ASKED == HALF ? (MAX_ROWS + 1) / 2 : 1;  // rows of one of several blocks
-    if constexpr (M > LEAST) run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
+    constexpr bool SEVERAL = ASKED == Asked::HALF || ASKED == Asked::NONE;  // blocks, of about the same size
+    if constexpr (M > (SEVERAL ? (MAX_ROWS + 1) / 2 : 1)) return run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
+    __builtin_unreachable();
 }
 
 // Rows of activations as products take them, and of W8A8 what 1 stands for in each.
@@ -119,14 +121,15 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 // x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each. At ``then``
 // lies what the thread is likely to multiply next.
 template <class Wt, class Finish>
-inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, const char* then, Finish finish) {
+inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
     alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
     const int blocks = blocks_of(x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     const long bytes = matrix.panel_bytes;
     for (int p = range.from, panels; p < range.to; p += panels) {
         panels = panels_at_once(x.rows);
         while (panels > range.to - p) panels /= 2;
-        const char *w = matrix.data + p * bytes, *next = p + panels < range.to ? w + panels * bytes : then;
+        const char* w = matrix.data + p * bytes;
+        const Place next = p + panels < range.to ? Place{w + panels * bytes, bytes} : then;
         const long near = AHEAD / panels < bytes ? AHEAD / panels : bytes;
         for (int block = 0; block < blocks; block++) {
             const Range some = part(x.rows, block, blocks);
@@ -134,12 +137,15 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, c
             const auto multiply = [&](auto ahead) {
                 run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
             };
-            if (blocks > 1)  // the last two ask for half of the next panels each, for memory to be busy all the time
-                multiply(Ahead<HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
-            else if (bytes * matrix.panels < LONG)
-                multiply(Ahead<FEW>{near, next});
+            // Of several blocks the last two ask for half of the next panels each, for memory to be busy all the while.
+            if (block < blocks - 2)
+                multiply(Ahead<Asked::NONE>{});
+            else if (blocks > 1)
+                multiply(Ahead<Asked::HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
+            else if (bytes * matrix.panels < KEPT)
+                multiply(Ahead<Asked::FEW>{near, next});
             else
-                multiply(Ahead<MANY>{near, next});
+                multiply(Ahead<Asked::MANY>{near, next});
             for (int row = 0; row < count; row++)
                 for (int j = 0; j < panels; j++) {
                     float* mine = (float*)(sums + (row * panels + j) * PANEL);
@@ -160,7 +166,7 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, c
 
 // How many panels a thread takes at a time of a product that is long: it may lose its processor for a while. 0: its part
 // of all at once.
-inline int share_of(const Call* call, const Matrix& matrix, int rows) {
+inline int panels_a_turn(const Call* call, const Matrix& matrix, int rows) {
     const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
     if (call->threads == 1 || work < LONG) return 0;
     const int least = panels_at_once(rows), share = matrix.panels / (call->threads * SHARES);
@@ -168,17 +174,17 @@ inline int share_of(const Call* call, const Matrix& matrix, int rows) {
 }
 
 // All panels, by all threads: each its part, or a few after a few. There is a barrier between two of them; ``next`` is the
-// matrix behind that.
+// matrix that is likely to come behind that.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
-    const int size = share_of(call, matrix, x.rows), after = share_of(call, next, x.rows);
+    const int size = panels_a_turn(call, matrix, x.rows), after = panels_a_turn(call, next, x.rows);
     const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
-    const char* then = next.data + first * next.panel_bytes;
+    const Place then = {next.data + first * next.panel_bytes, next.panel_bytes};
     if (!size) return product_of(x, matrix, part(matrix.panels, thread, call->threads), then, finish);
     for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;) {
         const int soon = at + size * call->threads;  // if all go on alike
         product_of(x, matrix, {at, at + size < matrix.panels ? at + size : matrix.panels},
-                   soon < matrix.panels ? matrix.data + soon * matrix.panel_bytes : then, finish);
+                   soon < matrix.panels ? Place{matrix.data + soon * matrix.panel_bytes, matrix.panel_bytes} : then, finish);
     }
 }
 
@@ -357,7 +363,7 @@ inline void score(const typename Stored<K>::Query* const query[NQ], const int of
 
 // Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; ``SUM`` adds up the weights as well. Of
 // the last two vectors only ``rest`` values are there, where that is less than they hold.
-template <class K, int NQ, int NV, bool SUM>
+template <int NQ, int NV, bool SUM, class K>
 inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value,
                   int offset, int at, int rest) {
     Vec acc[NQ][NV], total[NQ];
@@ -387,19 +393,19 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     }
 }
 
-template <class K, int NQ>
+template <int NQ, class K>
 inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, int offset) {
     const long width = padded(d);
     int at = 0;
     if (d >= 4 * W) {
-        weigh<K, NQ, 4, true>(s, width, query, key, count, value, offset, 0, 4 * W);
+        weigh<NQ, 4, true>(s, width, query, key, count, value, offset, 0, 4 * W);
         at = 4 * W;
     } else {
-        weigh<K, NQ, 2, true>(s, width, query, key, count, value, offset, 0, d);
+        weigh<NQ, 2, true>(s, width, query, key, count, value, offset, 0, d);
         at = 2 * W;
     }
-    for (; at + 4 * W <= d; at += 4 * W) weigh<K, NQ, 4, false>(s, width, query, key, count, value, offset, at, 4 * W);
-    for (; at < d; at += 2 * W) weigh<K, NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
+    for (; at + 4 * W <= d; at += 4 * W) weigh<NQ, 4, false>(s, width, query, key, count, value, offset, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
 }
 
 // Up to BLOCK tokens' keys (or values) of the head that lies ``offset`` on, in float32: pairs of vectors, those of a token
@@ -469,8 +475,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     // Heads of few queries take turns after few tokens, which is the order of memory.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
-    // Queries of one head spare each other the work of widening what they read.
-    const bool widens = Stored<K>::WIDENS && each > GROUP;
+    const bool widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
     walk<K>(call, call->cache.keys, layer, row, groups, end, together ? FEW : BLOCK,
             [&](int key, int count, const K* const* keys, auto soon) {
                 const Query* query[SIDE];
@@ -511,23 +516,25 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     memset(s.sums, 0, queries * sizeof(float));
     walk<K>(call, call->cache.values, layer, row, groups, end, each >= GROUP ? BLOCK : FEW,
             [&](int key, int count, const K* const* values, auto soon) {
+                // Adds them for some of a head's ``left`` queries, and says for how many.
+                const auto some = [&](auto from, int size, int offset, int q, int left) {
+                    if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, offset), GROUP;
+                    if (left >= 2) return weigh<2>(s, size, q, key, count, from, offset), 2;
+                    return weigh<1>(s, size, q, key, count, from, offset), 1;
+                };
                 const int room = padded(d, 2 * W);
                 const float* widened[BLOCK];
                 for (int q = 0; q < queries;) {
                     const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
                     if (left == each) soon(q / each);
-                    if (widens && left == each) {
-                        widen(values, count, offset, d, s.wide, room, 2 * W);
-                        for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
-                    }
-                    if (widens && left >= GROUP)
-                        weigh<float, GROUP>(s, room, q, key, count, widened, 0), q += GROUP;
-                    else if (left >= GROUP)
-                        weigh<K, GROUP>(s, d, q, key, count, values, offset), q += GROUP;
-                    else if (left >= 2)
-                        weigh<K, 2>(s, d, q, key, count, values, offset), q += 2;
-                    else
-                        weigh<K, 1>(s, d, q, key, count, values, offset), q++;
+                    if constexpr (Stored<K>::WIDENS)
+                        if (widens) {
+                            if (left == each) widen(values, count, offset, d, s.wide, room, 2 * W);
+                            for (int j = 0; left == each && j < count; j++) widened[j] = s.wide + j * room;
+                            q += some((const float* const*)widened, room, 0, q, left);
+                            continue;
+                        }
+                    q += some(values, d, offset, q, left);
                 }
             });
     for (int q = 0; q < queries; q++) {
@@ -685,6 +692,8 @@ void decode(Call* call, int thread, const Scratch& s) {
         for (long i = mine.from * ldx; i < mine.to * ldx; i += W) st(work.x + i, add(ld(work.x + i), ld(work.part + i)));
         wait(call);
     };
+    const bool last = call->tile_at + tokens == call->tokens;
+    const Matrix& behind = last ? model->head : model->layers[call->layer[0]].qkv;
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
@@ -712,7 +721,7 @@ void decode(Call* call, int thread, const Scratch& s) {
                     });
         wait(call);
         product(call, thread, inputs<Wt>(call, (const Act*)work.gated, ld_gated, tokens, shape.intermediate, thread, s),
-                layer.down, number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : model->head, residual);
+                layer.down, number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : behind, residual);
         wait(call);
         add_parts();
     }
@@ -728,7 +737,9 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = rows - from < MAX_TILE ? rows - from : MAX_TILE;
-        product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head, head,
+        const bool more = from + some < rows || !call->layer || !call->layers;  // and no drafter's next token
+        product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
+                more ? head : model->layers[call->layer[0]].qkv,
                 [&](int row, int panel, const float* sums) {
                     const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
                     memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, n * sizeof(float));
@@ -1232,5 +1243,6 @@ void logits(Call* call, int thread) { dispatch(LOGITS, call, thread); }
 void score(Call* call, int thread) { dispatch(SCORE, call, thread); }
 
 int activation_bytes(int weights) {
-    return weights == BFLOAT16 ? (int)sizeof(BFloat16::Act) : weights == FLOAT32 ? (int)sizeof(Float32::Act) : (int)sizeof(Int8::Act);
+    const size_t bytes[] = {sizeof(Float32::Act), sizeof(BFloat16::Act), sizeof(Int8::Act), sizeof(Whole8::Act)};  // Type
+    return (int)bytes[weights];
 }

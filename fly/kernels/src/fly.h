@@ -219,38 +219,48 @@ static inline void pause() {
 // calls that for free of effects, and drops it.
 static inline void fetch(const void* at) {
 #if defined(__x86_64__)
-    asm volatile("prefetcht1 %0" ::"m"(*(const char*)at));
+    asm volatile("prefetcht1 (%0)" ::"r"(at));
 #endif
 }
 
 static inline void fetch_close(const void* at) {
 #if defined(__x86_64__)
-    asm volatile("prefetcht0 %0" ::"m"(*(const char*)at));
+    asm volatile("prefetcht0 (%0)" ::"r"(at));
 #endif
 }
 
+// Panels to come: the first of them, and how far apart they lie.
+struct Place {
+    const char* at;
+    long panel;
+};
+
 // Weights that a product asks for while it multiplies others, as a core left to itself waits for too few lines at once:
-// those ``from`` bytes on in each of its panels, and behind their end those at ``then``. FEW of them, what a processor
-// keeps for itself, go into the first level of its caches; MANY into the second, which waits for more lines at once, and
-// from there into the first shortly before their turn; HALF of a step's in each step into the second.
-enum Asked { FEW, MANY, HALF };
+// those ``from`` bytes on in each of its panels, and behind their end those at ``then``. FEW of them, which the processor
+// keeps in its caches, go into the first level; MANY into the second, which waits for more lines at once, and from there
+// into the first shortly before their turn; HALF of a step's in each step into the second; and NONE.
+enum class Asked { NONE, FEW, MANY, HALF };
 
 template <Asked ASKED>
 struct Ahead {
     long from;
-    const char* then;
+    Place then;
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
-    ALWAYS_INLINE void ask(const char* w, long panel, int steps, int k) const {
-        constexpr int SHORTLY = 2048 / P, EACH = ASKED == HALF ? BYTES / 2 : BYTES;
-        const long at = from + k * (long)EACH, end = steps * (long)BYTES;
-        const char* line = at < end ? w + at : then + (at - end);
-        UNROLL for (int j = 0; j < P; j++) {
-            for (int i = 0; i < EACH; i += 64)
-                ASKED == FEW ? fetch_close(line + j * panel + i) : fetch(line + j * panel + i);
-            for (int i = 0; ASKED == MANY && i < BYTES; i += 64)
-                fetch_close(w + j * panel + k * (long)BYTES + SHORTLY + i);
-        }
+    ALWAYS_INLINE void ask(const char* w, long panel, int k) const {
+        constexpr int SHORTLY = 2048 / P, EACH = ASKED == Asked::HALF ? BYTES / 2 : BYTES;
+        const auto lines = [&](long at, auto bring) {
+            const bool here = at < panel;
+            const char* line = here ? w + at : then.at + (at - panel);
+            UNROLL for (int j = 0; j < P; j++)
+                for (int i = 0; i < EACH; i += 64) bring(line + j * (here ? panel : then.panel) + i);
+        };
+        if (ASKED == Asked::NONE || (EACH < 64 && k % 2)) return;
+        if (ASKED != Asked::FEW) lines(from + k * (long)EACH, fetch);
+        if (ASKED == Asked::FEW) lines(from + k * (long)EACH, fetch_close);
+        if (ASKED == Asked::MANY && P > 1) lines(SHORTLY + k * (long)EACH, fetch_close);
+        if (ASKED == Asked::MANY && P == 1)  // the next panel lies behind it, mostly, and steps are short
+            for (int i = 0; i < BYTES; i += 64) fetch_close((const char*)((uintptr_t)w + k * (long)BYTES + SHORTLY + i));
     }
 };
 

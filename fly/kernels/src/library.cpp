@@ -177,7 +177,7 @@ struct Reading : Call {
 };
 
 void read_part(Call* call, int thread) {
-    constexpr int STREAMS = 4;  // as a product takes panels at once
+    constexpr int STREAMS = 4, SOON = 32;  // as a product takes panels at once, and lines asked for ahead in each
     Reading* reading = (Reading*)call;
     const int64_t lines = reading->lines / (call->threads * STREAMS);
     const uint64_t* from = reading->from + thread * STREAMS * lines * 8;
@@ -185,7 +185,7 @@ void read_part(Call* call, int thread) {
     for (int64_t line = 0; line < lines; line++)
         for (int stream = 0; stream < STREAMS; stream++) {
             const uint64_t* at = from + (stream * lines + line) * 8;
-            fetch(at + 32 * 8);
+            fetch(at + SOON * 8);
             for (int i = 0; i < 8; i++) sum[i] += at[i];
         }
     const int64_t rest = thread ? reading->lines : lines * STREAMS * call->threads;
