@@ -5,15 +5,14 @@ Knows nothing of speculation.
 
 from __future__ import annotations
 
-import mmap
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
 
+from fly.cache.paged import zeros
 from fly.kernels.library import load, why_not
 
 __all__ = ["Limits", "Timing", "measure_limits", "synchronize", "take_turns"]
@@ -168,14 +167,9 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:
-    """Numbers to read: on a CPU in large pages where there are any, as weights lie there too."""
-    if device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.ones(count, dtype=torch.int64, device=device)
+    """Numbers to read, on a CPU in large pages where there are any, as weights lie there too."""
     large = 2 << 20
-    room = mmap.mmap(-1, count * 8 + large, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared ones are never large
-    with suppress(OSError):  # a system that was built without them
-        room.madvise(mmap.MADV_HUGEPAGE)
-    numbers = torch.frombuffer(room, dtype=torch.int64)
+    numbers = zeros((count + large // 8,), torch.int64, device)
     return numbers[-numbers.data_ptr() % large // 8 :][:count].fill_(1)
 
 

@@ -134,7 +134,7 @@ class PagedBatch:
                 yield alone
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Zeros; on the CPU, memory that is taken as it is first written, in large pages where the system has any: a
     sequence lies in many small ones, and finding them costs more time than reading them."""
     size = math.prod(shape) * dtype.itemsize

@@ -68,9 +68,12 @@ inline Vec scale2(Vec x, Vec n) {  // x · 2ⁿ in two halves, as 2ⁿ alone may
     return mul(mul(x, power(half)), power(rest));
 }
 
+constexpr Room ROOM = {2, 0, 1};  // of 16 registers
+
 struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
@@ -91,6 +94,7 @@ struct Float32 {
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
@@ -117,6 +121,7 @@ struct BFloat16 {
 struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][4 * P];
@@ -145,6 +150,7 @@ struct Whole8 {
     typedef uint8_t In;
     typedef int32_t Sum;
     static constexpr int STEP = 4;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ask ahead, Sum* out) {
         __m256i acc[M][8 * P];  // of 4 outputs each, the first two inputs and the last
@@ -170,10 +176,6 @@ struct Whole8 {
             }
     }
 };
-
-// 16 registers.
-constexpr int MAX_ROWS = 2;
-constexpr int most_panels(int rows) { return rows <= 1 ? 2 : 1; }
 
 // The sums of 8 vectors' lanes, by one tree for all of them.
 ALWAYS_INLINE Vec sums(Vec r[8]) {

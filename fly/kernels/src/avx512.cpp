@@ -12,9 +12,8 @@ using namespace fly;
 
 #include "avx512.h"
 
-// 32 registers: rows times panels of two, and room for the operands, which are four a panel.
-constexpr int MAX_ROWS = 12;
-constexpr int most_panels(int rows) { return rows <= 1 ? 4 : rows <= 3 ? 2 : 1; }
+// 32 registers: the sums of rows times panels, two each, and the operands, which are four a panel.
+constexpr Room WIDENED = {12, 1, 3};
 
 inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays one
     const __m512i bits = _mm512_castps_si512(x);
@@ -47,6 +46,7 @@ inline void by_twos(const float* a, long lda, const char* w, long panel, int ste
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = WIDENED;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         by_twos<M, P, 128>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
@@ -58,6 +58,7 @@ struct BFloat16 {
 struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = WIDENED;
     static inline Vec widened(const char* w) {
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
     }

@@ -34,10 +34,14 @@ inline Vec whole(const void* sums, const int32_t* offset) {
 }
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 
+// 32 registers: the sums of rows times panels, two each, and the operands, which are two a panel.
+constexpr Room ROOM = {14, 3, 6};
+
 // The weights' layouts, and the values they are multiplied with.
 struct Float32 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 1;  // inputs a step
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][2 * P];
@@ -63,6 +67,7 @@ struct Whole8 {
     typedef uint8_t In;
     typedef int32_t Sum;
     static constexpr int STEP = 4;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ask ahead, Sum* out) {
         __m512i acc[M][2 * P];

@@ -11,16 +11,13 @@ using namespace fly;
 
 #include "avx512.h"
 
-// 32 registers: rows times panels of two, and room for the operands.
-constexpr int MAX_ROWS = 14;
-constexpr int most_panels(int rows) { return rows <= 3 ? 4 : rows <= 6 ? 2 : 1; }
-
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
 struct BFloat16 {
     typedef uint16_t Act, In;
     typedef float Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
         Vec acc[M][2 * P];
@@ -48,6 +45,7 @@ struct Int8 {
     typedef uint16_t Act, In;
     typedef float Sum;
     static constexpr int STEP = 2;
+    static constexpr Room MOST = ROOM;
     static inline __m512bh widened(const char* w) {
         const Vec low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
         const Vec high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)(w + 16))));

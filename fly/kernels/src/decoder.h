@@ -87,18 +87,19 @@ inline void normalise(const float* x, const float* weight, int width, float eps,
     for (int i = 0; i < room; i += W) st(out + i, mul(mul(ld(x + i), factor), ld(weight + i)));
 }
 
-template <class Wt, int M = MAX_ROWS, Asked ASKED>
+template <class Wt, int M = Wt::MOST.rows, Asked ASKED>
 inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps,
                 Ahead<ASKED> ahead, typename Wt::Sum* out) {
     if (rows == M) {
-        if constexpr (most_panels(M) >= 4)
+        if constexpr (Wt::MOST.panels(M) >= 4)
             if (panels == 4) return Wt::template micro<M, 4>(a, lda, w, panel, steps, ahead, out);
-        if constexpr (most_panels(M) >= 2)
+        if constexpr (Wt::MOST.panels(M) >= 2)
             if (panels == 2) return Wt::template micro<M, 2>(a, lda, w, panel, steps, ahead, out);
         return Wt::template micro<M, 1>(a, lda, w, panel, steps, ahead, out);
     }
     constexpr bool SEVERAL = ASKED == Asked::HALF || ASKED == Asked::NONE;  // blocks, of about the same size
-    if constexpr (M > (SEVERAL ? (MAX_ROWS + 1) / 2 : 1)) return run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
+    if constexpr (M > (SEVERAL ? (Wt::MOST.rows + 1) / 2 : 1))
+        return run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
     __builtin_unreachable();
 }
 
@@ -112,8 +113,10 @@ struct Inputs {
 };
 
 // Rows are multiplied in blocks of about the same size, each with some panels at once.
-inline int blocks_of(int rows) { return (rows + MAX_ROWS - 1) / MAX_ROWS; }
-inline int panels_at_once(int rows) { return most_panels((rows + blocks_of(rows) - 1) / blocks_of(rows)); }
+inline int blocks_of(Room most, int rows) { return (rows + most.rows - 1) / most.rows; }
+inline int panels_at_once(Room most, int rows) {
+    return most.panels((rows + blocks_of(most, rows) - 1) / blocks_of(most, rows));
+}
 
 template <class Wt>
 constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
@@ -122,11 +125,11 @@ constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
 // lies what the thread is likely to multiply next.
 template <class Wt, class Finish>
 inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
-    alignas(64) typename Wt::Sum sums[MAX_ROWS * PANEL * 4];
-    const int blocks = blocks_of(x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
+    alignas(64) typename Wt::Sum sums[Wt::MOST.rows * PANEL * 4];
+    const int blocks = blocks_of(Wt::MOST, x.rows), steps = (matrix.k + Wt::STEP - 1) / Wt::STEP;
     const long bytes = matrix.panel_bytes;
     for (int p = range.from, panels; p < range.to; p += panels) {
-        panels = panels_at_once(x.rows);
+        panels = panels_at_once(Wt::MOST, x.rows);
         while (panels > range.to - p) panels /= 2;
         const char* w = matrix.data + p * bytes;
         const Place next = p + panels < range.to ? Place{w + panels * bytes, bytes} : then;
@@ -166,10 +169,10 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
 
 // How many panels a thread takes at a time of a product that is long: it may lose its processor for a while. 0: its part
 // of all at once.
-inline int panels_a_turn(const Call* call, const Matrix& matrix, int rows) {
+inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int rows) {
     const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
     if (call->threads == 1 || work < LONG) return 0;
-    const int least = panels_at_once(rows), share = matrix.panels / (call->threads * SHARES);
+    const int least = panels_at_once(most, rows), share = matrix.panels / (call->threads * SHARES);
     return share >= least ? share / least * least : share > 0 ? share : 1;
 }
 
@@ -177,7 +180,7 @@ inline int panels_a_turn(const Call* call, const Matrix& matrix, int rows) {
 // matrix that is likely to come behind that.
 template <class Wt, class Finish>
 inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
-    const int size = panels_a_turn(call, matrix, x.rows), after = panels_a_turn(call, next, x.rows);
+    const int size = panels_a_turn(call, matrix, Wt::MOST, x.rows), after = panels_a_turn(call, next, Wt::MOST, x.rows);
     const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
     const Place then = {next.data + first * next.panel_bytes, next.panel_bytes};
     if (!size) return product_of(x, matrix, part(matrix.panels, thread, call->threads), then, finish);

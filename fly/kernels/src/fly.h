@@ -229,6 +229,13 @@ static inline void fetch_close(const void* at) {
 #endif
 }
 
+// What a product has registers for: so many rows, and up to ``four`` of them with four panels at once, ``two`` with two.
+struct Room {
+    int rows, four, two;
+
+    constexpr int panels(int count) const { return count <= four ? 4 : count <= two ? 2 : 1; }
+};
+
 // Panels to come: the first of them, and how far apart they lie.
 struct Place {
     const char* at;
