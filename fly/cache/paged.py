@@ -178,7 +178,7 @@ class PagedKVCache:
             config.num_key_value_heads,
             config.head_dim,
         )
-        self.keys, self.values = (_zeros(shape, dtype, self.device) for _ in range(2))
+        self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod
     def for_model(cls, model: Cacheable, tokens: int | None = None, block_size: int | None = None) -> PagedKVCache:
