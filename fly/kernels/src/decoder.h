@@ -532,8 +532,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                     if (left == each) soon(q / each);
                     if constexpr (Stored<K>::WIDENS)
                         if (widens) {
-                            if (left == each) widen(values, count, offset, d, s.wide, room, 2 * W);
-                            for (int j = 0; left == each && j < count; j++) widened[j] = s.wide + j * room;
+                            if (left == each) {
+                                widen(values, count, offset, d, s.wide, room, 2 * W);
+                                for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
+                            }
                             q += some((const float* const*)widened, room, 0, q, left);
                             continue;
                         }
@@ -695,7 +697,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         for (long i = mine.from * ldx; i < mine.to * ldx; i += W) st(work.x + i, add(ld(work.x + i), ld(work.part + i)));
         wait(call);
     };
-    const bool last = call->tile_at + tokens == call->tokens;
+    const bool last = call->tile_at + tokens == call->tokens || !call->layers;
     const Matrix& behind = last ? model->head : model->layers[call->layer[0]].qkv;
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
@@ -740,9 +742,9 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = rows - from < MAX_TILE ? rows - from : MAX_TILE;
-        const bool more = from + some < rows || !call->layer || !call->layers;  // and no drafter's next token
+        const bool drafts = from + some == rows && call->layer && call->layers;  // a next token may come
         product(call, thread, inputs<Wt>(call, a + from * (long)padded(width), padded(width), some, width, thread, s), head,
-                more ? head : model->layers[call->layer[0]].qkv,
+                drafts ? model->layers[call->layer[0]].qkv : head,
                 [&](int row, int panel, const float* sums) {
                     const int n = vocab - panel * PANEL < PANEL ? vocab - panel * PANEL : PANEL;
                     memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, n * sizeof(float));
