@@ -149,9 +149,8 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     if device.type == "cpu" and not why_not():  # what W8A8 is held against
         sides[torch.int8] = 2 * side
     # Not all in turns: the threads of one library look out for work for a while when the other has begun.
-    timings = take_turns([*map(reads, _SIZES)], repeats, device) + take_turns(
-        [*map(multiplies, sides)], repeats, device
-    )
+    timings = take_turns([*map(reads, _SIZES)], repeats, device)
+    timings += take_turns([*map(multiplies, sides)], repeats, device)
     amounts: dict[int | torch.dtype, int] = {
         **{size: size for size in _SIZES},
         **{dtype: 2 * side**3 for dtype, side in sides.items()},

@@ -220,8 +220,7 @@ inline Pair pair(const K* p, int count) {
 template <class K>
 struct Stored {
     typedef float Query;
-    static constexpr bool WIDENS = sizeof(K) == 2;  // reading it takes more than loading it
-    static constexpr bool APART = sizeof(K) == 2;
+    static constexpr bool APART = sizeof(K) == 2, WIDENS = APART;  // reading it takes more than loading it
     static inline void query(const float* from, Query* to) {
         for (int i = 0; i < 16; i++) to[APART ? i % 2 * 8 + i / 2 : i] = from[i];
     }
