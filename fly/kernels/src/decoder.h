@@ -291,36 +291,46 @@ inline void locate(const Call* call, void* base, int layer, const Row& row, int 
     }
 }
 
-// Goes over the stored tokens up to ``end``, ``some`` (which divides BLOCK) at a time: ``use(from, count, where, soon)``,
-// with the place of each token's keys (or values), those of all of ``groups`` side by side. ``soon(group)`` asks for what
-// a head will need some blocks later, into the second level of the caches: the first waits for too few lines at once to
-// keep memory busy, and none should be asked for many at once.
+template <bool VALUE>
+struct Constant {
+    static constexpr bool value = VALUE;
+};
+
+// Asks for the line at ``p`` of keys (or values), once where 2·W of them are less than a line. Into the second level of the
+// caches: the first waits for too few lines at once to keep memory busy.
+template <class K>
+ALWAYS_INLINE void soon(const K* p) {
+    constexpr int BYTES = 2 * W * (int)sizeof(K);
+    if (BYTES < 64 && (uintptr_t)p % 64) return;
+    UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
+}
+
+// Goes over the stored tokens up to ``end``, ``some`` (which divides BLOCK) at a time: ``use(from, count, where, then)``,
+// with the place of each token's keys (or values), those of all of ``groups`` side by side, and the place of those to ask
+// for meanwhile: some blocks later, behind the end the values. ``begin``: nobody asked for the first blocks.
 template <class K, class Use>
-inline void walk(const Call* call, void* base, int layer, const Row& row, Range groups, int end, int some, Use use) {
+inline void walk(const Call* call, void* base, bool begin, int layer, const Row& row, Range groups, int end, int some,
+                 Use use) {
     constexpr int RING = 5;
     const K* ring[RING][BLOCK];
-    const int d = call->model->shape.head_dim, bytes = d * (int)sizeof(K), count = groups.to - groups.from;
+    const int d = call->model->shape.head_dim, count = groups.to - groups.from, blocks = (end + BLOCK - 1) / BLOCK;
     const int ahead = count >= 4 ? 1 : 4;  // blocks
     auto find = [&](int block) {
-        if (block * BLOCK >= end) return;
-        locate(call, base, layer, row, groups.from, block * BLOCK, end, ring[block % RING]);
-    };
-    auto ask = [&](int block, int from, int group) {
-        if (block * BLOCK >= end) return;
-        for (int i = from; i < from + some; i++)
-            for (int at = 0; at < bytes; at += 64)
-                fetch((const char*)(ring[block % RING][i] + group * d) + at);
+        const bool here = block < blocks;
+        const int last = here || block - blocks < blocks ? block - (here ? 0 : blocks) : blocks - 1;
+        locate(call, here ? base : call->cache.values, layer, row, groups.from, last * BLOCK, end, ring[block % RING]);
     };
     for (int block = 0; block < ahead; block++) {
         find(block);
-        for (int from = 0; from < BLOCK; from += some)
-            for (int group = 0; group < count; group++) ask(block, from, group);
+        if (begin)
+            for (const K* at : ring[block])
+                for (int i = 0; i < count * d; i += 2 * W) soon(at + i);
     }
-    for (int block = 0; block * BLOCK < end; block++) {
+    for (int block = 0; block < blocks; block++) {
         find(block + ahead);
         for (int from = 0, left; from < BLOCK && (left = end - block * BLOCK - from) > 0; from += some)
             use(block * BLOCK + from, left < some ? left : some, ring[block % RING] + from,
-                [&](int group) { ask(block + ahead, from, group); });
+                ring[(block + ahead) % RING] + from);
     }
 }
 
@@ -343,20 +353,24 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
 }
 
 // Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
-// summed up lane by lane over the head's width, then by one tree over the lanes.
-template <class K, int NQ>
-inline void score(const typename Stored<K>::Query* const query[NQ], const int offset[NQ], const K* const* key, int d,
-                  float* const out[NQ]) {
+// summed up lane by lane over the head's width, then by one tree over the lanes. ASK: for the keys at ``then``, too.
+template <class K, int NQ, bool ASK>
+inline void score(const typename Stored<K>::Query* const query[NQ], const int offset[NQ], const K* const* key,
+                  const K* const* then, int d, float* const out[NQ]) {
     constexpr int NK = W / NQ;
     Vec acc[W];
     UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
     int at = 0;
     for (; at + 2 * W <= d; at += 2 * W)
-        UNROLL for (int i = 0; i < W; i++)
+        UNROLL for (int i = 0; i < W; i++) {
+            if (ASK) soon(then[i % NK] + offset[i / NK] + at);
             acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, acc[i]);
+        }
     if (at < d)
-        UNROLL for (int i = 0; i < W; i++)
+        UNROLL for (int i = 0; i < W; i++) {
+            if (ASK) soon(then[i % NK] + offset[i / NK] + at);
             acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, d - at, acc[i]);
+        }
     const Vec all = sums(acc);
     if constexpr (NQ == 1)
         st(out[0], all);
@@ -364,11 +378,12 @@ inline void score(const typename Stored<K>::Query* const query[NQ], const int of
         fours(all, out);
 }
 
-// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; ``SUM`` adds up the weights as well. Of
-// the last two vectors only ``rest`` values are there, where that is less than they hold.
-template <int NQ, int NV, bool SUM, class K>
+// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; SUM adds up the weights as well, in their
+// order, as for a branch of a tree other places lie between. Of the last two vectors only ``rest`` values are there, where
+// that is less than they hold. ASK: for those at ``then``, too.
+template <int NQ, int NV, bool SUM, bool ASK, class K>
 inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value,
-                  int offset, int at, int rest) {
+                  const K* const* then, int offset, int at, int rest) {
     Vec acc[NQ][NV], total[NQ];
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
@@ -377,8 +392,10 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     const float* weights = s.scores + query * s.stride + key;
     for (int j = 0; j < count; j++) {
         Pair x[NV / 2];
-        UNROLL for (int v = 0; v < NV / 2; v++)
+        UNROLL for (int v = 0; v < NV / 2; v++) {
+            if (ASK) soon(then[j] + offset + at + v * 2 * W);
             x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
+        }
         UNROLL for (int i = 0; i < NQ; i++) {
             const Vec weight = set1(weights[i * s.stride + j]);
             UNROLL for (int v = 0; v < NV / 2; v++) {
@@ -390,34 +407,35 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     }
     UNROLL for (int i = 0; i < NQ; i++) {
         UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
-        if (SUM) {
-            s.sums[query + i] = first(total[i]);
-        }
+        if (SUM) s.sums[query + i] = first(total[i]);
     }
 }
 
-template <int NQ, class K>
-inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, int offset) {
+template <int NQ, bool ASK, class K>
+inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, const K* const* then,
+                  int offset) {
     const long width = padded(d);
     int at = 0;
     if (d >= 4 * W) {
-        weigh<NQ, 4, true>(s, width, query, key, count, value, offset, 0, 4 * W);
+        weigh<NQ, 4, true, ASK>(s, width, query, key, count, value, then, offset, 0, 4 * W);
         at = 4 * W;
     } else {
-        weigh<NQ, 2, true>(s, width, query, key, count, value, offset, 0, d);
+        weigh<NQ, 2, true, ASK>(s, width, query, key, count, value, then, offset, 0, d);
         at = 2 * W;
     }
-    for (; at + 4 * W <= d; at += 4 * W) weigh<NQ, 4, false>(s, width, query, key, count, value, offset, at, 4 * W);
-    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, offset, at, d - at);
+    for (; at + 4 * W <= d; at += 4 * W)
+        weigh<NQ, 4, false, ASK>(s, width, query, key, count, value, then, offset, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<NQ, 2, false, ASK>(s, width, query, key, count, value, then, offset, at, d - at);
 }
 
 // Up to BLOCK tokens' keys (or values) of the head that lies ``offset`` on, in float32: pairs of vectors, those of a token
-// ``step`` apart, those of two tokens ``token`` apart.
+// ``step`` apart, those of two tokens ``token`` apart. Asks for those at ``then``.
 template <class K>
-inline void widen(const K* const* from, int count, int offset, int d, float* to, int token, int step) {
+inline void widen(const K* const* from, const K* const* then, int count, int offset, int d, float* to, int token, int step) {
     for (int j = 0; j < count; j++)
         for (int at = 0; at < d; at += 2 * W) {
             const K* p = from[j] + offset + at;
+            soon(then[j] + offset + at);
             const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
             float* mine = to + j * token + at / (2 * W) * step;
             st(mine, x.first), st(mine + W, x.second);
@@ -475,38 +493,43 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    // Heads of few queries take turns after few tokens, which is the order of memory.
+    // Heads of few queries are scored side by side, with few tokens each, which is the order of memory.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
     const bool widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
-    walk<K>(call, call->cache.keys, layer, row, groups, end, together ? FEW : BLOCK,
-            [&](int key, int count, const K* const* keys, auto soon) {
+    walk<K>(call, call->cache.keys, true, layer, row, groups, end, together ? FEW : BLOCK,
+            [&](int key, int count, const K* const* keys, const K* const* then) {
                 const Query* query[SIDE];
                 float* out[SIDE];
-                int offset[SIDE], asked = 0;
+                int offset[SIDE];
                 auto choose = [&](int i, int q) {
                     query[i] = (const Query*)s.queries + q * width;
                     out[i] = s.scores + q * s.stride + key;
                     offset[i] = q / each * d;
-                    for (; asked <= q / each; asked++) soon(asked);
                 };
                 if (together) {
                     for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
                         const int first = q + SIDE <= queries ? q : queries - SIDE;
                         for (int i = 0; i < SIDE; i++) choose(i, first + i);
-                        score<K, SIDE>(query, offset, keys, d, out);
+                        score<K, SIDE, true>(query, offset, keys, then, d, out);
                     }
-                } else {
-                    for (int q = 0; q < queries; q++) {
-                        choose(0, q);
-                        if constexpr (Stored<K>::WIDENS)
-                            if (widens) {
-                                if (q % each == 0) widen(keys, count, offset[0], d, s.wide, 2 * W, BLOCK * 2 * W);
-                                for (int i = 0; i < BLOCK; i += W)
-                                    score_widened(query[0], s.wide + i * 2 * W, d, out[0] + i);
-                                continue;
-                            }
-                        for (int i = 0; i < BLOCK; i += W, out[0] += W) score<K, 1>(query, offset, keys + i, d, out);
+                    return;
+                }
+                for (int q = 0; q < queries; q++) {
+                    choose(0, q);
+                    const bool asks = q % each == 0;  // the first query of a head
+                    if constexpr (Stored<K>::WIDENS)
+                        if (widens) {
+                            if (asks) widen(keys, then, count, offset[0], d, s.wide, 2 * W, BLOCK * 2 * W);
+                            for (int i = 0; i < BLOCK; i += W)
+                                score_widened(query[0], s.wide + i * 2 * W, d, out[0] + i);
+                            continue;
+                        }
+                    for (int i = 0; i < BLOCK; i += W, out[0] += W) {
+                        if (asks)
+                            score<K, 1, true>(query, offset, keys + i, then + i, d, out);
+                        else
+                            score<K, 1, false>(query, offset, keys + i, then + i, d, out);
                     }
                 }
             });
@@ -517,29 +540,31 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    walk<K>(call, call->cache.values, layer, row, groups, end, each >= GROUP ? BLOCK : FEW,
-            [&](int key, int count, const K* const* values, auto soon) {
+    walk<K>(call, call->cache.values, false, layer, row, groups, end, BLOCK,
+            [&](int key, int count, const K* const* values, const K* const* then) {
                 // Adds them for some of a head's ``left`` queries, and says for how many.
-                const auto some = [&](auto from, int size, int offset, int q, int left) {
-                    if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, offset), GROUP;
-                    if (left >= 2) return weigh<2>(s, size, q, key, count, from, offset), 2;
-                    return weigh<1>(s, size, q, key, count, from, offset), 1;
+                const auto some = [&](auto asks, auto from, auto then, int size, int offset, int q, int left) {
+                    constexpr bool ASK = decltype(asks)::value;
+                    if (left >= GROUP) return weigh<GROUP, ASK>(s, size, q, key, count, from, then, offset), GROUP;
+                    if (left >= 2) return weigh<2, ASK>(s, size, q, key, count, from, then, offset), 2;
+                    return weigh<1, ASK>(s, size, q, key, count, from, then, offset), 1;
                 };
                 const int room = padded(d, 2 * W);
                 const float* widened[BLOCK];
                 for (int q = 0; q < queries;) {
                     const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
-                    if (left == each) soon(q / each);
                     if constexpr (Stored<K>::WIDENS)
                         if (widens) {
                             if (left == each) {
-                                widen(values, count, offset, d, s.wide, room, 2 * W);
+                                widen(values, then, count, offset, d, s.wide, room, 2 * W);
                                 for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
                             }
-                            q += some((const float* const*)widened, room, 0, q, left);
+                            const auto from = (const float* const*)widened;
+                            q += some(Constant<false>{}, from, from, room, 0, q, left);
                             continue;
                         }
-                    q += some(values, d, offset, q, left);
+                    q += left == each ? some(Constant<true>{}, values, then, d, offset, q, left)
+                                      : some(Constant<false>{}, values, then, d, offset, q, left);
                 }
             });
     for (int q = 0; q < queries; q++) {
