@@ -1194,8 +1194,8 @@ def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count
     what = f"{count} {split} {kind or ''} problems".replace("  ", " ")
     console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1"))
     console.print(
-        "[dim]τ: tokens a target forward emits · drafts kept: share of drafted tokens emitted · gate open: share of "
-        "mismatches at which the target was undecided · recovery: accuracy over autoregressive's[/]",
+        "[dim]AR: autoregressive decoding · τ: tokens a target forward emits · drafts kept: share of drafted tokens "
+        "emitted · gate open: share of mismatches at which the target was undecided · recovery: accuracy over AR's[/]",
         highlight=False,
     )
     for result in results:
@@ -1258,11 +1258,14 @@ def _result_as_json(result: Any) -> dict[str, Any]:
 
 def rule_name(rule: Any) -> str:
     """A short name for a table: the expression without its parameters."""
-    return str(rule).split("(")[0]
+    name, before = str(rule), ""
+    while name != before:
+        name, before = re.sub(r"(?<=\w)\([^()]*\)", "", name), name
+    return name
 
 
 def comparison_table(results: list[Any], title: str) -> Table:
-    """Speed, acceptance and accuracy, a column a setting; the first is autoregressive, the second exact speculation."""
+    """Speed, acceptance and accuracy, a row a setting; the first is autoregressive, the second exact speculation."""
     plain, exact = results[0], results[1]
 
     def gate(stats: Any) -> str:
@@ -1270,9 +1273,9 @@ def comparison_table(results: list[Any], title: str) -> Table:
         asked, passed = sum(c.asked for c in counts), sum(c.passed for c in counts)
         return f"{passed / asked:.0%}" if asked else "–"
 
-    rows: dict[str, Any] = {
-        "tokens/s": lambda r: f"{r.tokens_per_second:,.0f}",
-        "over autoregressive": lambda r: f"{r.tokens_per_second / plain.tokens_per_second:.2f}×",
+    columns: dict[str, Any] = {
+        "tokens /s": lambda r: f"{r.tokens_per_second:,.0f}",
+        "over AR": lambda r: f"{r.tokens_per_second / plain.tokens_per_second:.2f}×",
         "over exact": lambda r: f"{r.tokens_per_second / exact.tokens_per_second:.2f}×",
         "τ": lambda r: f"{r.stats.tau:.2f}",
         "drafts kept": lambda r: f"{r.stats.acceptance_rate:.0%}" if r.stats.drafted else "–",
@@ -1281,12 +1284,12 @@ def comparison_table(results: list[Any], title: str) -> Table:
         "accuracy": lambda r: f"{r.accuracy:.1%}",
         "recovery": lambda r: f"{r.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
     }
-    table = Table(title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table.add_column("decoding", overflow="fold")
+    for heading in columns:
+        table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)
     for result in results:
-        table.add_column(result.setting.name, justify="right")
-    for heading, show in rows.items():
-        table.add_row(heading, *(show(result) for result in results))
+        table.add_row(escape(result.setting.name), *(show(result) for show in columns.values()))
     return table
 
 
