@@ -185,6 +185,25 @@ ALWAYS_INLINE Vec sums(Vec r[8]) {
     return add(_mm256_permute2f128_ps(four[0], four[1], 0x20), _mm256_permute2f128_ps(four[0], four[1], 0x31));
 }
 
+// The order of that tree: pairs of these, pairs of pairs, and so on.
+constexpr int LANES[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+
+// Rows to columns.
+ALWAYS_INLINE void transpose(Vec r[8]) {
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        const auto low = [](Vec a, Vec b) { return _mm256_castps_pd(_mm256_unpacklo_ps(a, b)); };
+        const auto high = [](Vec a, Vec b) { return _mm256_castps_pd(_mm256_unpackhi_ps(a, b)); };
+        const __m256d a = low(r[i], r[i + 1]), b = low(r[i + 2], r[i + 3]);
+        const __m256d c = high(r[i], r[i + 1]), d = high(r[i + 2], r[i + 3]);
+        r[i] = _mm256_castpd_ps(_mm256_unpacklo_pd(a, b)), r[i + 1] = _mm256_castpd_ps(_mm256_unpackhi_pd(a, b));
+        r[i + 2] = _mm256_castpd_ps(_mm256_unpacklo_pd(c, d)), r[i + 3] = _mm256_castpd_ps(_mm256_unpackhi_pd(c, d));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        const Vec a = r[i], b = r[i + 4];
+        r[i] = _mm256_permute2f128_ps(a, b, 0x20), r[i + 4] = _mm256_permute2f128_ps(a, b, 0x31);
+    }
+}
+
 // Four values to each of two places.
 inline void fours(Vec x, float* const to[2]) {
     _mm_storeu_ps(to[0], _mm256_castps256_ps128(x));
@@ -204,11 +223,11 @@ struct Pair {
 };
 
 inline Pair pair(const float* p) { return {ld(p), ld(p + 8)}; }
-inline Pair pair(const uint16_t* p) {
-    const __m256i two = _mm256_loadu_si256((const __m256i*)p);
+inline Pair halves(__m256i two) {
     return {_mm256_castsi256_ps(_mm256_slli_epi32(two, 16)),
             _mm256_castsi256_ps(_mm256_and_si256(two, _mm256_set1_epi32((int)0xffff0000)))};
 }
+inline Pair pair(const uint16_t* p) { return halves(_mm256_loadu_si256((const __m256i*)p)); }
 template <class K>
 inline Pair pair(const K* p, int count) {
     K some[16] = {};
@@ -216,11 +235,22 @@ inline Pair pair(const K* p, int count) {
     return pair(some);
 }
 
-// Keys and values of a type, and the queries that keys are multiplied with, which lie as pairs do: 16 at a time.
+// Keys and values of a type, and the queries that keys are multiplied with, which lie as pairs do: 16 at a time. ``lay`` and
+// ``times`` do for keys that are transposed what ``dot`` does for a key, lane by lane: 8 keys' dwords ``half`` · 8 + lane
+// of the 16, and the products with them, of DEEP vectors a lane.
 template <class K>
 struct Stored {
     typedef float Query;
     static constexpr bool APART = sizeof(K) == 2, WIDENS = APART;  // reading it takes more than loading it
+    static constexpr int DEEP = 2;
+    static inline void lay(Vec keys, int half, float* to) {
+        if (!APART) return st(to + half * 8, keys);
+        const Pair two = halves(_mm256_castps_si256(keys));
+        st(to, two.first), st(to + 8, two.second);
+    }
+    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
+        return fma(set1(q[8 + lane]), ld(keys + 8), fma(set1(q[lane]), ld(keys), acc));
+    }
     static inline void query(const float* from, Query* to) {
         for (int i = 0; i < 16; i++) to[APART ? i % 2 * 8 + i / 2 : i] = from[i];
     }

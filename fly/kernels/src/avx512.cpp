@@ -75,6 +75,14 @@ template <>
 struct Stored<uint16_t> {
     typedef float Query;
     static constexpr bool WIDENS = true;  // reading it takes more than loading it
+    static constexpr int DEEP = 2;
+    static inline void lay(Vec keys, int, float* to) {
+        const Pair two = halves(_mm512_castps_si512(keys));
+        st(to, two.first), st(to + 16, two.second);
+    }
+    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
+        return Stored<float>::times(q, lane, keys, acc);
+    }
     static inline void query(const float* from, Query* to) {
         for (int i = 0; i < 32; i++) to[i % 2 * 16 + i / 2] = from[i];
     }

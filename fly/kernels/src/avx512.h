@@ -105,6 +105,27 @@ ALWAYS_INLINE Vec sums(Vec r[16]) {
     return add(_mm512_shuffle_f32x4(r[0], r[8], 0x88), _mm512_shuffle_f32x4(r[0], r[8], 0xdd));
 }
 
+// The order of that tree: pairs of these, pairs of pairs, and so on.
+constexpr int LANES[16] = {0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15};
+
+// Rows to columns.
+ALWAYS_INLINE void transpose(Vec r[16]) {
+    UNROLL for (int i = 0; i < 16; i += 4) {
+        const auto low = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpacklo_ps(a, b)); };
+        const auto high = [](Vec a, Vec b) { return _mm512_castps_pd(_mm512_unpackhi_ps(a, b)); };
+        const __m512d a = low(r[i], r[i + 1]), b = low(r[i + 2], r[i + 3]);
+        const __m512d c = high(r[i], r[i + 1]), d = high(r[i + 2], r[i + 3]);
+        r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
+        r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
+    }
+    UNROLL for (int i = 0; i < 4; i++) {
+        const Vec a = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
+        const Vec c = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd), d = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
+        r[i] = _mm512_shuffle_f32x4(a, b, 0x88), r[i + 8] = _mm512_shuffle_f32x4(a, b, 0xdd);
+        r[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88), r[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
+    }
+}
+
 // Four values to each of four places.
 inline void fours(Vec x, float* const to[4]) {
     _mm_storeu_ps(to[0], _mm512_castps512_ps128(x));
@@ -144,7 +165,9 @@ inline void interleave(Pair x, float* to) {
     st(to + 16, _mm512_permutex2var_ps(x.first, _mm512_add_epi32(low, _mm512_set1_epi32(8)), x.second));
 }
 
-// Keys and values of a type, and the queries that keys are multiplied with: 32 at a time.
+// Keys and values of a type, and the queries that keys are multiplied with: 32 at a time. ``lay`` and ``times`` do for keys
+// that are transposed what ``dot`` does for a key, lane by lane: 16 keys' dwords ``half`` · 16 + lane of the 32, and the
+// products with them, of DEEP vectors a lane.
 template <class K>
 struct Stored;
 
@@ -152,6 +175,11 @@ template <>
 struct Stored<float> {
     typedef float Query;
     static constexpr bool WIDENS = false;
+    static constexpr int DEEP = 2;
+    static inline void lay(Vec keys, int half, float* to) { st(to + half * 16, keys); }
+    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
+        return fma(set1(q[16 + lane]), ld(keys + 16), fma(set1(q[lane]), ld(keys), acc));
+    }
     static inline void query(const float* from, Query* to) { memcpy(to, from, 32 * sizeof(float)); }
     static inline Vec dot(const Query* q, Pair key, Vec acc) { return fma(ld(q + 16), key.second, fma(ld(q), key.first, acc)); }
     static inline Vec dot(const Query* q, const float* key, Vec acc) { return dot(q, pair(key), acc); }

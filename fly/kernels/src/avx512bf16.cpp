@@ -78,6 +78,13 @@ template <>
 struct Stored<uint16_t> {
     typedef uint16_t Query;
     static constexpr bool WIDENS = false;
+    static constexpr int DEEP = 1;
+    static inline void lay(Vec keys, int, float* to) { st(to, keys); }
+    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
+        int32_t two;
+        memcpy(&two, q + 2 * lane, 4);
+        return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_set1_epi32(two), (__m512bh)_mm512_loadu_si512(keys));
+    }
     static inline void query(const float* from, Query* to) { st(to, ld(from)), st(to + 16, ld(from + 16)); }
     static inline Vec dot(const Query* q, __m512i key, Vec acc) {
         return _mm512_dpbf16_ps(acc, (__m512bh)_mm512_loadu_si512(q), (__m512bh)key);

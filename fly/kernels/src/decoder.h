@@ -204,9 +204,10 @@ inline float narrowed(const Act* from, int count, uint8_t* to) {
 
 // Buffers of a thread's own, for attention over at most S stored tokens.
 constexpr int QUERIES = 32;             // queries whose scores are held at once
-constexpr int OWN_NORMS = 16;           // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int OWN_NORMS = 4;            // tokens up to which every thread normalises all by itself, to spare a barrier
 constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
 constexpr int BLOCK = 16;               // stored tokens that are scored at once
+constexpr int TURNED = 6;               // queries of a head from which on it pays to transpose its keys
 
 struct Scratch {
     float *scores, *out, *sums, *wide;
@@ -428,30 +429,70 @@ inline void weigh(const Scratch& s, int d, int query, int key, int count, const 
     for (; at < d; at += 2 * W) weigh<NQ, 2, false, ASK>(s, width, query, key, count, value, then, offset, at, d - at);
 }
 
-// Up to BLOCK tokens' keys (or values) of the head that lies ``offset`` on, in float32: pairs of vectors, those of a token
-// ``step`` apart, those of two tokens ``token`` apart. Asks for those at ``then``.
+// Up to BLOCK tokens' values of the head that lies ``offset`` on, in float32, ``room`` for each. Asks for those at ``then``.
 template <class K>
-inline void widen(const K* const* from, const K* const* then, int count, int offset, int d, float* to, int token, int step) {
-    for (int j = 0; j < count; j++)
+inline void widen(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
+    for (int j = 0; j < count; j++, to += room)
         for (int at = 0; at < d; at += 2 * W) {
-            const K* p = from[j] + offset + at;
+            const K* p = value[j] + offset + at;
             soon(then[j] + offset + at);
             const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
-            float* mine = to + j * token + at / (2 * W) * step;
-            st(mine, x.first), st(mine + W, x.second);
+            st(to + at, x.first), st(to + at + W, x.second);
         }
 }
 
-// Scores of a query with W keys of a widened block, which lie pair beside pair: the same sums as above.
-inline void score_widened(const float* query, const float* keys, int d, float* out) {
-    Vec acc[W];
-    UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
-    for (int at = 0; at < d; at += 2 * W, keys += BLOCK * 2 * W) {
-        const Vec first = ld(query + at), second = ld(query + at + W);
-        UNROLL for (int i = 0; i < W; i++)
-            acc[i] = fma(second, ld(keys + i * 2 * W + W), fma(first, ld(keys + i * 2 * W), acc[i]));
+// W keys of the head that lies ``offset`` on, transposed: of each 2·W values a lane after a lane, W keys side by side.
+template <class K>
+inline void turn(const K* const* key, const K* const* then, int offset, int d, float* to) {
+    constexpr int PART = W * 4 / (int)sizeof(K);  // of a key, that is a vector
+    for (int at = 0; at < d; at += 2 * W, to += W * W * Stored<K>::DEEP)
+        for (int half = 0; half < 2 * W / PART; half++) {
+            const int from = at + half * PART, left = d - from;
+            Vec rows[W];
+            UNROLL for (int j = 0; j < W; j++) {
+                const K* p = key[j] + offset + from;
+                if (!half) soon(then[j] + offset + at);
+                K some[PART] = {};
+                if (left < PART) memcpy(some, p, (left > 0 ? left : 0) * sizeof(K));
+                rows[j] = ld((const float*)(left < PART ? some : p));
+            }
+            transpose(rows);
+            UNROLL for (int lane = 0; lane < W; lane++) Stored<K>::lay(rows[lane], half, to + lane * W * Stored<K>::DEEP);
+        }
+}
+
+template <int NQ>
+struct Several {
+    Vec of[NQ];
+};
+
+// The products with keys that are transposed, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a
+// head; 0: as many as there are.
+template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
+ALWAYS_INLINE Several<NQ> over_lanes(const typename Stored<K>::Query* const query[NQ], const float* keys, int steps) {
+    Several<NQ> all;
+    if constexpr (COUNT > 1) {
+        const auto some = over_lanes<K, NQ, STEPS, COUNT / 2, AT>(query, keys, steps);
+        const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(query, keys, steps);
+        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = add(some.of[i], rest.of[i]);
+    } else {
+        constexpr int LANE = LANES[AT], DEEP = Stored<K>::DEEP;
+        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = zero();
+        UNROLL for (int step = 0; step < (STEPS ? STEPS : steps); step++)
+            UNROLL for (int i = 0; i < NQ; i++)
+                all.of[i] = Stored<K>::times(query[i] + step * 2 * W, LANE, keys + (step * W + LANE) * W * DEEP, all.of[i]);
     }
-    st(out, sums(acc));
+    return all;
+}
+
+// Scores of NQ queries with the same W keys, transposed: the same sums as of ``score``.
+template <class K, int NQ>
+inline void score_turned(const typename Stored<K>::Query* const query[NQ], const float* keys, int d, float* const out[NQ]) {
+    const auto give = [&](const Several<NQ>& all) { UNROLL for (int i = 0; i < NQ; i++) st(out[i], all.of[i]); };
+    const int steps = (d + 2 * W - 1) / (2 * W);
+    if (steps == 2) return give(over_lanes<K, NQ, 2>(query, keys, steps));
+    if (steps == 4) return give(over_lanes<K, NQ, 4>(query, keys, steps));
+    give(over_lanes<K, NQ, 0>(query, keys, steps));
 }
 
 // Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
@@ -496,12 +537,13 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     // Heads of few queries are scored side by side, with few tokens each, which is the order of memory.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
-    const bool widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
+    const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
     walk<K>(call, call->cache.keys, true, layer, row, groups, end, together ? FEW : BLOCK,
-            [&](int key, int count, const K* const* keys, const K* const* then) {
-                const Query* query[SIDE];
-                float* out[SIDE];
-                int offset[SIDE];
+            [&](int key, int, const K* const* keys, const K* const* then) {
+                constexpr int MOST = SIDE > GROUP ? SIDE : GROUP;
+                const Query* query[MOST];
+                float* out[MOST];
+                int offset[MOST];
                 auto choose = [&](int i, int q) {
                     query[i] = (const Query*)s.queries + q * width;
                     out[i] = s.scores + q * s.stride + key;
@@ -515,18 +557,19 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                     }
                     return;
                 }
-                for (int q = 0; q < queries; q++) {
-                    choose(0, q);
-                    const bool asks = q % each == 0;  // the first query of a head
-                    if constexpr (Stored<K>::WIDENS)
-                        if (widens) {
-                            if (asks) widen(keys, then, count, offset[0], d, s.wide, 2 * W, BLOCK * 2 * W);
-                            for (int i = 0; i < BLOCK; i += W)
-                                score_widened(query[0], s.wide + i * 2 * W, d, out[0] + i);
-                            continue;
+                for (int q = 0; q < queries && turns; q += each)
+                    for (int i = 0; i < BLOCK; i += W) {
+                        turn<K>(keys + i, then + i, q / each * d, d, s.wide);
+                        for (int n = 0; n < each; n += GROUP) {
+                            const int first = q + (n + GROUP <= each ? n : each - GROUP);
+                            for (int j = 0; j < GROUP; j++) choose(j, first + j), out[j] += i;
+                            score_turned<K, GROUP>(query, s.wide, d, out);
                         }
+                    }
+                for (int q = 0; q < queries && !turns; q++) {
+                    choose(0, q);
                     for (int i = 0; i < BLOCK; i += W, out[0] += W) {
-                        if (asks)
+                        if (q % each == 0)  // the first query of a head
                             score<K, 1, true>(query, offset, keys + i, then + i, d, out);
                         else
                             score<K, 1, false>(query, offset, keys + i, then + i, d, out);
@@ -556,7 +599,7 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                     if constexpr (Stored<K>::WIDENS)
                         if (widens) {
                             if (left == each) {
-                                widen(values, then, count, offset, d, s.wide, room, 2 * W);
+                                widen(values, then, count, offset, d, s.wide, room);
                                 for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
                             }
                             const auto from = (const float* const*)widened;
@@ -650,18 +693,18 @@ inline void embed(const Model* model, int64_t token, float* x) {
 }
 
 // The residual stream of the tile's tokens normalised: by everybody, or each its part.
-template <class Act>
-inline const Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
+template <class Wt>
+inline const typename Wt::Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
     const Shape& shape = call->model->shape;
     const Workspace& work = call->model->work;
     const int tokens = call->tile_tokens;
     const long ldx = padded(shape.width);
     const bool own = tokens <= OWN_NORMS;
-    Act* normed = (Act*)(own ? s.normed : work.normed);
+    typename Wt::Act* normed = (typename Wt::Act*)(own ? s.normed : work.normed);
     const Range mine = own ? Range{0, tokens} : part(tokens, thread, call->threads);
     for (int t = mine.from; t < mine.to; t++)
         normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
-    if (!own) wait(call);
+    if (!own && !WHOLE<Wt>) wait(call);  // whoever narrows rows has normalised them, and waits then
     return normed;
 }
 
@@ -727,7 +770,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
-        const Act* normed = normalised<Act>(call, layer.input_norm, thread, s);
+        const Act* normed = normalised<Wt>(call, layer.input_norm, thread, s);
         product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.qkv, layer.o,
                     [&](int row, int panel, const float* sums) {
                         memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
@@ -740,7 +783,7 @@ void decode(Call* call, int thread, const Scratch& s) {
                 layer.gate_up, residual);
         wait(call);
         add_parts();
-        normed = normalised<Act>(call, layer.post_norm, thread, s);
+        normed = normalised<Wt>(call, layer.post_norm, thread, s);
         product(call, thread, inputs<Wt>(call, normed, ldx, tokens, shape.width, thread, s), layer.gate_up, layer.down,
                     [&](int row, int panel, const float* sums) {
                         for (int i = 0; i < PANEL / 2; i += W) {
