@@ -205,9 +205,9 @@ ALWAYS_INLINE void transpose(Vec r[8]) {
 }
 
 // Four values to each of two places.
-inline void fours(Vec x, float* const to[2]) {
-    _mm_storeu_ps(to[0], _mm256_castps256_ps128(x));
-    _mm_storeu_ps(to[1], _mm256_extractf128_ps(x, 1));
+inline void fours(Vec x, float* to, long apart) {
+    _mm_storeu_ps(to, _mm256_castps256_ps128(x));
+    _mm_storeu_ps(to + apart, _mm256_extractf128_ps(x, 1));
 }
 
 // Where ``keep`` is not 0, ``x``; elsewhere ``other``.

@@ -127,11 +127,11 @@ ALWAYS_INLINE void transpose(Vec r[16]) {
 }
 
 // Four values to each of four places.
-inline void fours(Vec x, float* const to[4]) {
-    _mm_storeu_ps(to[0], _mm512_castps512_ps128(x));
-    _mm_storeu_ps(to[1], _mm512_extractf32x4_ps(x, 1));
-    _mm_storeu_ps(to[2], _mm512_extractf32x4_ps(x, 2));
-    _mm_storeu_ps(to[3], _mm512_extractf32x4_ps(x, 3));
+inline void fours(Vec x, float* to, long apart) {
+    _mm_storeu_ps(to, _mm512_castps512_ps128(x));
+    _mm_storeu_ps(to + apart, _mm512_extractf32x4_ps(x, 1));
+    _mm_storeu_ps(to + 2 * apart, _mm512_extractf32x4_ps(x, 2));
+    _mm_storeu_ps(to + 3 * apart, _mm512_extractf32x4_ps(x, 3));
 }
 
 // Where ``keep`` is not 0, ``x``; elsewhere ``other``.

@@ -353,30 +353,40 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     }
 }
 
+// Queries, and where the scores of each go: rows some values apart.
+template <class K>
+struct Asking {
+    const typename Stored<K>::Query* query;
+    long width;
+    float* out;
+    long stride;
+};
+
 // Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
 // summed up lane by lane over the head's width, then by one tree over the lanes. ASK: for the keys at ``then``, too.
 template <class K, int NQ, bool ASK>
-inline void score(const typename Stored<K>::Query* const query[NQ], const int offset[NQ], const K* const* key,
-                  const K* const* then, int d, float* const out[NQ]) {
+inline void score(Asking<K> who, const int offset[NQ], const K* const* key, const K* const* then, int d) {
     constexpr int NK = W / NQ;
     Vec acc[W];
     UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
     int at = 0;
     for (; at + 2 * W <= d; at += 2 * W)
         UNROLL for (int i = 0; i < W; i++) {
-            if (ASK) soon(then[i % NK] + offset[i / NK] + at);
-            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, acc[i]);
+            const long from = offset[i / NK] + at;
+            if (ASK) soon(then[i % NK] + from);
+            acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, key[i % NK] + from, acc[i]);
         }
     if (at < d)
         UNROLL for (int i = 0; i < W; i++) {
-            if (ASK) soon(then[i % NK] + offset[i / NK] + at);
-            acc[i] = Stored<K>::dot(query[i / NK] + at, key[i % NK] + offset[i / NK] + at, d - at, acc[i]);
+            const long from = offset[i / NK] + at;
+            if (ASK) soon(then[i % NK] + from);
+            acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, key[i % NK] + from, d - at, acc[i]);
         }
     const Vec all = sums(acc);
     if constexpr (NQ == 1)
-        st(out[0], all);
+        st(who.out, all);
     else
-        fours(all, out);
+        fours(all, who.out, who.stride);
 }
 
 // Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; SUM adds up the weights as well, in their
@@ -469,30 +479,33 @@ struct Several {
 // The products with keys that are transposed, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a
 // head; 0: as many as there are.
 template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
-ALWAYS_INLINE Several<NQ> over_lanes(const typename Stored<K>::Query* const query[NQ], const float* keys, int steps) {
+ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
     Several<NQ> all;
     if constexpr (COUNT > 1) {
-        const auto some = over_lanes<K, NQ, STEPS, COUNT / 2, AT>(query, keys, steps);
-        const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(query, keys, steps);
+        const auto some = over_lanes<K, NQ, STEPS, COUNT / 2, AT>(who, keys, steps);
+        const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(who, keys, steps);
         UNROLL for (int i = 0; i < NQ; i++) all.of[i] = add(some.of[i], rest.of[i]);
     } else {
         constexpr int LANE = LANES[AT], DEEP = Stored<K>::DEEP;
         UNROLL for (int i = 0; i < NQ; i++) all.of[i] = zero();
         UNROLL for (int step = 0; step < (STEPS ? STEPS : steps); step++)
             UNROLL for (int i = 0; i < NQ; i++)
-                all.of[i] = Stored<K>::times(query[i] + step * 2 * W, LANE, keys + (step * W + LANE) * W * DEEP, all.of[i]);
+                all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE,
+                                             keys + (step * W + LANE) * W * DEEP, all.of[i]);
     }
     return all;
 }
 
 // Scores of NQ queries with the same W keys, transposed: the same sums as of ``score``.
 template <class K, int NQ>
-inline void score_turned(const typename Stored<K>::Query* const query[NQ], const float* keys, int d, float* const out[NQ]) {
-    const auto give = [&](const Several<NQ>& all) { UNROLL for (int i = 0; i < NQ; i++) st(out[i], all.of[i]); };
+inline void score_turned(Asking<K> who, const float* keys, int d) {
+    const auto give = [&](const Several<NQ>& all) {
+        UNROLL for (int i = 0; i < NQ; i++) st(who.out + i * who.stride, all.of[i]);
+    };
     const int steps = (d + 2 * W - 1) / (2 * W);
-    if (steps == 2) return give(over_lanes<K, NQ, 2>(query, keys, steps));
-    if (steps == 4) return give(over_lanes<K, NQ, 4>(query, keys, steps));
-    give(over_lanes<K, NQ, 0>(query, keys, steps));
+    if (steps == 2) return give(over_lanes<K, NQ, 2>(who, keys, steps));
+    if (steps == 4) return give(over_lanes<K, NQ, 4>(who, keys, steps));
+    give(over_lanes<K, NQ, 0>(who, keys, steps));
 }
 
 // Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
@@ -538,43 +551,31 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
     const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
+    int offset[QUERIES];
+    for (int q = 0; q < queries && together; q++) offset[q] = q / each * d;
     walk<K>(call, call->cache.keys, true, layer, row, groups, end, together ? FEW : BLOCK,
             [&](int key, int, const K* const* keys, const K* const* then) {
-                constexpr int MOST = SIDE > GROUP ? SIDE : GROUP;
-                const Query* query[MOST];
-                float* out[MOST];
-                int offset[MOST];
-                auto choose = [&](int i, int q) {
-                    query[i] = (const Query*)s.queries + q * width;
-                    out[i] = s.scores + q * s.stride + key;
-                    offset[i] = q / each * d;
+                const auto asking = [&](int q, int on = 0) {
+                    return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
                 };
                 if (together) {
                     for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
                         const int first = q + SIDE <= queries ? q : queries - SIDE;
-                        for (int i = 0; i < SIDE; i++) choose(i, first + i);
-                        score<K, SIDE, true>(query, offset, keys, then, d, out);
+                        score<K, SIDE, true>(asking(first), offset + first, keys, then, d);
                     }
                     return;
                 }
-                for (int q = 0; q < queries && turns; q += each)
+                for (int q = 0, head = 0; q < queries; q += each, head += d)
                     for (int i = 0; i < BLOCK; i += W) {
-                        turn<K>(keys + i, then + i, q / each * d, d, s.wide);
-                        for (int n = 0; n < each; n += GROUP) {
-                            const int first = q + (n + GROUP <= each ? n : each - GROUP);
-                            for (int j = 0; j < GROUP; j++) choose(j, first + j), out[j] += i;
-                            score_turned<K, GROUP>(query, s.wide, d, out);
+                        if (turns) {
+                            turn<K>(keys + i, then + i, head, d, s.wide);
+                            for (int n = 0; n < each; n += GROUP)
+                                score_turned<K, GROUP>(asking(q + (n + GROUP <= each ? n : each - GROUP), i), s.wide, d);
+                            continue;
                         }
+                        score<K, 1, true>(asking(q, i), &head, keys + i, then + i, d);
+                        for (int n = 1; n < each; n++) score<K, 1, false>(asking(q + n, i), &head, keys + i, then + i, d);
                     }
-                for (int q = 0; q < queries && !turns; q++) {
-                    choose(0, q);
-                    for (int i = 0; i < BLOCK; i += W, out[0] += W) {
-                        if (q % each == 0)  // the first query of a head
-                            score<K, 1, true>(query, offset, keys + i, then + i, d, out);
-                        else
-                            score<K, 1, false>(query, offset, keys + i, then + i, d, out);
-                    }
-                }
             });
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
