@@ -91,30 +91,46 @@ struct Float32 {
     }
 };
 
+// Two vectors: of stored values one behind the other, or for bfloat16, which that is cheaper for, those at even and at odd
+// places.
+struct Pair {
+    Vec first, second;
+};
+
+inline Pair halves(__m256i two) {
+    return {_mm256_castsi256_ps(_mm256_slli_epi32(two, 16)),
+            _mm256_castsi256_ps(_mm256_and_si256(two, _mm256_set1_epi32((int)0xffff0000)))};
+}
+
+// Products of two inputs at a time with 8 outputs, of which ``two`` gives the weights in float32.
+template <int M, int P, int BYTES, class Ask, class Two>
+ALWAYS_INLINE void by_twos(const float* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
+    Vec acc[M][4 * P];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
+    for (int k = 0; k < steps; k++) {
+        ahead.template ask<P, BYTES>(w, panel, k);
+        UNROLL for (int j = 0; j < 4 * P; j++) {
+            const Pair b = two(j, k);
+            UNROLL for (int m = 0; m < M; m++) {
+                acc[m][j] = fma(set1(a[m * lda + 2 * k]), b.first, acc[m][j]);
+                acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), b.second, acc[m][j]);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+}
+
 struct BFloat16 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
-        Vec acc[M][4 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
-        const __m256i high = _mm256_set1_epi32((int)0xffff0000);
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, k);
-            UNROLL for (int j = 0; j < 4 * P; j++) {
-                __m256i two = _mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32));
-                Vec first = _mm256_castsi256_ps(_mm256_slli_epi32(two, 16));
-                Vec second = _mm256_castsi256_ps(_mm256_and_si256(two, high));
-                UNROLL for (int m = 0; m < M; m++) {
-                    acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
-                    acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
-                }
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+        by_twos<M, P, 128>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
+            return halves(_mm256_loadu_si256((const __m256i*)(w + (j / 4) * panel + k * 128L + (j % 4) * 32)));
+        });
     }
 };
 
@@ -122,25 +138,15 @@ struct Int8 {
     typedef float Act, In, Sum;
     static constexpr int STEP = 2;
     static constexpr Room MOST = ROOM;
+    static inline Vec widened(const char* w) {
+        return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)w)));
+    }
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
-        Vec acc[M][4 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 4 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 64>(w, panel, k);
-            UNROLL for (int j = 0; j < 4 * P; j++) {
-                const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
-                Vec first = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)at)));
-                Vec second = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(at + 16))));
-                UNROLL for (int m = 0; m < M; m++) {
-                    acc[m][j] = fma(set1(a[m * lda + 2 * k]), first, acc[m][j]);
-                    acc[m][j] = fma(set1(a[m * lda + 2 * k + 1]), second, acc[m][j]);
-                }
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 4 * P; j++) st(out + m * 32 * P + j * 8, acc[m][j]);
+        by_twos<M, P, 64>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
+            const char* at = w + (j / 4) * panel + k * 64L + (j % 4 / 2) * 32 + (j % 2) * 8;
+            return Pair{widened(at), widened(at + 16)};
+        });
     }
 };
 
@@ -216,17 +222,8 @@ inline Vec where(const uint8_t* keep, Vec x, Vec other) {
     return _mm256_blendv_ps(x, other, _mm256_castsi256_ps(_mm256_cmpeq_epi32(bytes, _mm256_setzero_si256())));
 }
 
-// Stored values, two vectors at a time, and only ``count`` of them: one vector behind the other, or for bfloat16, which
-// that is cheaper for, those at even and at odd places.
-struct Pair {
-    Vec first, second;
-};
-
+// Stored values, two vectors at a time, and only ``count`` of them.
 inline Pair pair(const float* p) { return {ld(p), ld(p + 8)}; }
-inline Pair halves(__m256i two) {
-    return {_mm256_castsi256_ps(_mm256_slli_epi32(two, 16)),
-            _mm256_castsi256_ps(_mm256_and_si256(two, _mm256_set1_epi32((int)0xffff0000)))};
-}
 inline Pair pair(const uint16_t* p) { return halves(_mm256_loadu_si256((const __m256i*)p)); }
 template <class K>
 inline Pair pair(const K* p, int count) {

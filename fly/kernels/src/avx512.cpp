@@ -26,7 +26,7 @@ inline void st(uint16_t* p, Vec x) {  // to nearest, ties to even; a nan stays o
 
 // Products of two inputs at a time with 16 outputs, of which ``two`` gives the weights in float32.
 template <int M, int P, int BYTES, class Ask, class Two>
-inline void by_twos(const float* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
+ALWAYS_INLINE void by_twos(const float* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
     Vec acc[M][2 * P];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();

@@ -13,6 +13,27 @@ using namespace fly;
 
 inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
 
+// Products of two inputs at a time with 16 outputs, of which ``two`` gives the weights.
+template <int M, int P, int BYTES, class Ask, class Two>
+ALWAYS_INLINE void by_twos(const uint16_t* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
+    Vec acc[M][2 * P];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
+    for (int k = 0; k < steps; k++) {
+        ahead.template ask<P, BYTES>(w, panel, k);
+        __m512bh b[2 * P];
+        UNROLL for (int j = 0; j < 2 * P; j++) b[j] = two(j, k);
+        UNROLL for (int m = 0; m < M; m++) {
+            int32_t both;
+            memcpy(&both, a + m * lda + 2 * k, 4);
+            const __m512bh x = (__m512bh)_mm512_set1_epi32(both);
+            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
+        }
+    }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+}
+
 struct BFloat16 {
     typedef uint16_t Act, In;
     typedef float Sum;
@@ -20,23 +41,9 @@ struct BFloat16 {
     static constexpr Room MOST = ROOM;
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
-        Vec acc[M][2 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, k);
-            __m512bh b[2 * P];
-            UNROLL for (int j = 0; j < 2 * P; j++)
-                b[j] = (__m512bh)_mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
-            UNROLL for (int m = 0; m < M; m++) {
-                int32_t two;
-                memcpy(&two, a + m * lda + 2 * k, 4);
-                __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+        by_twos<M, P, 128>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
+            return (__m512bh)_mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
+        });
     }
 };
 
@@ -55,22 +62,9 @@ struct Int8 {
     }
     template <int M, int P, class Ask>
     static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
-        Vec acc[M][2 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 64>(w, panel, k);
-            __m512bh b[2 * P];
-            UNROLL for (int j = 0; j < 2 * P; j++) b[j] = widened(w + (j / 2) * panel + k * 64L + (j % 2) * 32);
-            UNROLL for (int m = 0; m < M; m++) {
-                int32_t two;
-                memcpy(&two, a + m * lda + 2 * k, 4);
-                __m512bh x = (__m512bh)_mm512_set1_epi32(two);
-                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_dpbf16_ps(acc[m][j], x, b[j]);
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+        by_twos<M, P, 64>(a, lda, w, panel, steps, ahead, out, [=](int j, int k) {
+            return widened(w + (j / 2) * panel + k * 64L + (j % 2) * 32);
+        });
     }
 };
 
