@@ -969,7 +969,7 @@ def load_table(loads: list[Any], title: str) -> Table:
     """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for heading in ("size", "decoding", "tok/s", "× AR", "× exact", "first", "each", "unused", "right"):
-        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=True)
+        table.add_column(heading, justify="left" if heading == "decoding" else "right", no_wrap=heading != "decoding")
     for load in loads:
         same = [other for other in loads if other.size == load.size]
         plain, exact = same[:2]
@@ -1173,7 +1173,8 @@ def _settings(llm: Any, k: int, rules: list[Any]) -> list[Any]:
     from fly.eval import Setting
     from fly.policies import Exact
 
-    named = [Setting(rule_name(rule), llm, k, rule) for rule in rules if rule != Exact()]
+    different = [rule for number, rule in enumerate(rules) if rule not in rules[:number]]
+    named = [Setting(rule_name(rule), llm, k, rule) for rule in different if rule != Exact()]
     names = [setting.name for setting in named]
     named = [replace(each, name=str(each.policy)) if names.count(each.name) > 1 else each for each in named]
     return [Setting("autoregressive", llm, 0), Setting("exact", llm, k, Exact()), *named]
@@ -1188,22 +1189,21 @@ def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count
     questions = list(draw_problems(kind, split, seed, count))
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=console, transient=True) as progress:
-        tasks = {setting.name: progress.add_task(setting.name, total=count) for setting in settings}
+        tasks = {setting.name: progress.add_task(escape(setting.name), total=count) for setting in settings}
         params = SamplingParams(temperature=0.0, max_tokens=400)
         results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
     what = f"{count} {split} {kind or ''} problems".replace("  ", " ")
     console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1"))
     console.print(
-        "[dim]AR: autoregressive decoding · τ: tokens a target forward emits · drafts kept: share of drafted tokens "
+        "\n[dim]AR: autoregressive decoding · τ: tokens a target forward emits · drafts kept: share of drafted tokens "
         "emitted · gate open: share of mismatches at which the target was undecided · recovery: accuracy over AR's[/]",
         highlight=False,
     )
     for result in results:
         for gate in result.stats.silent_gates:
             asked = result.stats.gates[gate].asked
-            console.print(
-                f"[yellow]{escape(gate)} never held ({asked} mismatches): {result.setting.name} relaxes nothing[/]"
-            )
+            name = escape(result.setting.name)
+            console.print(f"[yellow]{escape(gate)} never held ({asked} mismatches): {name} relaxes nothing[/]")
     return results
 
 
@@ -1257,11 +1257,10 @@ def _result_as_json(result: Any) -> dict[str, Any]:
 
 
 def rule_name(rule: Any) -> str:
-    """A short name for a table: the expression without its parameters."""
-    name, before = str(rule), ""
-    while name != before:
-        name, before = re.sub(r"(?<=\w)\([^()]*\)", "", name), name
-    return name
+    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    from fly.policies.base import Relaxed
+
+    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
 
 
 def comparison_table(results: list[Any], title: str) -> Table:
@@ -1274,7 +1273,7 @@ def comparison_table(results: list[Any], title: str) -> Table:
         return f"{passed / asked:.0%}" if asked else "–"
 
     columns: dict[str, Any] = {
-        "tokens /s": lambda r: f"{r.tokens_per_second:,.0f}",
+        "tok/s": lambda r: f"{r.tokens_per_second:,.0f}",
         "over AR": lambda r: f"{r.tokens_per_second / plain.tokens_per_second:.2f}×",
         "over exact": lambda r: f"{r.tokens_per_second / exact.tokens_per_second:.2f}×",
         "τ": lambda r: f"{r.stats.tau:.2f}",
@@ -1284,7 +1283,7 @@ def comparison_table(results: list[Any], title: str) -> Table:
         "accuracy": lambda r: f"{r.accuracy:.1%}",
         "recovery": lambda r: f"{r.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
     }
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0)
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=0, show_edge=False)
     table.add_column("decoding", overflow="fold")
     for heading in columns:
         table.add_column(heading.replace(" ", "\n"), justify="right", no_wrap=True)

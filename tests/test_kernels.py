@@ -333,10 +333,13 @@ def test_the_cache_may_be_of_another_dtype(variant: str, model_dtype: torch.dtyp
 @built
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("cache_dtype", DTYPES)
-@pytest.mark.parametrize("head_dim", [8, 24, 40, 96, 128])
-def test_no_number_of_queries_changes_an_attention(variant: str, cache_dtype: torch.dtype, head_dim: int) -> None:
+@pytest.mark.parametrize("head_dim", [8, 24, 40, 64, 96, 104, 128])
+@pytest.mark.parametrize("heads, groups", [(3, 1), (8, 4), (7, 1), (33, 1)])
+def test_no_number_of_queries_changes_an_attention(
+    variant: str, cache_dtype: torch.dtype, head_dim: int, heads: int, groups: int
+) -> None:
     """Those of a head may share what they read; heads of all widths, in either type of cache."""
-    config = WIDE.model_copy(update={"head_dim": head_dim, "num_attention_heads": 3, "num_key_value_heads": 1})
+    config = WIDE.model_copy(update={"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": groups})
     model = CompiledLlama(build_llama(config), variant)
     row = text(90, 5, config.vocab_size)
     (alone,) = paged(model, [row], [[1] * 90], cache_dtype=cache_dtype)

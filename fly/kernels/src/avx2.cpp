@@ -92,7 +92,7 @@ struct Float32 {
 };
 
 // Two vectors: of stored values one behind the other, or for bfloat16, which that is cheaper for, those at even and at odd
-// places.
+// places; of weights those of two inputs.
 struct Pair {
     Vec first, second;
 };
@@ -233,8 +233,8 @@ inline Pair pair(const K* p, int count) {
 }
 
 // Keys and values of a type, and the queries that keys are multiplied with, which lie as pairs do: 16 at a time. ``lay`` and
-// ``times`` do for keys that are transposed what ``dot`` does for a key, lane by lane: 8 keys' dwords ``half`` · 8 + lane
-// of the 16, and the products with them, of DEEP vectors a lane.
+// ``times`` do for keys that are transposed what ``dot`` does for a key, lane by lane: 8 keys' dwords of a lane (of
+// float32 in the first half of the 16 values, or in the second), and the products with them, of DEEP vectors a lane.
 template <class K>
 struct Stored {
     typedef float Query;

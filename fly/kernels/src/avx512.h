@@ -166,8 +166,8 @@ inline void interleave(Pair x, float* to) {
 }
 
 // Keys and values of a type, and the queries that keys are multiplied with: 32 at a time. ``lay`` and ``times`` do for keys
-// that are transposed what ``dot`` does for a key, lane by lane: 16 keys' dwords ``half`` · 16 + lane of the 32, and the
-// products with them, of DEEP vectors a lane.
+// that are transposed what ``dot`` does for a key, lane by lane: 16 keys' dwords of a lane (of float32 in the first half of
+// the 32 values, or in the second), and the products with them, of DEEP vectors a lane.
 template <class K>
 struct Stored;
 

@@ -15,7 +15,8 @@ inline void st(uint16_t* p, Vec x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_
 
 // Products of two inputs at a time with 16 outputs, of which ``two`` gives the weights.
 template <int M, int P, int BYTES, class Ask, class Two>
-ALWAYS_INLINE void by_twos(const uint16_t* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out, Two two) {
+ALWAYS_INLINE void by_twos(const uint16_t* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out,
+                           Two two) {
     Vec acc[M][2 * P];
     UNROLL for (int m = 0; m < M; m++)
         UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();

@@ -210,7 +210,7 @@ constexpr int BLOCK = 16;               // stored tokens that are scored at once
 constexpr int TURNED = 6;               // queries of a head from which on it pays to transpose its keys
 
 struct Scratch {
-    float *scores, *out, *sums, *wide;
+    float *scores, *out, *sums, *block;  // of the last: keys transposed, or values widened
     char* queries;
     void* normed;
     uint8_t* narrow;
@@ -239,7 +239,7 @@ inline long lay_out(Scratch* s, char* base, const Shape& shape, int longest) {
     s->scores = (float*)take(queries * s->stride * 4);
     s->out = (float*)take(queries * width * 4);
     s->sums = (float*)take(queries * 4);
-    s->wide = (float*)take(BLOCK * width * 4);
+    s->block = (float*)take(BLOCK * width * 4);
     s->queries = take(queries * width * 4);
     s->normed = take((long)OWN_NORMS * padded(shape.width) * 4);
     s->narrow = (uint8_t*)take(shape.weights == W8A8 ? (long)OWN_NORMS * padded(most_inputs(shape), 64) : 0);
@@ -302,36 +302,34 @@ struct Constant {
 template <class K>
 ALWAYS_INLINE void soon(const K* p) {
     constexpr int BYTES = 2 * W * (int)sizeof(K);
-    if (BYTES < 64 && (uintptr_t)p % 64) return;
+    if (BYTES < 64 && (uintptr_t)p % 64 >= BYTES) return;
     UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
 }
 
-// Goes over the stored tokens up to ``end``, ``some`` (which divides BLOCK) at a time: ``use(from, count, where, then)``,
-// with the place of each token's keys (or values), those of all of ``groups`` side by side, and the place of those to ask
-// for meanwhile: some blocks later, behind the end the values. ``begin``: nobody asked for the first blocks.
+// Goes over the keys (or values) of the tokens up to ``end``, a block at a time: ``use(first, where, then)``, with the place
+// of each token's, those of all of ``groups`` side by side, and the place of those to ask for meanwhile, some blocks later.
+// Behind the last keys these are the first values, which the walk over values relies on.
 template <class K, class Use>
-inline void walk(const Call* call, void* base, bool begin, int layer, const Row& row, Range groups, int end, int some,
-                 Use use) {
+inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int end, Use use) {
     constexpr int RING = 5;
     const K* ring[RING][BLOCK];
     const int d = call->model->shape.head_dim, count = groups.to - groups.from, blocks = (end + BLOCK - 1) / BLOCK;
     const int ahead = count >= 4 ? 1 : 4;  // blocks
     auto find = [&](int block) {
         const bool here = block < blocks;
-        const int last = here || block - blocks < blocks ? block - (here ? 0 : blocks) : blocks - 1;
-        locate(call, here ? base : call->cache.values, layer, row, groups.from, last * BLOCK, end, ring[block % RING]);
+        const int behind = keys && block - blocks < blocks ? block - blocks : blocks - 1;
+        locate(call, here && keys ? call->cache.keys : call->cache.values, layer, row, groups.from,
+               (here ? block : behind) * BLOCK, end, ring[block % RING]);
     };
     for (int block = 0; block < ahead; block++) {
         find(block);
-        if (begin)
+        if (keys)
             for (const K* at : ring[block])
                 for (int i = 0; i < count * d; i += 2 * W) soon(at + i);
     }
     for (int block = 0; block < blocks; block++) {
         find(block + ahead);
-        for (int from = 0, left; from < BLOCK && (left = end - block * BLOCK - from) > 0; from += some)
-            use(block * BLOCK + from, left < some ? left : some, ring[block % RING] + from,
-                ring[(block + ahead) % RING] + from);
+        use(block * BLOCK, ring[block % RING], ring[(block + ahead) % RING]);
     }
 }
 
@@ -363,7 +361,8 @@ struct Asking {
 };
 
 // Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
-// summed up lane by lane over the head's width, then by one tree over the lanes. ASK: for the keys at ``then``, too.
+// summed up lane by lane over the head's width, then by one tree over the lanes. ASK: for the keys at ``then``, too, once
+// for neighbours of one head.
 template <class K, int NQ, bool ASK>
 inline void score(Asking<K> who, const int offset[NQ], const K* const* key, const K* const* then, int d) {
     constexpr int NK = W / NQ;
@@ -373,13 +372,13 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, cons
     for (; at + 2 * W <= d; at += 2 * W)
         UNROLL for (int i = 0; i < W; i++) {
             const long from = offset[i / NK] + at;
-            if (ASK) soon(then[i % NK] + from);
+            if (ASK && (i < NK || offset[i / NK] != offset[i / NK - 1])) soon(then[i % NK] + from);
             acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, key[i % NK] + from, acc[i]);
         }
     if (at < d)
         UNROLL for (int i = 0; i < W; i++) {
             const long from = offset[i / NK] + at;
-            if (ASK) soon(then[i % NK] + from);
+            if (ASK && (i < NK || offset[i / NK] != offset[i / NK - 1])) soon(then[i % NK] + from);
             acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, key[i % NK] + from, d - at, acc[i]);
         }
     const Vec all = sums(acc);
@@ -459,13 +458,15 @@ inline void turn(const K* const* key, const K* const* then, int offset, int d, f
         for (int half = 0; half < 2 * W / PART; half++) {
             const int from = at + half * PART, left = d - from;
             Vec rows[W];
-            UNROLL for (int j = 0; j < W; j++) {
-                const K* p = key[j] + offset + from;
-                if (!half) soon(then[j] + offset + at);
-                K some[PART] = {};
-                if (left < PART) memcpy(some, p, (left > 0 ? left : 0) * sizeof(K));
-                rows[j] = ld((const float*)(left < PART ? some : p));
-            }
+            if (!half) UNROLL for (int j = 0; j < W; j++) soon(then[j] + offset + at);
+            if (left >= PART)
+                UNROLL for (int j = 0; j < W; j++) rows[j] = ld((const float*)(key[j] + offset + from));
+            else
+                for (int j = 0; j < W; j++) {
+                    K some[PART] = {};
+                    if (left > 0) memcpy(some, key[j] + offset + from, left * sizeof(K));
+                    rows[j] = ld((const float*)some);
+                }
             transpose(rows);
             UNROLL for (int lane = 0; lane < W; lane++) Stored<K>::lay(rows[lane], half, to + lane * W * Stored<K>::DEEP);
         }
@@ -476,7 +477,15 @@ struct Several {
     Vec of[NQ];
 };
 
-// The products with keys that are transposed, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a
+// Adds the products with keys that are transposed, of one lane and one step of 2·W values.
+template <class K, int NQ, int LANE>
+ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, Several<NQ>& all) {
+    const float* mine = keys + (step * W + LANE) * W * Stored<K>::DEEP;
+    UNROLL for (int i = 0; i < NQ; i++)
+        all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
+}
+
+// These products, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a
 // head; 0: as many as there are.
 template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
 ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
@@ -486,12 +495,11 @@ ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, in
         const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(who, keys, steps);
         UNROLL for (int i = 0; i < NQ; i++) all.of[i] = add(some.of[i], rest.of[i]);
     } else {
-        constexpr int LANE = LANES[AT], DEEP = Stored<K>::DEEP;
         UNROLL for (int i = 0; i < NQ; i++) all.of[i] = zero();
-        UNROLL for (int step = 0; step < (STEPS ? STEPS : steps); step++)
-            UNROLL for (int i = 0; i < NQ; i++)
-                all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE,
-                                             keys + (step * W + LANE) * W * DEEP, all.of[i]);
+        if constexpr (STEPS > 0)
+            UNROLL for (int step = 0; step < STEPS; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
+        else
+            for (int step = 0; step < steps; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
     }
     return all;
 }
@@ -502,9 +510,10 @@ inline void score_turned(Asking<K> who, const float* keys, int d) {
     const auto give = [&](const Several<NQ>& all) {
         UNROLL for (int i = 0; i < NQ; i++) st(who.out + i * who.stride, all.of[i]);
     };
+    constexpr int USUAL = 64 / (2 * W);  // heads of 64 or 128
     const int steps = (d + 2 * W - 1) / (2 * W);
-    if (steps == 2) return give(over_lanes<K, NQ, 2>(who, keys, steps));
-    if (steps == 4) return give(over_lanes<K, NQ, 4>(who, keys, steps));
+    if (steps == USUAL) return give(over_lanes<K, NQ, USUAL>(who, keys, steps));
+    if (steps == 2 * USUAL) return give(over_lanes<K, NQ, 2 * USUAL>(who, keys, steps));
     give(over_lanes<K, NQ, 0>(who, keys, steps));
 }
 
@@ -547,36 +556,34 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
         rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
-    // Heads of few queries are scored side by side, with few tokens each, which is the order of memory.
+    // Heads of few queries are scored side by side, with few tokens each, which is the order of memory. Where a head has
+    // more, its keys are transposed once for all of them, and its values widened.
     constexpr int FEW = 4, SIDE = W / FEW;
     const bool together = each < SIDE && queries >= SIDE;
-    const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;  // once for all queries of a head
-    int offset[QUERIES];
-    for (int q = 0; q < queries && together; q++) offset[q] = q / each * d;
-    walk<K>(call, call->cache.keys, true, layer, row, groups, end, together ? FEW : BLOCK,
-            [&](int key, int, const K* const* keys, const K* const* then) {
-                const auto asking = [&](int q, int on = 0) {
-                    return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
-                };
-                if (together) {
-                    for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
-                        const int first = q + SIDE <= queries ? q : queries - SIDE;
-                        score<K, SIDE, true>(asking(first), offset + first, keys, then, d);
-                    }
-                    return;
+    const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
+    int offsets[QUERIES];
+    for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
+    walk<K>(call, true, layer, row, groups, end, [&](int key, const K* const* keys, const K* const* then) {
+        const auto asking = [&](int q, int on) {
+            return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
+        };
+        for (int on = 0; on < BLOCK && together; on += FEW)
+            for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
+                const int first = q + SIDE <= queries ? q : queries - SIDE;
+                score<K, SIDE, true>(asking(first, on), offsets + first, keys + on, then + on, d);
+            }
+        for (int q = 0, offset = 0; q < queries && !together; q += each, offset += d)
+            for (int on = 0; on < BLOCK; on += W) {
+                if (turns) {
+                    turn<K>(keys + on, then + on, offset, d, s.block);
+                    for (int n = 0; n < each; n += GROUP)
+                        score_turned<K, GROUP>(asking(q + (n + GROUP <= each ? n : each - GROUP), on), s.block, d);
+                    continue;
                 }
-                for (int q = 0, head = 0; q < queries; q += each, head += d)
-                    for (int i = 0; i < BLOCK; i += W) {
-                        if (turns) {
-                            turn<K>(keys + i, then + i, head, d, s.wide);
-                            for (int n = 0; n < each; n += GROUP)
-                                score_turned<K, GROUP>(asking(q + (n + GROUP <= each ? n : each - GROUP), i), s.wide, d);
-                            continue;
-                        }
-                        score<K, 1, true>(asking(q, i), &head, keys + i, then + i, d);
-                        for (int n = 1; n < each; n++) score<K, 1, false>(asking(q + n, i), &head, keys + i, then + i, d);
-                    }
-            });
+                score<K, 1, true>(asking(q, on), &offset, keys + on, then + on, d);
+                for (int n = 1; n < each; n++) score<K, 1, false>(asking(q + n, on), &offset, keys + on, then + on, d);
+            }
+    });
     const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
     for (int q = 0; q < queries; q++) {
         const uint8_t* mask = row.mask ? row.mask + (long)token(q) * (row.start + row.count) : nullptr;
@@ -584,33 +591,32 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    walk<K>(call, call->cache.values, false, layer, row, groups, end, BLOCK,
-            [&](int key, int count, const K* const* values, const K* const* then) {
-                // Adds them for some of a head's ``left`` queries, and says for how many.
-                const auto some = [&](auto asks, auto from, auto then, int size, int offset, int q, int left) {
-                    constexpr bool ASK = decltype(asks)::value;
-                    if (left >= GROUP) return weigh<GROUP, ASK>(s, size, q, key, count, from, then, offset), GROUP;
-                    if (left >= 2) return weigh<2, ASK>(s, size, q, key, count, from, then, offset), 2;
-                    return weigh<1, ASK>(s, size, q, key, count, from, then, offset), 1;
-                };
-                const int room = padded(d, 2 * W);
-                const float* widened[BLOCK];
-                for (int q = 0; q < queries;) {
-                    const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
-                    if constexpr (Stored<K>::WIDENS)
-                        if (widens) {
-                            if (left == each) {
-                                widen(values, then, count, offset, d, s.wide, room);
-                                for (int j = 0; j < count; j++) widened[j] = s.wide + j * room;
-                            }
-                            const auto from = (const float* const*)widened;
-                            q += some(Constant<false>{}, from, from, room, 0, q, left);
-                            continue;
-                        }
-                    q += left == each ? some(Constant<true>{}, values, then, d, offset, q, left)
-                                      : some(Constant<false>{}, values, then, d, offset, q, left);
+    walk<K>(call, false, layer, row, groups, end, [&](int key, const K* const* values, const K* const* then) {
+        const int count = end - key < BLOCK ? end - key : BLOCK, room = padded(d, 2 * W);
+        // Adds them for some of a head's ``left`` queries, and says for how many.
+        const auto some = [&](auto asks, auto from, auto soon, int size, int offset, int q, int left) {
+            constexpr bool ASK = decltype(asks)::value;
+            if (left >= GROUP) return weigh<GROUP, ASK>(s, size, q, key, count, from, soon, offset), GROUP;
+            if (left >= 2) return weigh<2, ASK>(s, size, q, key, count, from, soon, offset), 2;
+            return weigh<1, ASK>(s, size, q, key, count, from, soon, offset), 1;
+        };
+        const float* widened[BLOCK];
+        for (int q = 0; q < queries;) {
+            const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
+            if constexpr (Stored<K>::WIDENS)
+                if (widens) {
+                    if (left == each) {
+                        widen(values, then, count, offset, d, s.block, room);
+                        for (int j = 0; j < count; j++) widened[j] = s.block + j * room;
+                    }
+                    const auto from = (const float* const*)widened;
+                    q += some(Constant<false>{}, from, from, room, 0, q, left);
+                    continue;
                 }
-            });
+            q += left == each ? some(Constant<true>{}, values, then, d, offset, q, left)
+                              : some(Constant<false>{}, values, then, d, offset, q, left);
+        }
+    });
     for (int q = 0; q < queries; q++) {
         const float* out = s.out + q * width;
         const Vec all = set1(s.sums[q]);
