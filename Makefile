@@ -22,7 +22,7 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Everything that docs/results shows, measured again here: about twenty-five minutes on a machine that does nothing else.
+# Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers
 	docs/results/measure.sh $(BIN)/fly
 

@@ -138,10 +138,17 @@ HeartbeatTimeout = Annotated[
 CollectiveTimeout = Annotated[
     float, _number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
 ]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML or JSON with model, draft, policy, k; options given here win. What neither says: exact, no draft."
+    ),
+]
 Kernels = Annotated[
     str,
     typer.Option(
-        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits; w8a8: all of them."
+        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits; w8a8: "
+        "weights and activations."
     ),
 ]
 
@@ -199,9 +206,7 @@ def generate(
     ] = False,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
-    ] = None,
+    config: ConfigFile = None,
 ) -> None:
     """Complete a prompt; on a terminal, colours show why each token stands."""
     with _plain_errors(), _ranks(context, config) as ranks:
@@ -304,7 +309,8 @@ def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
     from fly.config import Config
 
     if path is not None:
-        every = {name: options.get(name) for name in Config.model_fields}
+        mine = Config.model_fields.keys() - Config.of_ranks  # those of the ranks have been used by now
+        every = {name: options.get(name) for name in mine}
         options = _given(context, path, every)
     return Config.model_validate(options, context={"trusted": True})
 
@@ -455,9 +461,7 @@ def serve(
     kernels: Kernels = "auto",
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML or JSON with model, draft, policy, k; options given here win over it.")
-    ] = None,
+    config: ConfigFile = None,
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []

@@ -140,8 +140,8 @@ class LLM:
         device: ``"auto"`` or any torch device.
         deterministic: what the target says of a token is the same to the last bit, whatever is fed together with it:
             other requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of
-            autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order,
-            else it takes one forward a token (see ``fly.models.invariant``).
+            autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order
+            (the compiled ones in one process), else it takes one forward a token (see ``fly.models.invariant``).
         cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
             eight full contexts, or as much of that as ``cache_bytes`` hold.
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given

@@ -61,6 +61,13 @@ def test_generate_reads_standard_input() -> None:
     assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
 
 
+def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> None:
+    (tmp_path / "fly.yaml").write_text("model: fly-tiny\nheartbeat_timeout: 9")
+    options = ("--config", str(tmp_path / "fly.yaml"), "--heartbeat-timeout", "20", "--max-tokens", "3")
+    result = run("generate", "a", *options)
+    assert result.exit_code == 0, result.output
+
+
 def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:
     options = ["--raw", "--draft", "none", "--max-tokens", "3", "--json"]
     with_begin = run("generate", "", "--model", "fly-tiny", *options)

@@ -223,7 +223,7 @@ def number(variant: str) -> int:
 
 
 def available() -> list[str]:
-    """What ``kernels`` can be here, best first; the last is ``"torch"``."""
+    """The variants that run here, best first; the last is ``"torch"``."""
     return [*_variants(), TORCH]
 
 

@@ -132,7 +132,8 @@ class CompiledLlama:
     is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
     ``avx512bf16`` with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations
     are rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation
-    by token, as in arXiv 2206.01861, section 3.1): products are then of whole numbers, and exact.
+    by token, as in arXiv 2206.01861, section 3.1), on AVX-512 by way of bfloat16: products are then of whole numbers,
+    and exact.
 
     Args:
         model: on the CPU, in float32 or bfloat16.
@@ -223,7 +224,7 @@ class CompiledLlama:
     @property
     def workspace_bytes(self) -> int:
         """Memory held for the values between two layers; it grows with the longest call so far, up to a bound in the
-        tokens of a call, and with the longest sequence."""
+        tokens of a call, with the rows that are drafted for at once, and with the longest sequence."""
         return int(self._library.fly_workspace(self._model))
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
