@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -542,6 +543,17 @@ def test_metrics_count_what_was_answered() -> None:
         assert sum(reasons.values()) == got.usage.completion_tokens
         gates = [k for k in metrics if k.startswith("fly:gate_asked_total")]
         assert gates and not any("0.1" in k for k in gates)  # a request's parameters make no new labels
+
+
+def test_who_is_still_sending_a_body_that_is_too_long_gets_the_answer() -> None:
+    with running(max_body=2000) as server:
+        address = httpx.URL(server.url)
+        with socket.create_connection((address.host, address.port or 80)) as client:
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
+            for _ in range(5):
+                time.sleep(0.05)  # the refusal is long out: a connection closed now would be reset
+                client.sendall(b" " * 10_000)
+            assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
 
 
 def test_keys_limits_and_body_sizes() -> None:

@@ -9,6 +9,7 @@ import json
 import logging
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -18,6 +19,9 @@ __all__ = ["Guard"]
 
 log = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
+
+
+_LINGER = 2.0  # seconds that a body which is too long is still read
 
 
 class _Stalled(Exception):
@@ -82,7 +86,7 @@ class Guard:
             body = error_body(
                 f"the body has more than {self.max_body} bytes", "invalid_request_error", None, "too_large"
             )
-            await _refuse(answer, 413, body, (b"connection", b"close"))
+            await _refuse(answer, 413, body, (b"connection", b"close"), receive)
             return
         ahead = [first]
 
@@ -119,8 +123,19 @@ class Guard:
                     return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 
 
-async def _refuse(send: Send, status: int, body: dict[str, object], header: tuple[bytes, bytes]) -> None:
+async def _refuse(
+    send: Send, status: int, body: dict[str, object], header: tuple[bytes, bytes], coming: Receive | None = None
+) -> None:
+    """Answer with an error. What is still ``coming`` is read for a moment and thrown away: a connection that is closed
+    before is reset, and with it the answer may be lost."""
     data = json.dumps(body).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", str(len(data)).encode()), header]
     await send({"type": "http.response.start", "status": status, "headers": headers})
-    await send({"type": "http.response.body", "body": data, "more_body": False})
+    await send({"type": "http.response.body", "body": data, "more_body": coming is not None})
+    if coming is None:
+        return
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_LINGER):
+            while (await coming()).get("more_body"):
+                pass
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
