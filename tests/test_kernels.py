@@ -923,6 +923,7 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
     with pytest.raises(ValueError, match=r"kernels 'neon' .*choices: \['auto'.*'torch'\]"):
         chosen("neon")
     monkeypatch.setenv("FLY_KERNELS", "sse")
+    assert library.usual() == available()[0]  # whoever asks for nothing is not told
     with pytest.raises(ValueError, match=r"FLY_KERNELS=sse .*choices: \['auto'.*'torch'\]"):
         LLM("fly-tiny")
 

@@ -12,7 +12,6 @@ measure() {
     { echo "\$ fly $*"; "$fly" "$@" 2>/dev/null; } > "$here/$name.txt"
 }
 
-measure demo demo
 measure speed bench speed --plot "$here/speed.png"
 measure peers bench peers --turns 5
 measure peers-8bit bench peers --turns 5 --kernels w8a8
@@ -24,5 +23,6 @@ measure batch bench batch
 measure drafts bench drafts
 measure drafts-torch bench drafts --kernels torch --repeats 0
 measure policy bench policy
+measure demo demo
 export OMP_NUM_THREADS=1
 measure promise bench drafts --draft "adaptive(ngram)" --draft "adaptive(fly-draft)" --repeats 6

@@ -127,10 +127,10 @@ def bench_speed(
         console.print(rounds_table(rounds, predicted, own, title))
         console.print(
             "[dim]ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
-            "operations over that · v: over the forward of one token · c: a drafted token\n"
-            "over the same · rest: share of a round that is neither target nor draft ·\n"
-            "formula: τ / (K·c + v(K)) / t(1), of forwards timed alone · tokens/s: best and\n"
-            "median[/]",
+            "operations over that, above 100% where caches hold a part · v: over the forward\n"
+            "of one token · c: a drafted token over the same · rest: share of a round that\n"
+            "is neither target nor draft · formula: τ / (K·c + v(K)) / t(1), of forwards\n"
+            "timed alone · tokens/s: best and median[/]",
             highlight=False,
         )
         if plot is not None:

@@ -191,11 +191,20 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
 }
 
 
+def usual() -> str:
+    """The variant for what belongs to no model (each has chosen its own): the one that FLY_KERNELS names, if it is to
+    be had here, or the best."""
+    try:
+        return split(chosen())[0]
+    except ValueError:
+        return available()[0]
+
+
 @cache
 def short(name: str, lets_go: bool = False) -> Any:
-    """One of the calls that are over soon, for the best variant; it keeps the interpreter meanwhile, which another
+    """One of the calls that are over soon, for the ``usual`` variant; it keeps the interpreter meanwhile, which another
     thread would hold for longer, unless it ``lets_go``. None where kernels are not compiled, or not to be used."""
-    variant, _ = split(chosen())
+    variant = usual()
     if variant == TORCH:
         return None
     kind = ctypes.CDLL if lets_go else ctypes.PyDLL

@@ -35,6 +35,7 @@ from fly.kernels.library import (
     load,
     number,
     split,
+    usual,
 )
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
@@ -429,7 +430,7 @@ class CompiledLlama:
         )  # fmt: skip
         laws_BKV: Tensor | None = None
         if law is not None or clauses:
-            call.variant = number(split(chosen())[0])  # that of ``ProcessedLaw.keeps`` and ``top_at``
+            call.variant = number(usual())  # that of ``ProcessedLaw.keeps`` and ``top_at``
         if clauses:
             drawn = [False] * count if law is None else (~law.greedy_B).tolist()
             if control_V is None or decide is not None or any(own and draws for own, draws in zip(clauses, drawn)):
