@@ -138,6 +138,16 @@ HeartbeatTimeout = Annotated[
 CollectiveTimeout = Annotated[
     float, _number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
 ]
+
+
+def _to_be_written(path: Path | None) -> Path | None:
+    """Whatever is measured first would be lost where there is no place for it."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"there is no directory {str(path.parent)!r}")
+    return path
+
+
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.", callback=_to_be_written)]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -920,7 +930,7 @@ def bench_batch(
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    json_: Json = None,
 ) -> None:
     """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
     with _plain_errors(), _ranks(context) as ranks:
@@ -1227,7 +1237,7 @@ def evaluate(
     kernels: Kernels = "auto",
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    json_: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None,
+    json_: Json = None,
 ) -> None:
     """Accuracy and speed of rules on the bundled tasks, beside autoregressive decoding and exact speculation."""
     with _plain_errors(), _ranks(context) as ranks:

@@ -68,6 +68,16 @@ def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> Non
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.parametrize(
+    "command",
+    ["eval", "bench batch", "bench speed", "bench peers", "bench twins", "bench batch --plot", "bench speed --plot"],
+)
+def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tmp_path: Path) -> None:
+    arguments = command.split() if "--plot" in command else [*command.split(), "--json"]
+    result = run(*arguments, str(tmp_path / "not_there" / "x.png"))
+    assert result.exit_code == 2 and "there is no directory" in words(result.output), result.output
+
+
 def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:
     options = ["--raw", "--draft", "none", "--max-tokens", "3", "--json"]
     with_begin = run("generate", "", "--model", "fly-tiny", *options)

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from fly import cli
-from fly.cli import Device, DraftOption, Dtype, Kernels, Model, Policy, bench, console
+from fly.cli import Device, DraftOption, Dtype, Json, Kernels, Model, Policy, bench, console
 
 if TYPE_CHECKING:
     from fly.bench.limits import Limits, Timing
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from fly.bench.speed import Forward, Rounds
     from fly.bench.twins import Twins
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")]
 K = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
 Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
 SHAPE = "768x12x32000"
