@@ -464,7 +464,7 @@ class Engine:
         strategy: who proposes; None decodes autoregressively.
     """
 
-    stretch = 0.02  # seconds after which a step begins no further round of rows that it takes several rounds with
+    stretch = 0.05  # seconds after which a step begins no further round of rows that it takes several rounds with
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
