@@ -140,14 +140,14 @@ CollectiveTimeout = Annotated[
 ]
 
 
-def _to_be_written(path: Path | None) -> Path | None:
+def to_be_written(path: Path | None) -> Path | None:
     """Whatever is measured first would be lost where there is no place for it."""
     if path is not None and not path.absolute().parent.is_dir():
         raise typer.BadParameter(f"there is no directory {str(path.parent)!r}")
     return path
 
 
-Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.", callback=_to_be_written)]
+Json = Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.", callback=to_be_written)]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
@@ -929,7 +929,10 @@ def bench_batch(
     kernels: Kernels = "auto",
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    plot: Annotated[Path | None, typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Write a plot of tokens/s to this file (png, svg or pdf).", callback=to_be_written),
+    ] = None,
     json_: Json = None,
 ) -> None:
     """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""

@@ -50,7 +50,10 @@ def bench_speed(
     kernels: Kernels = "auto",
     plot: Annotated[
         Path | None,
-        typer.Option(help="Write plots: NAME.png gives NAME-k.png, NAME-context.png, NAME-rows.png, NAME-size.png."),
+        typer.Option(
+            help="Write plots: NAME.png gives NAME-k.png, NAME-context.png, NAME-rows.png, NAME-size.png.",
+            callback=cli.to_be_written,
+        ),
     ] = None,
     json_: Json = None,
 ) -> None:

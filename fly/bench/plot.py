@@ -16,8 +16,6 @@ def check_plot(path: Path | None) -> None:
         return
     if path.suffix not in _FORMATS:
         raise ValueError(f"plot {str(path)!r} must end in one of {', '.join(_FORMATS)}")
-    if not path.absolute().parent.is_dir():
-        raise ValueError(f"plot {str(path)!r}: there is no directory {str(path.parent)!r}")
     try:
         import matplotlib  # noqa: F401
     except ImportError:

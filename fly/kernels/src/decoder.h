@@ -485,8 +485,7 @@ ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, S
         all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
 }
 
-// These products, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a
-// head; 0: as many as there are.
+// These products, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a head; 0: as many as there are.
 template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
 ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
     Several<NQ> all;
