@@ -40,7 +40,8 @@ __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
-_MOST_AT_ONCE = 128  # tokens beside a round's own that rounds of one call may emit: what caches must have room for
+# Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer.
+_AT_ONCE = (128, 32, 8, 1)
 
 
 class Model(Protocol):
@@ -266,11 +267,11 @@ class Runner:
                     return None
                 drafter, k = None, [0]
         context = sys.maxsize if drafter is None else drafter.model.config.max_position_embeddings
-        # Pages with content that somebody may share are not given up for more than a round.
-        for ahead, unused in ((_MOST_AT_ONCE, True), (1, False)):
+        # Content that somebody may share is given up for it, for no more than this once: what rounds leave stays free.
+        for ahead in _AT_ONCE:
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
-            if self._fits(rows, rooms, unused) and (drafter is None or drafter._fits(rows, draft_rooms, unused)):
+            if self._fits(rows, rooms) and (drafter is None or drafter._fits(rows, draft_rooms)):
                 break
         else:
             return None
@@ -296,11 +297,10 @@ class Runner:
             raise ran.error
         return ran.rounds
 
-    def _fits(self, rows: Rows[Sequence], rooms: Rows[int], unused: bool) -> bool:
-        """Whether there are free pages for so many tokens of each of ``rows``, or ``unused`` ones even."""
+    def _fits(self, rows: Rows[Sequence], rooms: Rows[int]) -> bool:
+        """Whether there are free pages for so many tokens of each of ``rows``."""
         allocator = self.cache.allocator
-        needed = sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms))
-        return needed <= allocator.num_free - (allocator.num_idle if unused else 0)
+        return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
     def _behind(self, rows: Rows[Sequence], rooms: Rows[int]) -> PagedBatch:
         """The batch of what of ``rows`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""

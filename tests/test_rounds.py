@@ -113,7 +113,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     k = data.draw(st.integers(0, 7))
     ends_at = data.draw(st.sampled_from([None, 3, 17, 40]))  # as a stop string would end it
 
-    ahead = data.draw(st.sampled_from([1, 7, 30, 128]))  # fewer or more than there is left
+    ahead = data.draw(st.sampled_from([(1,), (7, 1), (30, 2, 1), (128, 32, 8, 1)]))  # fewer or more than there is left
 
     def decode(stretch: Callable[[], float]) -> tuple[Sequence, object]:
         made, row = (
@@ -142,7 +142,7 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.engine._MOST_AT_ONCE", ahead)
+        patch.setattr("fly.engine._AT_ONCE", ahead)
         patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
         patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
@@ -236,7 +236,7 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.engine._MOST_AT_ONCE", data.draw(st.sampled_from([1, 30, 128])))
+        patch.setattr("fly.engine._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
         patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
         patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)
@@ -256,6 +256,34 @@ def test_somebody_who_waits_ends_a_call_after_the_round_under_way() -> None:
         made.hurry(False)
         made.step(rows)
         assert rows[0].stats.rounds > rounds + 2 and rows[0].finish_reason
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("drafting", [None, 0])
+def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_holds(
+    monkeypatch: pytest.MonkeyPatch, drafting: int | None, share: bool
+) -> None:
+    calls: list[object] = []
+    rounds = CompiledLlama.rounds
+
+    def noted(self: CompiledLlama, *values: Any, **named: Any) -> Ran:
+        calls.append(self)
+        return rounds(self, *values, **named)
+
+    monkeypatch.setattr(CompiledLlama, "rounds", noted)
+    made = engine(drafting, False, None, (40, 40), 4)
+    made.stretch = FOREVER
+    made.runner.share = share
+    needed = []
+    for first in range(12):  # each needs 16 of 40 pages, and leaves most of them with content
+        (row,) = rows_of([first, 1, 2])
+        calls.clear()
+        while not row.finish_reason:
+            made.step([row])
+        made.release(row)
+        needed.append(len(calls))
+    assert set(needed) == {1}
+    assert made.runner.cache.allocator.num_idle >= 16 * share
 
 
 def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
