@@ -7,9 +7,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fly.bench.speed import draft_runners
 from fly.bundled.tasks import Problem, check_many
-from fly.eval import Setting
+from fly.eval.timed import Setting, draft_runners
 from fly.llm import Request
 from fly.types import SamplingParams, Stats
 

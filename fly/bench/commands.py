@@ -62,10 +62,10 @@ def bench_speed(
         from fly.bench.limits import measure_limits
         from fly.bench.plot import check_plot
         from fly.bench.shapes import random_model, shape_config
-        from fly.bench.speed import Forwards, draft_runners, measure_rounds, predict
+        from fly.bench.speed import Forwards, measure_rounds, predict
         from fly.bundled.tasks import problems as draw_problems
         from fly.drafts import parse_draft
-        from fly.eval import Setting
+        from fly.eval.timed import Setting, draft_runners
         from fly.kernels import chosen, compiled
         from fly.kernels.library import NARROW, split
         from fly.llm import LLM
@@ -513,8 +513,10 @@ def bench_twins(
             records.append({"pair": name, "cost": cost, **twins.as_json()})
         console.print(
             "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
-            "larger one · formula: τ / (K·c + v(K)), of forwards timed alone · over exact:\n"
-            "over the fastest exact speculation · recovery: accuracy over autoregressive's[/]",
+            "larger one; of the rounds alone, but for 'with prompts': over AR, prompts in ·\n"
+            "formula: τ / (K·c + v(K)), of forwards timed alone · over exact: over the\n"
+            "fastest exact speculation · rest: share of the rounds that is neither target\n"
+            "nor draft · recovery: accuracy over autoregressive's[/]",
             highlight=False,
         )
         if json_ is not None:
@@ -524,11 +526,24 @@ def bench_twins(
 def twins_table(twins: Twins, title: str) -> Table:
     """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
     lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
+    plain = twins.results[0]
+    right = f"{len(plain.right)} held-out problems, of which autoregressive decoding solves {sum(plain.right)}"
     table = _table(
-        f"{title}\n{twins.describe()}\n{lengths}",
-        *("decoding (twin)", "K", "τ", "tokens/s", "over AR", "formula", "over exact", "right", "recovery"),
+        f"{title}\n{twins.describe()}\n{lengths}\n{right}",
+        *(
+            "decoding (twin)",
+            "K",
+            "τ",
+            "tok/s",
+            "over\nAR",
+            "formula",
+            "over\nexact",
+            "rest",
+            "with\nprompts",
+            "recovery",
+        ),
     )
-    plain, fastest = twins.results[0], max(r.tokens_per_second for r in twins.results if twins.exact(r))
+    fastest = max(result.decoding_speed for result in twins.results if twins.exact(result))
     for result in twins.results:
         k, alone = result.setting.k, result is plain
         predicted = twins.predicted(result)
@@ -536,11 +551,12 @@ def twins_table(twins: Twins, title: str) -> Table:
             "AR" if alone else escape(result.setting.name),
             "–" if alone else str(k),
             f"{result.stats.tau:.2f}",
-            f"{result.tokens_per_second:,.1f}",
-            f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
+            f"{result.decoding_speed:,.0f}",
+            f"{result.decoding_speed / plain.decoding_speed:.2f}×",
             "–" if predicted is None else f"{predicted:.2f}×",
-            "–" if alone else f"{result.tokens_per_second / fastest:.2f}×",
-            f"{sum(result.right)}/{len(result.right)}",
+            "–" if alone else f"{result.decoding_speed / fastest:.2f}×",
+            f"{result.spent.overhead:.1%}",
+            f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
             f"{result.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
         )
     return table

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import time
 from array import array
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -22,21 +21,19 @@ from fly.bench.limits import Limits, Timing, synchronize, take_turns
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.engine import Model, Runner
-from fly.eval import Setting
+from fly.drafts import DraftStrategy, SingleDraft
+from fly.engine import Model
+from fly.eval.timed import Setting, Spent, draft_runners, timed
 from fly.kernels.library import split
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.types import SamplingParams, Stats
 
 __all__ = [
-    "Clock",
     "Forward",
     "Forwards",
     "Rounds",
     "Wanted",
-    "draft_runners",
     "measure_forwards",
     "measure_rounds",
     "predict",
@@ -219,97 +216,28 @@ def measure_forwards(
     ]
 
 
-class Clock:
-    """A model that notes how long its calls take, and is otherwise as it was."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.seconds = 0.0
-
-    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
-        value = getattr(self._model, name)
-        if name == "rounds" and value is not None:
-            return self._rounds
-        return self._clocked(value) if name in ("draft", "score") and value is not None else value
-
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._clocked(self._model)(*arguments, **options)
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        result: Tensor = self._clocked(self._model.logits)(hidden_TC)
-        return result
-
-    def _rounds(self, *arguments: Any, drafter: Clock | None = None, **options: Any) -> Any:
-        """Several rounds in one call, which says itself how long target and drafter took."""
-        drafts = {} if drafter is None else {"drafter": drafter._model}
-        ran = self._model.rounds(*arguments, **drafts, **options)
-        for spent in ran.spent:
-            self.seconds += spent.target
-            if drafter is not None:
-                drafter.seconds += spent.draft
-        return ran
-
-    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*arguments, **options)
-            finally:
-                synchronize(self._model.device)
-                self.seconds += time.perf_counter() - start
-
-        return clocked
-
-
-def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
-    """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
-    if isinstance(strategy, CascadeDraft):
-        return draft_runners(strategy.top)
-    if isinstance(strategy, SingleDraft):
-        return [strategy.runner, *draft_runners(strategy.draft)]
-    return []
-
-
-@contextmanager
-def _clocked(runner: Runner) -> Iterator[Clock]:
-    """While this lasts, a clock around the runner's model."""
-    model = runner.model
-    runner.model = clock = Clock(model)
-    try:
-        yield clock
-    finally:
-        runner.model = model
-
-
 @dataclass
 class Rounds:
-    """What the rounds of a setting took, prompts aside. ``target`` and ``draft`` are the seconds in their models,
-    ``seconds`` those of all the rounds, one for each time that all problems were decoded."""
+    """What the rounds of a setting took, each time that all problems were decoded."""
 
     setting: Setting
     stats: Stats = field(default_factory=Stats)
-    seconds: list[float] = field(default_factory=list)
-    target: list[float] = field(default_factory=list)
-    draft: list[float] = field(default_factory=list)
+    spent: list[Spent] = field(default_factory=list)
 
     @property
-    def best(self) -> int:
+    def best(self) -> Spent:
         """The time round that was disturbed least."""
-        return min(range(len(self.seconds)), key=lambda turn: self.seconds[turn])
-
-    @property
-    def _rounds(self) -> float:
-        return self.stats.rounds / len(self.seconds)
+        return min(self.spent, key=lambda spent: spent.rounds)
 
     def each(self) -> tuple[float, float, float]:
         """Seconds a round: in the target, in draft models, and the rest; in the turn that was disturbed least."""
-        target, draft = self.target[self.best] / self._rounds, self.draft[self.best] / self._rounds
-        return target, draft, self.seconds[self.best] / self._rounds - target - draft
+        best, rounds = self.best, self.stats.rounds / len(self.spent)
+        return best.target / rounds, best.draft / rounds, best.rounds * best.overhead / rounds
 
     @property
     def overhead(self) -> float:
         """Share of a round that is neither draft nor target."""
-        return self.each()[2] / sum(self.each())
+        return self.best.overhead
 
     @property
     def drafted(self) -> float:
@@ -317,8 +245,8 @@ class Rounds:
         return self.stats.drafted / self.stats.rounds
 
     def tokens_per_second(self) -> Timing:
-        emitted = self.stats.emitted / len(self.seconds)
-        return Timing(tuple(emitted / seconds for seconds in self.seconds))
+        emitted = self.stats.emitted / len(self.spent)
+        return Timing(tuple(emitted / spent.rounds for spent in self.spent))
 
 
 def measure_rounds(
@@ -340,34 +268,14 @@ def measure_rounds(
 
 
 def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
-    llm, setting = rounds.setting.llm, rounds.setting
-    seconds = target_seconds = draft_seconds = 0.0
-    with ExitStack() as stack:
-        target = stack.enter_context(_clocked(llm.engine.runner))
-        drafts = [stack.enter_context(_clocked(runner)) for runner in draft_runners(llm.draft)]
-        for problem in problems:
-            (request,) = llm.requests([llm.chat_prompt(problem.prompt)], params, setting.policy, setting.k)
-            llm.submit(request)
-            try:
-                while not (request.row.generated or request.row.finish_reason):  # the prompt
-                    llm.step()
-                for clock in (target, *drafts):
-                    clock.seconds = 0.0
-                start = time.perf_counter()
-                while not request.row.finish_reason:
-                    llm.step()
-                seconds += time.perf_counter() - start
-            finally:
-                llm.close(request)
-            if request.row.error is not None:
-                raise request.row.error
-            target_seconds += target.seconds
-            draft_seconds += sum(clock.seconds for clock in drafts)
-            rounds.stats += request.row.stats
-            advance()
-    rounds.seconds.append(seconds)
-    rounds.target.append(target_seconds)
-    rounds.draft.append(draft_seconds)
+    spent = Spent()
+    for problem in problems:
+        prompt = rounds.setting.llm.chat_prompt(problem.prompt)
+        output, own = timed(rounds.setting, prompt, params, clocked=True)
+        spent += own
+        rounds.stats += output.stats
+        advance()
+    rounds.spent.append(spent)
 
 
 def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:

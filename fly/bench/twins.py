@@ -14,10 +14,11 @@ from typing import Any
 
 import torch
 
-from fly.bench.speed import Forward, Forwards, Wanted, draft_runners, measure_forwards
+from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.eval import Result, Setting, compare
+from fly.eval.timed import draft_runners
 from fly.kernels import compiled
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
@@ -162,11 +163,11 @@ class Twins:
             f"{f.config.num_hidden_layers} layers of {f.config.hidden_size}, {f.weights / 1e6:,.0f} MB"
             for f in (target, draft)
         ]
-        return f"target {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token; draft {sizes[1]}"
+        return f"target: {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token\ndraft: {sizes[1]}"
 
     def as_json(self) -> dict[str, Any]:
         return {
-            "twins": self.describe(),
+            "twins": self.describe().replace("\n", "; "),
             "problems": len(self.results[0].right),
             "lengths": {k: {"c": self.cost(k), "v": self.verification(k)} for k in self.draft},
             "results": [
@@ -175,7 +176,9 @@ class Twins:
                     "policy": str(result.setting.policy),
                     "k": result.setting.k,
                     "tau": result.stats.tau,
-                    "tokens_per_second": result.tokens_per_second,
+                    "tokens_per_second": result.decoding_speed,
+                    "tokens_per_second_with_prompts": result.tokens_per_second,
+                    "overhead": result.spent.overhead,
                     "accuracy": result.accuracy,
                     "predicted": self.predicted(result),
                 }
@@ -232,9 +235,9 @@ def measure_twins(
     wanted += [Wanted(drafting, 1, _CONTEXT, k, drafting=True) for k in lengths]
     forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
-    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)
-    timed = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
-    return Twins(results, *timed)
+    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance, clocked=True)
+    alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
+    return Twins(results, *alone)
 
 
 def _depths(originals: Sequence[Llama], width: int, cost: float, kernels: str) -> list[int]:

@@ -1,0 +1,147 @@
+"""One completion with a clock: how long its prompt took, its rounds, and of these the models."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from fly.bench.limits import synchronize
+from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
+from fly.engine import Runner
+from fly.llm import LLM, Output
+from fly.policies import AcceptancePolicy, Exact
+from fly.types import SamplingParams
+
+__all__ = ["Clock", "Setting", "Spent", "draft_runners", "timed"]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to decode: a loaded target with its draft, a policy and a draft length (0 is autoregressive)."""
+
+    name: str
+    llm: LLM
+    k: int
+    policy: AcceptancePolicy = field(default_factory=Exact)
+
+
+class Clock:
+    """A model that notes how long its calls take, and is otherwise as it was."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        self.seconds = 0.0
+
+    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
+        value = getattr(self._model, name)
+        if name == "rounds" and value is not None:
+            return self._rounds
+        return self._clocked(value) if name in ("draft", "score") and value is not None else value
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        return self._clocked(self._model)(*arguments, **options)
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        result: Tensor = self._clocked(self._model.logits)(hidden_TC)
+        return result
+
+    def _rounds(self, *arguments: Any, drafter: Clock | None = None, **options: Any) -> Any:
+        """Several rounds in one call, which says itself how long target and drafter took."""
+        drafts = {} if drafter is None else {"drafter": drafter._model}
+        ran = self._model.rounds(*arguments, **drafts, **options)
+        for spent in ran.spent:
+            self.seconds += spent.target
+            if drafter is not None:
+                drafter.seconds += spent.draft
+        return ran
+
+    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def clocked(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return call(*arguments, **options)
+            finally:
+                synchronize(self._model.device)
+                self.seconds += time.perf_counter() - start
+
+        return clocked
+
+
+def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
+    """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
+    if isinstance(strategy, CascadeDraft):
+        return draft_runners(strategy.top)
+    if isinstance(strategy, SingleDraft):
+        return [strategy.runner, *draft_runners(strategy.draft)]
+    return []
+
+
+@contextmanager
+def _clocked(runner: Runner) -> Iterator[Clock]:
+    """While this lasts, a clock around the runner's model."""
+    model = runner.model
+    runner.model = clock = Clock(model)
+    try:
+        yield clock
+    finally:
+        runner.model = model
+
+
+@dataclass
+class Spent:
+    """Seconds of completions: ``prompt`` until each had its first token, ``rounds`` from there on; and of the rounds
+    those in the ``target`` and in ``draft`` models, where clocks were around them."""
+
+    prompt: float = 0.0
+    rounds: float = 0.0
+    target: float = 0.0
+    draft: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        return Spent(
+            self.prompt + other.prompt,
+            self.rounds + other.rounds,
+            self.target + other.target,
+            self.draft + other.draft,
+        )
+
+    @property
+    def overhead(self) -> float:
+        """Share of the rounds that is neither draft nor target."""
+        return 1 - (self.target + self.draft) / self.rounds
+
+
+def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Spent]:
+    """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
+    llm = setting.llm
+    with ExitStack() as stack:
+        clocks: list[Clock] = []
+        if clocked:
+            runners = [llm.engine.runner, *draft_runners(llm.draft)]
+            clocks = [stack.enter_context(_clocked(runner)) for runner in runners]
+        (request,) = llm.requests([prompt], params, setting.policy, setting.k)
+        row = request.row
+        begin = time.perf_counter()
+        llm.submit(request)
+        try:
+            while not (row.generated or row.finish_reason):
+                llm.step()
+            for clock in clocks:
+                clock.seconds = 0.0
+            first = time.perf_counter()
+            while not row.finish_reason:
+                llm.step()
+            end = time.perf_counter()
+        finally:
+            llm.close(request)
+    if row.error is not None:
+        raise row.error
+    spent = Spent(first - begin, end - first)
+    if clocks:
+        spent.target, spent.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
+    return llm.output(request), spent
