@@ -23,7 +23,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from fly.cache.allocator import OutOfBlocks
@@ -268,7 +268,7 @@ def generate(
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps(_as_json(output)))
+            console.print_json(json.dumps({**_as_json(output), "kernels": _kernels_of(llm).removeprefix("kernels ")}))
             return
         stats, elapsed = _show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
@@ -555,7 +555,9 @@ def policies() -> None:
         from fly.policies import condition_types, policy_types
         from fly.policies.registry import PRESETS
 
-        table = Table("policy", "guarantee", "what it is", title="Policies", title_justify="left", show_lines=True)
+        table = Table(
+            "policy", "guarantee", _folded("what it is"), title="Policies", title_justify="left", show_lines=True
+        )
         presets = {name: make() for name, make in PRESETS.items()}
         for name, rule in policy_types().items():
             instance = rule()
@@ -565,10 +567,17 @@ def policies() -> None:
                 if isinstance(made, rule):
                     table.add_row(preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}")
         console.print(table)
-        table = Table("condition", "when it holds", title="Conditions: combine with & | ~", title_justify="left")
+        table = Table(
+            "condition", _folded("when it holds"), title="Conditions: combine with & | ~", title_justify="left"
+        )
         for name, condition in condition_types().items():
             table.add_row(_call(name, condition), escape(_summary_of(condition)))
         console.print(table)
+
+
+def _folded(heading: str) -> Column:
+    """Of sentences, in which no word is too long for the column."""
+    return Column(heading, overflow="fold")
 
 
 @app.command()
@@ -577,7 +586,9 @@ def drafts() -> None:
     with _plain_errors():
         from fly.drafts import draft_types
 
-        table = Table("strategy", "what it does", title="Draft strategies", title_justify="left", show_lines=True)
+        table = Table(
+            "strategy", _folded("what it does"), title="Draft strategies", title_justify="left", show_lines=True
+        )
         for name, strategy in draft_types().items():
             table.add_row(_call(name, strategy), escape(_summary_of(strategy)))
         console.print(table)
@@ -1210,12 +1221,16 @@ def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count
         params = SamplingParams(temperature=0.0, max_tokens=400)
         results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
     what = f"{count} {split} {kind or ''} problems".replace("  ", " ")
-    console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1"))
+    kernels = _kernels_of(settings[0].llm)
+    console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1, {kernels}"))
     console.print(
         "\n[dim]AR: autoregressive decoding · τ: tokens a target forward emits · drafts kept: share of drafted tokens "
         "emitted · gate open: share of mismatches at which the target was undecided · recovery: accuracy over AR's[/]",
         highlight=False,
     )
+    for setting in settings:
+        if "…" in setting.name:
+            console.print(f"[dim]{escape(setting.name)}: {escape(str(setting.policy))}[/]", highlight=False)
     for result in results:
         for gate in result.stats.silent_gates:
             asked = result.stats.gates[gate].asked

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "import_object", "origin"]
+__all__ = ["explain", "import_object", "meant", "origin"]
 
 
 def explain(error: ValidationError) -> str:
@@ -20,8 +22,15 @@ def explain(error: ValidationError) -> str:
         text = problem["msg"].removeprefix("Value error, ")
         # Errors of our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
-        parts.append(f"{name}: {text}{got}" if name else f"{text}{got}")
+        named = not name or text.startswith(f"{name} ")
+        parts.append(f"{text}{got}" if named else f"{name}: {text}{got}")
     return "; ".join(parts)
+
+
+def meant(word: str, known: Iterable[str]) -> str:
+    """Which of ``known`` somebody who wrote ``word`` may have meant, as a question; empty where nothing is like it."""
+    like = difflib.get_close_matches(word, known, 1)
+    return f" (did you mean {like[0]!r}?)" if like else ""
 
 
 def import_object(path: str, what: str) -> Any:

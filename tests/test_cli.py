@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import shutil
@@ -76,6 +77,39 @@ def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tm
     arguments = command.split() if "--plot" in command else [*command.split(), "--json"]
     result = run(*arguments, str(tmp_path / "not_there" / "x.png"))
     assert result.exit_code == 2 and "there is no directory" in words(result.output), result.output
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("--policy", "flyy", "policy 'flyy': 'flyy' is unknown (did you mean 'fly'?)"),
+        ("--policy", "fly & aftr(2)", "'aftr' is unknown (did you mean 'after'?)"),
+        ("--draft", "ngrm", "'ngrm' is unknown (did you mean 'ngram'?)"),
+        ("--model", "fly-taget", "is neither a directory nor a bundled checkpoint (did you mean 'fly-target'?)"),
+        ("--policy", "qqqqq", "'qqqqq' is unknown; policies"),
+    ],
+)
+def test_a_slip_of_the_pen_is_told_what_was_meant(options: tuple[str, str, str]) -> None:
+    *given, told = options
+    result = run("generate", "a", *given)
+    assert result.exit_code == 2 and told in words(result.output)
+    assert words(result.output).count("error:") == 1 and "policy: policy" not in result.output
+
+
+@pytest.mark.parametrize("command", ["policies", "drafts"])
+def test_lists_are_whole_in_a_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from rich.console import Console
+
+    monkeypatch.setattr(cli, "console", console := Console(file=io.StringIO(), width=80, record=True))
+    assert run(command).exit_code == 0
+    shown = console.export_text()
+    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_a_draft_too_long_for_the_context_is_refused_before_anything_is_measured() -> None:
+    result = run("bench", "speed", "--k", "5000")
+    assert result.exit_code == 2 and "--k 5000" in words(result.output) and "context of 1024" in words(result.output)
+    assert "Limits" not in result.output
 
 
 def test_an_empty_prompt_needs_a_begin_token(tmp_path: Path) -> None:

@@ -950,9 +950,19 @@ def test_the_draft_alone_may_have_int8_weights() -> None:
         LLM("fly-tiny", dtype="float16", kernels="int8", device="cpu")
 
 
+def test_kernels_that_this_processor_cannot_run_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "_built", lambda: {"avx1024": False, "avx2": True})
+    assert available() == ["avx2", "torch"] and library.number("avx2") == 1
+    for wanted in ("avx1024", "avx1024-int8"):
+        with pytest.raises(ValueError, match=f"{wanted}' is not available here; .*not all of its instructions"):
+            chosen(wanted)
+    with pytest.raises(ValueError, match=r"'avx3' is not available here; choices: [^(]*$"):
+        chosen("avx3")
+
+
 def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_open", lambda: (None, "no compiler was found"))
-    monkeypatch.setattr(library, "_variants", dict)
+    monkeypatch.setattr(library, "_built", dict)
     assert available() == ["torch"] and chosen() == "torch" and why_not() == "no compiler was found"
     model = random_llama(0)
     assert compiled(model) is model

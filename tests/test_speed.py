@@ -430,6 +430,10 @@ def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.Monkey
     assert len(figures["skipped"]) == 2
     first = figures["contenders"][0]
     assert (first["library"], first["same_outputs"], first["agreement"]) == ("fly", 1, 1.0)
+    assert first["right"] is None and "answers that end at 8 tokens are not checked" in " ".join(text.split())
+    whole = ("--shape", "none", "--problems", 1, "--turns", 1, "--json", record)
+    text = run("bench", "peers", "--model", "fly-draft", "--draft", "fly-tiny", *whole)
+    assert json.loads(record.read_text())["contenders"][0]["right"] in (0, 1) and "not checked" not in text
     run("bench", "peers", "--shape", "64x1x100", "--problems", 1, "--tokens", 4, "--turns", 1, "--json", record)
     (only,) = json.loads(record.read_text())["contenders"]
     assert only["right"] is None

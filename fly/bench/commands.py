@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 K = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
 Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
-SHAPE = "768x12x32000"
+SHAPE, NO_SHAPE = "768x12x32000", "none"
 
 
 @bench.command("speed")
@@ -40,7 +40,7 @@ def bench_speed(
         list[str] | None,
         typer.Option(
             help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, of 8 bits with :int8 or :w8a8 behind ({SHAPE}, "
-            "each way); 'none' for none."
+            f"each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems that the rounds are timed on.")] = 12,
@@ -74,7 +74,7 @@ def bench_speed(
 
         check_plot(plot)
         rule = parse_policy(policy, trusted=True)
-        shapes = [] if shape == ["none"] else shape or [SHAPE]
+        shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
         # what stands behind a colon, if it is known, says how many bits
         bits = {name: next((kind for kind in NARROW if name.endswith(f":{kind}")), "") for name in shapes}
         configs = {name: shape_config(name.removesuffix(f":{bits[name]}")) for name in shapes}
@@ -87,12 +87,18 @@ def bench_speed(
             for kind in NARROW:
                 shapes.append(name := f"{SHAPE}:{kind}")
                 bits[name], configs[name] = kind, configs[SHAPE]
+        models = [(model, target)] + ([(draft, levels[0].model)] if len(levels) == 1 else [])
+        for name, config in {**{name: made.config for name, made in models}, **configs}.items():
+            if config.max_position_embeddings < _CONTEXT + k + 1:
+                raise ValueError(
+                    f"--k {k}: a draft and the token before it, behind the {_CONTEXT} tokens that forwards are timed "
+                    f"behind, exceed {name}'s context of {config.max_position_embeddings}"
+                )
         with _progress("limits", 1) as advance:
             limits = measure_limits(target.device)
             advance()
-        console.print(limits_table(limits))
+        console.print(limits_table(limits, getattr(target, "kernels", "torch")))
 
-        models = [(model, target)] + ([(draft, levels[0].model)] if len(levels) == 1 else [])
         swept: list[Forward] = []
         steps: dict[str, Forward] = {}
         with _progress("forwards", (turns + 1) * (len(models) + len(shapes))) as advance:
@@ -182,9 +188,9 @@ def _best_median(rate: Timing) -> str:
     return f"{rate.high:,.0f}/{rate.median:,.0f}"
 
 
-def limits_table(limits: Limits) -> Table:
-    """The machine's limits."""
-    table = _table(f"Limits: {limits.device}, {limits.threads} threads", "", "best", "median")
+def limits_table(limits: Limits, kernels: str) -> Table:
+    """The machine's limits, and which kernels are held against them."""
+    table = _table(f"Limits: {limits.device}, {limits.threads} threads, kernels {kernels}", "", "best", "median")
     for name, best, median, unit in limits.rows():
         table.add_row(name, f"{best / 1e9:,.1f} G{unit}", f"{median / 1e9:,.1f} G{unit}")
     return table
@@ -362,6 +368,7 @@ def bench_peers(
         from fly.policies import Exact, parse_policy
 
         rule = parse_policy(policy, trusted=True)
+        shape = None if shape == NO_SHAPE else shape
         cpu = resolve_device("cpu")
         if shape is not None:
             config = shape_config(shape)
@@ -402,7 +409,8 @@ def bench_peers(
         with _progress("peers", turns * len(prompts) * len(contenders)) as advance:
             matches = measure_matches(contenders, prompts, most, turns, advance)
         right: list[list[bool]] = []
-        if shape is None and plain.tokenizer is not None:
+        cut = any(len(ids) == most for match in matches for ids in match.outputs)
+        if shape is None and plain.tokenizer is not None and not cut:
             for match in matches:
                 texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
                 right.append(check_many(list(zip(asked, texts))))
@@ -420,6 +428,8 @@ def bench_peers(
             f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s[/]",
             highlight=False,
         )
+        if shape is None and cut:
+            console.print(f"[dim]answers that end at {most} tokens are not checked[/]", highlight=False)
         for reason in skipped:
             console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
         if json_ is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fly.errors import meant
 from fly.models.config import CheckpointError
 
 __all__ = ["BUNDLED", "resolve_checkpoint"]
@@ -21,4 +22,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
         return Path(name)
     if str(name) in BUNDLED:
         return CHECKPOINTS / str(name)
-    raise CheckpointError(f"{str(name)!r} is neither a directory nor a bundled checkpoint; bundled: {list(BUNDLED)}")
+    hint = meant(str(name), BUNDLED)
+    raise CheckpointError(
+        f"{str(name)!r} is neither a directory nor a bundled checkpoint{hint}; bundled: {list(BUNDLED)}"
+    )

@@ -29,7 +29,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
-from fly.errors import explain, import_object
+from fly.errors import explain, import_object, meant
 from fly.models import load_model
 from fly.policies import AcceptancePolicy, parse_policy
 
@@ -177,9 +177,10 @@ class _Reader:
         raise self._unknown(word)
 
     def _unknown(self, word: str) -> ValueError:
+        strategies = ["none", *sorted(draft_types())]
         return self.error(
-            f": {word!r} is unknown; strategies: {['none', *sorted(draft_types())]}, bundled checkpoints: "
-            f"{list(BUNDLED)}, or the path of a checkpoint's directory"
+            f": {word!r} is unknown{meant(word, [*strategies, *BUNDLED])}; strategies: {strategies}, bundled "
+            f"checkpoints: {list(BUNDLED)}, or the path of a checkpoint's directory"
         )
 
     def _call(self, word: str, call: ast.Call | None) -> DraftStrategy:

@@ -214,21 +214,24 @@ def short(name: str, lets_go: bool = False) -> Any:
 
 
 @cache
-def _variants() -> dict[str, int]:
-    """Number of each variant that this processor runs, best first."""
+def _built() -> dict[str, bool]:
+    """Whether this processor runs each variant that was built, best first, in the library's order."""
     library, _ = _open()
-    found: dict[str, int] = {}
-    number, runs = 0, c_int32()
-    while library is not None and (name := library.fly_variant(number, ctypes.byref(runs))):
-        if runs.value:
-            found[name.decode()] = number
-        number += 1
+    found: dict[str, bool] = {}
+    runs = c_int32()
+    while library is not None and (name := library.fly_variant(len(found), ctypes.byref(runs))):
+        found[name.decode()] = bool(runs.value)
     return found
+
+
+def _variants() -> list[str]:
+    """Those that this processor runs."""
+    return [variant for variant, runs in _built().items() if runs]
 
 
 def number(variant: str) -> int:
     """What the library calls ``variant``."""
-    return _variants()[variant]
+    return list(_built()).index(variant)
 
 
 def available() -> list[str]:
@@ -268,7 +271,8 @@ def chosen(kernels: str = "auto") -> str:
     if wanted in NARROW and narrow:
         return f"{choices[0]}-{wanted}"
     if wanted not in (*choices, *narrow):
-        reason = f" ({why_not()})" if why_not() else ""
+        lacking = split(wanted)[0] in _built() and "this processor has not all of its instructions"
+        reason = f" ({why_not() or lacking})" if why_not() or lacking else ""
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
         raise ValueError(f"{source} is not available here; choices: {known}{reason}")
     return wanted

@@ -27,7 +27,7 @@ from pydantic import (
     WithJsonSchema,
 )
 
-from fly.errors import explain, import_object
+from fly.errors import explain, import_object, meant
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
@@ -223,9 +223,10 @@ def _look_up(name: str, source: str, trusted: bool) -> Callable[..., Any] | Rule
         return _import(name)
     make = PRESETS.get(name) or _types().get(name)
     if make is None:
+        policies, conditions = sorted([*policy_types(), *PRESETS]), sorted(condition_types())
         raise ValueError(
-            f"policy {source}: {name!r} is unknown; policies: {sorted([*policy_types(), *PRESETS])}, "
-            f"conditions: {sorted(condition_types())}"
+            f"policy {source}: {name!r} is unknown{meant(name, policies + conditions)}; policies: {policies}, "
+            f"conditions: {conditions}"
         )
     return make
 
