@@ -268,12 +268,12 @@ def generate(
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps({**_as_json(output), "kernels": _kernels_of(llm).removeprefix("kernels ")}))
+            console.print_json(json.dumps({**_as_json(output), "kernels": kernels_of(llm)}))
             return
         stats, elapsed = _show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
             _legend()
-            console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]", highlight=False)
+            console.print(f"[dim]{_summary(stats, elapsed)} · kernels {kernels_of(llm)}[/]", highlight=False)
 
 
 def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
@@ -303,15 +303,15 @@ def _biases(given: list[str]) -> dict[int, float]:
     return found
 
 
-def _kernels_of(llm: Any) -> str:
-    """What runs the target, and why it is PyTorch where compiled kernels were to be had."""
+def kernels_of(llm: Any) -> str:
+    """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
     from fly.kernels import why_not
 
     model = llm.engine.runner.model
     if (name := getattr(model, "kernels", None)) is not None:
-        return f"kernels {name}"
+        return str(name)
     reason = why_not() if model.device.type == "cpu" else ""
-    return f"kernels torch ({reason})" if reason else "kernels torch"
+    return f"torch ({reason})" if reason else "torch"
 
 
 def _setup(context: typer.Context, path: Path | None, **options: Any) -> Any:
@@ -576,7 +576,7 @@ def policies() -> None:
 
 
 def _folded(heading: str) -> Column:
-    """Of sentences, in which no word is too long for the column."""
+    """A column of sentences: a word too long for it goes on in the next line."""
     return Column(heading, overflow="fold")
 
 
@@ -975,7 +975,7 @@ def bench_batch(
             loads = measure_load(
                 settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), lambda: progress.advance(task)
             )
-        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, {_kernels_of(plain)}"
+        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, kernels {kernels_of(plain)}"
         console.print(load_table(loads, title))
         console.print(
             "[dim]first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"
@@ -1176,7 +1176,7 @@ def demo(
         stats, elapsed = _show_stream(llm, llm.chat_prompt(question.prompt), params, rule)
         console.print()
         _legend()
-        console.print(f"[dim]{_summary(stats, elapsed)} · {_kernels_of(llm)}[/]\n", highlight=False)
+        console.print(f"[dim]{_summary(stats, elapsed)} · kernels {kernels_of(llm)}[/]\n", highlight=False)
 
         _compare_on_bundled(rule, problems, k, split, seed, dtype, multi_level=True, kernels=kernels)
 
@@ -1221,16 +1221,16 @@ def _compare(settings: list[Any], kind: str | None, split: str, seed: int, count
         params = SamplingParams(temperature=0.0, max_tokens=400)
         results = compare(settings, questions, params, lambda name: progress.advance(tasks[name]))
     what = f"{count} {split} {kind or ''} problems".replace("  ", " ")
-    kernels = _kernels_of(settings[0].llm)
-    console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1, {kernels}"))
+    kernels = kernels_of(settings[0].llm)
+    console.print(comparison_table(results, f"{what}, temperature 0, k {settings[1].k}, batch 1, kernels {kernels}"))
     console.print(
         "\n[dim]AR: autoregressive decoding · τ: tokens a target forward emits · drafts kept: share of drafted tokens "
         "emitted · gate open: share of mismatches at which the target was undecided · recovery: accuracy over AR's[/]",
         highlight=False,
     )
-    for setting in settings:
-        if "…" in setting.name:
-            console.print(f"[dim]{escape(setting.name)}: {escape(str(setting.policy))}[/]", highlight=False)
+    composed = {rule_name(setting.policy): setting.policy for setting in settings if "…" in setting.name}
+    for name, rule in composed.items():
+        console.print(f"[dim]{escape(name)}: {escape(str(rule))}[/]", highlight=False)
     for result in results:
         for gate in result.stats.silent_gates:
             asked = result.stats.gates[gate].asked

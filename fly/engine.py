@@ -40,8 +40,9 @@ __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
 _WHY = tuple(Why)  # by its number
 _RELAXED = int(Why.RELAXED)
-# Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer.
-_AT_ONCE = (128, 32, 8, 1)
+# Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
+# and of all rows together no more than a call would score.
+_AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
 class Model(Protocol):
@@ -267,8 +268,8 @@ class Runner:
                     return None
                 drafter, k = None, [0]
         context = sys.maxsize if drafter is None else drafter.model.config.max_position_embeddings
-        # Content that somebody may share is given up for it, for no more than this once: what rounds leave stays free.
-        for ahead in _AT_ONCE:
+        # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
+        for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
             if self._fits(rows, rooms) and (drafter is None or drafter._fits(rows, draft_rooms)):

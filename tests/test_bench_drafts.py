@@ -15,7 +15,7 @@ from fly.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
 from fly.bundled.tasks import KINDS
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting
-from fly.eval.timed import Spent
+from fly.eval.timed import Times
 from fly.types import Stats
 from tests.test_drafts import LARGE, VOCAB
 
@@ -75,7 +75,7 @@ def test_every_strategy_has_one_line_at_any_width(
     width: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stats = Stats(generated=3000, emitted=3000, rounds=250)
-    result = Result(Setting("x", LLM(LARGE), 0), stats, Spent(0.1, 0.4), ["x"] * 8, [True] * 8)
+    result = Result(Setting("x", LLM(LARGE), 0), stats, Times(0.1, 0.4), ["x"] * 8, [True] * 8)
     drafted = [Drafted(name, dict.fromkeys(KINDS, result)) for name in ("none", *names)]
     over = Ratio(0.984, 0.959, 1.01, 12)
     promised = [Promise(name, text, over, over, over, 1.5) for name in names for text in ("random", "wrong")]

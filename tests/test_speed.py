@@ -21,12 +21,12 @@ from fly.bench.limits import Limits, Timing, take_turns
 from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount, write_gguf
 from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
 from fly.bench.speed import Forward, Forwards, Rounds, measure_rounds, predict
-from fly.bench.twins import PAIRS, parse_pair
+from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.drafts import NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
-from fly.eval.timed import Clock, Spent, draft_runners, timed
+from fly.eval.timed import Clock, Times, draft_runners, timed
 from fly.kernels import available, why_not
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
@@ -197,15 +197,15 @@ def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None
     measured = measure_rounds(settings, asked, GREEDY, turns=2)
     assert (llm.engine.runner.model, draft_runners(llm.draft)[0].model) == models
     for rounds, result in zip(measured, compare(settings, asked, GREEDY)):
-        assert len(rounds.spent) == 2
+        assert len(rounds.times) == 2
         assert rounds.stats.rounds == 2 * result.stats.rounds
         assert rounds.stats.tau == result.stats.tau
         target, draft, rest = rounds.each()
         assert target > 0 and rest > 0
         assert (draft > 0) == (rounds.setting.k > 0)
-        whole = rounds.best.rounds * 2 / rounds.stats.rounds
+        whole = rounds.best.decoding * 2 / rounds.stats.rounds
         assert target + draft + rest == pytest.approx(whole)
-        assert 0 < rounds.overhead < 1 and all(spent.prompt > 0 for spent in rounds.spent)
+        assert 0 < rounds.best.overhead < 1 and all(times.prompt > 0 for times in rounds.times)
         assert rounds.tokens_per_second().high == pytest.approx(rounds.stats.tau / whole)
 
 
@@ -228,29 +228,29 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
 def test_times_of_a_completion_are_its_parts() -> None:
     llm = LLM(random_llama(), NGramDraft(), k=3)
     setting, params = Setting("ngram", llm, 3), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
-    output, spent = timed(setting, [1, 2, 3], params, clocked=True)
+    output, times = timed(setting, [1, 2, 3], params, clocked=True)
     assert output.token_ids == llm.generate([[1, 2, 3]], params)[0].token_ids
-    assert 0 < spent.target < spent.rounds and spent.draft == 0 < spent.prompt
-    assert spent.overhead == pytest.approx(1 - spent.target / spent.rounds)
-    assert timed(setting, [1, 2, 3], params)[1].target == 0
+    assert 0 < times.target < times.decoding and times.draft == 0 < times.prompt
+    assert times.overhead == pytest.approx(1 - times.target / times.decoding)
+    assert timed(setting, [1, 2, 3], params)[1].overhead is None
     (result,) = decode([setting], [[1, 2, 3], [4, 5]], params, clocked=True)
-    assert result.seconds == result.spent.prompt + result.spent.rounds
-    assert result.decoding_speed == pytest.approx((result.stats.generated - 2) / result.spent.rounds)
+    assert result.seconds == result.times.prompt + result.times.decoding
+    assert result.decoding_speed == pytest.approx((result.stats.generated - 2) / result.times.decoding)
     assert result.tokens_per_second == pytest.approx(18 / result.seconds)
 
 
 def test_the_prediction_is_the_formula() -> None:
     llm = strategy_of("fly-draft")
     stats = Stats(generated=61, rounds=10, emitted=60, drafted=70)
-    rounds = Rounds(Setting("exact", llm, 7), stats, [Spent(0.1, 1.0, 0.5, 0.2)])
+    rounds = Rounds(Setting("exact", llm, 7), stats, [Times(0.1, 1.0, 0.5, 0.2)])
     forwards = [forward(2.0), forward(3.0, tokens=6), forward(5.0, tokens=10)]
     draft = forward(0.8, tokens=8, drafting=True)
     c, v = 0.1 / 2.0, 4.0 / 2.0  # t(8) is half way between
     assert predict(rounds, forwards, draft) == pytest.approx(6.0 / (7 * c + v) / 2.0)
-    plain = Rounds(Setting("autoregressive", llm, 0), Stats(rounds=10, emitted=10), [Spent(0.1, 1.0, 0.5)])
+    plain = Rounds(Setting("autoregressive", llm, 0), Stats(rounds=10, emitted=10), [Times(0.1, 1.0, 0.5)])
     assert predict(plain, forwards, draft) == pytest.approx(1 / 2.0)
     for name in ("ngram+fly-draft", "ngram"):
-        assert predict(Rounds(Setting(name, strategy_of(name), 7), stats, [Spent(0.1, 1.0)]), forwards, draft) is None
+        assert predict(Rounds(Setting(name, strategy_of(name), 7), stats, [Times(0.1, 1.0)]), forwards, draft) is None
     with pytest.raises(ValueError, match="outside 1 to 6"):
         predict(rounds, forwards[:2], draft)
 
@@ -415,7 +415,15 @@ def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
     (figures,) = json.loads(record.read_text())
     names = [result["decoding"] for result in figures["results"]]
     assert names == ["autoregressive", "exact", "fly", "exact, multi-level", "fly, multi-level"]
+    for result in figures["results"]:
+        assert result["tokens_per_second"] > result["tokens_per_second_with_prompts"] > 0
+        assert 0 < result["overhead"] < 1
     assert figures["lengths"]["3"]["c"] > 0 and figures["problems"] == 1
+
+
+def test_a_draft_too_long_for_the_twins_is_refused_before_they_are_made(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="k 900: drafts of twins are shorter than 896"):
+        measure_twins("nobody", "nobody", 0.1, [3, 900], FLy(), 1, tmp_path)
 
 
 def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -430,7 +438,7 @@ def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.Monkey
     assert len(figures["skipped"]) == 2
     first = figures["contenders"][0]
     assert (first["library"], first["same_outputs"], first["agreement"]) == ("fly", 1, 1.0)
-    assert first["right"] is None and "answers that end at 8 tokens are not checked" in " ".join(text.split())
+    assert first["right"] is None and "answers are not checked, as 8 tokens are too few" in " ".join(text.split())
     whole = ("--shape", "none", "--problems", 1, "--turns", 1, "--json", record)
     text = run("bench", "peers", "--model", "fly-draft", "--draft", "fly-tiny", *whole)
     assert json.loads(record.read_text())["contenders"][0]["right"] in (0, 1) and "not checked" not in text

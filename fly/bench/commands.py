@@ -97,7 +97,7 @@ def bench_speed(
         with _progress("limits", 1) as advance:
             limits = measure_limits(target.device)
             advance()
-        console.print(limits_table(limits, getattr(target, "kernels", "torch")))
+        console.print(limits_table(limits, cli.kernels_of(plain)))
 
         swept: list[Forward] = []
         steps: dict[str, Forward] = {}
@@ -108,7 +108,8 @@ def bench_speed(
                     wanted = f"{split(chosen(kernels))[0]}-{bits[name]}" if bits[name] else kernels
                     made = compiled(random_model(configs[name], target.dtype, target.device), wanted)
                 sweep = _sweep(made.config.max_position_embeddings, k)
-                forwards = Forwards(name, made, 16 * 640 + made.config.max_position_embeddings)
+                room = 16 * (_CONTEXT + k + 17) + made.config.max_position_embeddings  # its last page may not be full
+                forwards = Forwards(name, made, room)
                 found = forwards.measure(sweep, [(_CONTEXT, k)], turns, advance)
                 swept += [forward for forward in found if not forward.drafting]
                 steps[name] = next(forward for forward in found if forward.drafting)
@@ -146,7 +147,7 @@ def bench_speed(
         if json_ is not None:
             record = {
                 "limits": limits.as_json(),
-                "kernels": getattr(target, "kernels", "torch"),
+                "kernels": cli.kernels_of(plain),
                 "forwards": [forward.as_json(limits) for forward in [*swept, *steps.values()]],
                 "rounds": [_rounds_as_json(each, speed) for each, speed in zip(rounds, predicted)],
             }
@@ -237,7 +238,7 @@ def rounds_table(
     rounds: Sequence[Rounds], predicted: Sequence[float | None], forwards: Sequence[Forward], title: str
 ) -> Table:
     """Where a round's time goes, and whether the formula foretells it; the first is autoregressive."""
-    table = _table(title, "decoding", "τ", "ms", "target", "draft", "rest", "v", "c", "formula", "tokens/s", "over AR")
+    table = _table(title, "decoding", "τ", "ms", "target", "draft", "rest", "v", "c", "formula", "tokens/s", "over\nAR")
     single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
     plain = rounds[0].tokens_per_second().high
     for each, speed in zip(rounds, predicted):
@@ -327,7 +328,7 @@ def bench_peers(
     k: K = 15,
     shape: Annotated[
         str | None,
-        typer.Option(help="A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only."),
+        typer.Option(help=f"A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only; or '{NO_SHAPE}'."),
     ] = None,
     problems: Annotated[
         int | None,
@@ -409,7 +410,7 @@ def bench_peers(
         with _progress("peers", turns * len(prompts) * len(contenders)) as advance:
             matches = measure_matches(contenders, prompts, most, turns, advance)
         right: list[list[bool]] = []
-        cut = any(len(ids) == most for match in matches for ids in match.outputs)
+        cut = any(len(ids) == most for ids in matches[0].outputs)
         if shape is None and plain.tokenizer is not None and not cut:
             for match in matches:
                 texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
@@ -429,7 +430,7 @@ def bench_peers(
             highlight=False,
         )
         if shape is None and cut:
-            console.print(f"[dim]answers that end at {most} tokens are not checked[/]", highlight=False)
+            console.print(f"[dim]answers are not checked, as {most} tokens are too few for them[/]", highlight=False)
         for reason in skipped:
             console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
         if json_ is not None:
@@ -523,10 +524,10 @@ def bench_twins(
             records.append({"pair": name, "cost": cost, **twins.as_json()})
         console.print(
             "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
-            "larger one; of the rounds alone, but for 'with prompts': over AR, prompts in ·\n"
+            "larger one, behind each prompt; 'with prompts' is over AR with those in ·\n"
             "formula: τ / (K·c + v(K)), of forwards timed alone · over exact: over the\n"
-            "fastest exact speculation · rest: share of the rounds that is neither target\n"
-            "nor draft · recovery: accuracy over autoregressive's[/]",
+            "fastest exact speculation · rest: share of that time that is neither target nor\n"
+            "draft · recovery: accuracy over autoregressive's[/]",
             highlight=False,
         )
         if json_ is not None:
@@ -565,7 +566,7 @@ def twins_table(twins: Twins, title: str) -> Table:
             f"{result.decoding_speed / plain.decoding_speed:.2f}×",
             "–" if predicted is None else f"{predicted:.2f}×",
             "–" if alone else f"{result.decoding_speed / fastest:.2f}×",
-            f"{result.spent.overhead:.1%}",
+            "–" if result.times.overhead is None else f"{result.times.overhead:.1%}",
             f"{result.tokens_per_second / plain.tokens_per_second:.2f}×",
             f"{result.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
         )

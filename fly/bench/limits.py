@@ -13,9 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from fly.cache.paged import zeros
+from fly.eval.timed import synchronize
 from fly.kernels.library import load, why_not
 
-__all__ = ["Limits", "Timing", "measure_limits", "synchronize", "take_turns"]
+__all__ = ["Limits", "Timing", "measure_limits", "take_turns"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
@@ -41,12 +42,6 @@ class Timing:
 
     def as_json(self) -> dict[str, float | int]:
         return {"median": self.median, "low": self.low, "high": self.high, "count": len(self.times)}
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def take_turns(

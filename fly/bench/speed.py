@@ -17,13 +17,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.bench.limits import Limits, Timing, synchronize, take_turns
+from fly.bench.limits import Limits, Timing, take_turns
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.engine import Model
-from fly.eval.timed import Setting, Spent, draft_runners, timed
+from fly.eval.timed import Setting, Times, draft_runners, synchronize, timed
 from fly.kernels.library import split
 from fly.models import LlamaConfig
 from fly.models.llama import KV
@@ -222,22 +222,17 @@ class Rounds:
 
     setting: Setting
     stats: Stats = field(default_factory=Stats)
-    spent: list[Spent] = field(default_factory=list)
+    times: list[Times] = field(default_factory=list)
 
     @property
-    def best(self) -> Spent:
-        """The time round that was disturbed least."""
-        return min(self.spent, key=lambda spent: spent.rounds)
+    def best(self) -> Times:
+        """Those of the turn that was disturbed least."""
+        return min(self.times, key=lambda times: times.decoding)
 
     def each(self) -> tuple[float, float, float]:
-        """Seconds a round: in the target, in draft models, and the rest; in the turn that was disturbed least."""
-        best, rounds = self.best, self.stats.rounds / len(self.spent)
-        return best.target / rounds, best.draft / rounds, best.rounds * best.overhead / rounds
-
-    @property
-    def overhead(self) -> float:
-        """Share of a round that is neither draft nor target."""
-        return self.best.overhead
+        """Seconds a round: in the target, in draft models, and the rest; in that turn."""
+        best, rounds = self.best, self.stats.rounds / len(self.times)
+        return best.target / rounds, best.draft / rounds, (best.rest or 0.0) / rounds
 
     @property
     def drafted(self) -> float:
@@ -245,8 +240,8 @@ class Rounds:
         return self.stats.drafted / self.stats.rounds
 
     def tokens_per_second(self) -> Timing:
-        emitted = self.stats.emitted / len(self.spent)
-        return Timing(tuple(emitted / spent.rounds for spent in self.spent))
+        emitted = self.stats.emitted / len(self.times)
+        return Timing(tuple(emitted / times.decoding for times in self.times))
 
 
 def measure_rounds(
@@ -268,14 +263,14 @@ def measure_rounds(
 
 
 def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
-    spent = Spent()
+    times = Times()
     for problem in problems:
         prompt = rounds.setting.llm.chat_prompt(problem.prompt)
         output, own = timed(rounds.setting, prompt, params, clocked=True)
-        spent += own
+        times += own
         rounds.stats += output.stats
         advance()
-    rounds.spent.append(spent)
+    rounds.times.append(times)
 
 
 def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:

@@ -33,6 +33,7 @@ PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
 pair (arXiv 2511.22972, section 4)."""
 
 _CONTEXT = 128  # stored tokens behind which forwards are timed
+_TOKENS = 1024  # of each cache
 
 
 def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
@@ -178,7 +179,7 @@ class Twins:
                     "tau": result.stats.tau,
                     "tokens_per_second": result.decoding_speed,
                     "tokens_per_second_with_prompts": result.tokens_per_second,
-                    "overhead": result.spent.overhead,
+                    "overhead": result.times.overhead,
                     "accuracy": result.accuracy,
                     "predicted": self.predicted(result),
                 }
@@ -211,6 +212,8 @@ def measure_twins(
     drafts for, take turns of a few problems, greedily, at every draft length. ``advance(name)`` is called after every
     completion; ``directory`` takes the twins' weights.
     """
+    if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
+        raise ValueError(f"k {longest}: drafts of twins are shorter than {_TOKENS - _CONTEXT} tokens")
     sources = [resolve_checkpoint(name) for name in (model, draft)]
     originals = [load_model(source, dtype, device) for source in sources]
     depths = _depths(originals, width, cost, kernels)
@@ -219,7 +222,7 @@ def measure_twins(
         save_twin(twin(original, width, layers), source, path := directory / name)
         paths.append(str(path))
     del originals
-    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": 1024}
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": _TOKENS}
     plain = LLM(paths[0], **options)
     single = LLM(plain, paths[1], **options)
     levels = LLM(plain, f"ngram+{paths[1]}", **options)
@@ -228,14 +231,15 @@ def measure_twins(
     for k in lengths:
         for llm, how in ((single, ""), (levels, _LEVELS)):
             settings += [Setting(f"exact{how}", llm, k, Exact()), Setting(f"{named}{how}", llm, k, policy)]
-    target = Forwards("target", plain.engine.runner.model, 1024)
-    drafting = Forwards("draft", draft_runners(single.draft)[0].model, 1024)
+    target = Forwards("target", plain.engine.runner.model, _TOKENS)
+    drafting = Forwards("draft", draft_runners(single.draft)[0].model, _TOKENS)
     tokens = sorted({1, *(k + 1 for k in lengths)})
     wanted = [Wanted(target, 1, _CONTEXT, count) for count in tokens]
     wanted += [Wanted(drafting, 1, _CONTEXT, k, drafting=True) for k in lengths]
     forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
-    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance, clocked=True)
+    clocked = plain.engine.runner.model.device.type == "cpu"  # a GPU would be waited for after every forward
+    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance, clocked)
     alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
     return Twins(results, *alone)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from fly.bundled.tasks import Problem, check_many
-from fly.eval.timed import Setting, Spent, timed
+from fly.eval.timed import Setting, Times, timed
 from fly.types import SamplingParams, Stats
 
 __all__ = ["Result", "compare", "decode", "in_turns"]
@@ -23,14 +23,14 @@ class Result:
 
     setting: Setting
     stats: Stats
-    spent: Spent
+    times: Times
     texts: list[str]
     right: list[bool]
 
     @property
     def seconds(self) -> float:
         """The time of all completions, prompts included."""
-        return self.spent.prompt + self.spent.rounds
+        return self.times.prompt + self.times.decoding
 
     @property
     def tokens_per_second(self) -> float:
@@ -39,8 +39,8 @@ class Result:
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens a second of the rounds alone, behind the token that came with the prompt."""
-        return self.stats.emitted / self.spent.rounds
+        """Tokens a second behind those that came with the prompts, over the time since."""
+        return self.stats.emitted / self.times.decoding
 
     @property
     def accuracy(self) -> float:
@@ -67,11 +67,12 @@ def decode(
     Settings take turns of a few prompts, so that a busy moment of the machine falls on all of them alike, and none
     finds the caches of the processor full of another's doings each time; each is warmed up before any clock runs, on
     another prompt, since a strategy may remember what it has seen.
-    ``advance(name)`` is called after every completion; ``clocked`` also times models within the rounds.
+    ``advance(name)`` is called after every completion; ``clocked`` also times the models, which waits for a GPU after
+    every forward.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")
-    results = [Result(setting, Stats(), Spent(), [], []) for setting in settings]
+    results = [Result(setting, Stats(), Times(), [], []) for setting in settings]
     warm = params.model_copy(update={"ignore_eos": True, "max_tokens": 24})
     for result in results:
         timed(result.setting, [0, 1, 2, 3], warm)
@@ -80,8 +81,8 @@ def decode(
         for allocator in llm.scheduler.allocators():
             allocator.forget()  # else who comes later would find the prompt in the cache
         ids = llm.chat_prompt(prompt) if isinstance(prompt, str) else prompt
-        output, spent = timed(result.setting, ids, params, clocked)
-        result.spent += spent
+        output, times = timed(result.setting, ids, params, clocked)
+        result.times += times
         result.stats += output.stats
         result.texts.append(output.text)
         advance(result.setting.name)

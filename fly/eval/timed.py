@@ -8,16 +8,16 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from fly.bench.limits import synchronize
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.engine import Runner
 from fly.llm import LLM, Output
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams
 
-__all__ = ["Clock", "Setting", "Spent", "draft_runners", "timed"]
+__all__ = ["Clock", "Setting", "Times", "draft_runners", "synchronize", "timed"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,12 @@ class Setting:
     llm: LLM
     k: int
     policy: AcceptancePolicy = field(default_factory=Exact)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done all it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 class Clock:
@@ -93,30 +99,36 @@ def _clocked(runner: Runner) -> Iterator[Clock]:
 
 
 @dataclass
-class Spent:
-    """Seconds of completions: ``prompt`` until each had its first token, ``rounds`` from there on; and of the rounds
-    those in the ``target`` and in ``draft`` models, where clocks were around them."""
+class Times:
+    """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and of
+    these what passed in the ``target`` and in ``draft`` models, where clocks were around them. A draft model reads the
+    prompt when it first drafts, so that counts as decoding."""
 
     prompt: float = 0.0
-    rounds: float = 0.0
+    decoding: float = 0.0
     target: float = 0.0
     draft: float = 0.0
 
-    def __add__(self, other: Spent) -> Spent:
-        return Spent(
+    def __add__(self, other: Times) -> Times:
+        return Times(
             self.prompt + other.prompt,
-            self.rounds + other.rounds,
+            self.decoding + other.decoding,
             self.target + other.target,
             self.draft + other.draft,
         )
 
     @property
-    def overhead(self) -> float:
-        """Share of the rounds that is neither draft nor target."""
-        return 1 - (self.target + self.draft) / self.rounds
+    def rest(self) -> float | None:
+        """Seconds of decoding that are neither draft nor target; None without clocks."""
+        return self.decoding - self.target - self.draft if self.target else None
+
+    @property
+    def overhead(self) -> float | None:
+        """Share of decoding that is neither draft nor target; None without clocks."""
+        return None if self.rest is None else self.rest / self.decoding
 
 
-def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Spent]:
+def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
     """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
     llm = setting.llm
     with ExitStack() as stack:
@@ -141,7 +153,7 @@ def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: 
             llm.close(request)
     if row.error is not None:
         raise row.error
-    spent = Spent(first - begin, end - first)
+    times = Times(first - begin, end - first)
     if clocks:
-        spent.target, spent.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
-    return llm.output(request), spent
+        times.target, times.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
+    return llm.output(request), times
