@@ -209,7 +209,7 @@ def measure_twins(
 
     Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
     that ratio. Autoregressive decoding, and exact speculation and ``policy``, each also on a draft that prompt lookup
-    drafts for, take turns of a few problems, greedily, at every draft length. ``advance(name)`` is called after every
+    drafts for, take turns of two problems, greedily, at every draft length. ``advance(name)`` is called after every
     completion; ``directory`` takes the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
@@ -239,7 +239,9 @@ def measure_twins(
     forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
     clocked = plain.engine.runner.model.device.type == "cpu"  # a GPU would be waited for after every forward
-    results = compare(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), advance, clocked)
+    params = SamplingParams(temperature=0.0, max_tokens=400)
+    # A turn of few: a prompt takes long, and no cache of a processor holds what another setting left there anyway.
+    results = compare(settings, asked, params, advance, clocked, together=2)
     alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
     return Twins(results, *alone)
 

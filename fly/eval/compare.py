@@ -47,11 +47,13 @@ class Result:
         return sum(self.right) / len(self.right)
 
 
-def in_turns(everybody: Sequence[_Who], prompts: Sequence[_Prompt]) -> Iterator[tuple[_Who, _Prompt]]:
+def in_turns(
+    everybody: Sequence[_Who], prompts: Sequence[_Prompt], together: int = _TOGETHER
+) -> Iterator[tuple[_Who, _Prompt]]:
     """Everybody with every prompt, a few prompts a turn."""
-    for first in range(0, len(prompts), _TOGETHER):
+    for first in range(0, len(prompts), together):
         for one in everybody:
-            for prompt in prompts[first : first + _TOGETHER]:
+            for prompt in prompts[first : first + together]:
                 yield one, prompt
 
 
@@ -61,12 +63,13 @@ def decode(
     params: SamplingParams,
     advance: Callable[[str], None] = lambda name: None,
     clocked: bool = False,
+    together: int = _TOGETHER,
 ) -> list[Result]:
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
-    Settings take turns of a few prompts, so that a busy moment of the machine falls on all of them alike, and none
-    finds the caches of the processor full of another's doings each time; each is warmed up before any clock runs, on
-    another prompt, since a strategy may remember what it has seen.
+    Settings take turns of a few prompts (``together``), so that a busy moment of the machine falls on all of them
+    alike, and none finds the caches of the processor full of another's doings each time; each is warmed up before any
+    clock runs, on another prompt, since a strategy may remember what it has seen.
     ``advance(name)`` is called after every completion; ``clocked`` also times the models, which waits for a GPU after
     every forward.
     """
@@ -76,7 +79,7 @@ def decode(
     warm = params.model_copy(update={"ignore_eos": True, "max_tokens": 24})
     for result in results:
         timed(result.setting, [0, 1, 2, 3], warm)
-    for result, prompt in in_turns(results, prompts):
+    for result, prompt in in_turns(results, prompts, together):
         llm = result.setting.llm
         for allocator in llm.scheduler.allocators():
             allocator.forget()  # else who comes later would find the prompt in the cache
@@ -95,9 +98,10 @@ def compare(
     params: SamplingParams,
     advance: Callable[[str], None] = lambda name: None,
     clocked: bool = False,
+    together: int = _TOGETHER,
 ) -> list[Result]:
     """Decode every problem with every setting, as ``decode`` does, and check the answers."""
-    results = decode(settings, [problem.prompt for problem in problems], params, advance, clocked)
+    results = decode(settings, [problem.prompt for problem in problems], params, advance, clocked, together)
     for result in results:
         result.right = check_many(list(zip(problems, result.texts)))
     return results
