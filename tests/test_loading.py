@@ -18,8 +18,10 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import fly.bundled
+from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
@@ -767,3 +769,26 @@ def test_loading_does_not_import_torchs_compiler() -> None:
         "sys.exit('torch._dynamo' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+class _Allocated(TorchDispatchMode):
+    """Counts the bytes of what is made new on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in ("empty", "empty_like", "empty_strided", "_to_copy", "clone"):
+            self.bytes += made.nbytes if made.device.type == "cpu" else 0
+        return made
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_loading_takes_no_more_memory_than_the_weights(dtype: torch.dtype) -> None:
+    with _Allocated() as allocated:
+        model = load_model(resolve_checkpoint("fly-draft"), dtype, "cpu")
+    weights = sum(parameter.nbytes for parameter in {id(p): p for p in model.parameters()}.values())
+    tied = model.embed_tokens.weight.nbytes if model.config.tie_word_embeddings else 0  # for a moment there are two
+    assert weights <= allocated.bytes <= 1.01 * (weights + tied)

@@ -571,10 +571,15 @@ def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
     """Whole numbers of -127 to 127, int8 [N, K], and the scale of each output, float32 [N]: their product is the
     nearest to ``weight_NK`` of that form whose scale takes the largest weight of an output to 127 (symmetric absolute
     maximum quantisation by output channel, as in Dettmers et al., arXiv 2208.07339, section 2.1)."""
-    weight_NK = weight_NK.detach().float()
-    scale_N = weight_NK.abs().amax(1) / 127
-    scale_N[scale_N == 0] = 1.0
-    return (weight_NK / scale_N.unsqueeze(1)).round_().to(torch.int8).contiguous(), scale_N
+    whole_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
+    scale_N = torch.empty(len(weight_NK), dtype=torch.float32)
+    # Some outputs at a time, whose float32 values stay in the processor's caches.
+    for weight_nK, whole_nK, scale_n in zip(*(x.split(64) for x in (weight_NK.detach(), whole_NK, scale_N))):
+        weight_nK = weight_nK.float()
+        torch.div(weight_nK.abs().amax(1), 127, out=scale_n)
+        scale_n[scale_n == 0] = 1.0
+        whole_nK.copy_((weight_nK / scale_n.unsqueeze(1)).round_())
+    return whole_NK, scale_N
 
 
 def _float(weight: Tensor) -> Tensor:

@@ -172,10 +172,9 @@ def load_model(
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
-        model.to_empty(device=wanted_device)
+        model.to(wanted_dtype).to_empty(device=wanted_device)  # while it has no memory, a type costs nothing
         if config.tie_word_embeddings:  # to_empty gave the two names separate storage
             model.lm_head.weight = model.embed_tokens.weight
-        model.to(wanted_dtype)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 for piece in plan[name]:

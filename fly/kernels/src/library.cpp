@@ -235,12 +235,17 @@ void pack(Matrix* matrix, const T* from, int type, bool pairs) {
     const int together = type == BFLOAT16 || type == W8A8 ? 1 : type == INT8 ? PANEL / 2 : PANEL;  // outputs of one input
     for (int panel = 0; panel < matrix->panels; panel++) {
         const T* rows[PANEL];
+        bool full = type != INT8;  // of what else there is, an output's step is 4 bytes, and all of them lie together
         for (int lane = 0; lane < PANEL; lane++) {
             const int row = source_row(panel, lane, matrix->n, pairs);
             rows[lane] = row < 0 ? nullptr : from + (long)row * k;
+            full &= row >= 0;
         }
         T* to = (T*)(matrix->data + panel * matrix->panel_bytes);
-        for (int s = 0; s < steps; s++)
+        int s = 0;
+        for (; full && s < k / step; s++)
+            for (int lane = 0; lane < PANEL; lane++, to += step) memcpy(to, rows[lane] + s * step, 4);
+        for (; s < steps; s++)
             for (int first = 0; first < PANEL; first += together)
                 for (int j = 0; j < step; j++)
                     for (int lane = first; lane < first + together; lane++, to++)
@@ -267,7 +272,9 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
         if (!matrix->offset) return false;
         for (int j = 0; j < matrix->panels * PANEL; j++) {
             const int row = source_row(j / PANEL, j % PANEL, n, pairs);
-            for (long i = 0; row >= 0 && i < k; i++) matrix->offset[j] += 128 * ((const int8_t*)data)[row * (long)k + i];
+            int32_t sum = 0;
+            for (long i = 0; row >= 0 && i < k; i++) sum += ((const int8_t*)data)[row * (long)k + i];
+            matrix->offset[j] = 128 * sum;
         }
     }
     const float* from[2] = {bias, scale};
