@@ -8,7 +8,7 @@ import torch
 
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
-from fly.models.llama import skeleton
+from fly.models.llama import allocate, skeleton
 
 __all__ = ["forward_bytes", "forward_operations", "matrix_parameters", "random_model", "randomise", "shape_config"]
 
@@ -44,9 +44,7 @@ def random_model(config: LlamaConfig, dtype: torch.dtype, device: torch.device |
 
 def randomise(model: Llama, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0) -> Llama:
     """Give a module without memory such weights; it may be a rank's part of a model. Returns it."""
-    model.to(dtype).to_empty(device=device)
-    if model.config.tie_word_embeddings:  # to_empty gave the two names separate storage
-        model.lm_head.weight = model.embed_tokens.weight
+    allocate(model, dtype, device)
     generator = torch.Generator(device).manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

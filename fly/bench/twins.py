@@ -22,7 +22,7 @@ from fly.eval.timed import draft_runners
 from fly.kernels import compiled
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
-from fly.models.llama import skeleton
+from fly.models.llama import allocate, skeleton
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams
 
@@ -67,9 +67,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
         }
     )
     made = skeleton(wide)
-    made.to(model.dtype).to_empty(device=model.device)
-    if config.tie_word_embeddings:  # to_empty gave the two names separate storage
-        made.lm_head.weight = made.embed_tokens.weight
+    allocate(made, model.dtype, model.device)
     source = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in made.named_parameters():

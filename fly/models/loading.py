@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from fly.models.config import CheckpointError, LlamaConfig
-from fly.models.llama import Llama, skeleton
+from fly.models.llama import Llama, allocate, skeleton
 
 if TYPE_CHECKING:
     from fly.parallel.plan import Part
@@ -172,9 +172,7 @@ def load_model(
             raise CheckpointError(
                 f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
-        model.to(wanted_dtype).to_empty(device=wanted_device)  # while it has no memory, a type costs nothing
-        if config.tie_word_embeddings:  # to_empty gave the two names separate storage
-            model.lm_head.weight = model.embed_tokens.weight
+        allocate(model, wanted_dtype, wanted_device)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 for piece in plan[name]:
