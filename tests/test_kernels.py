@@ -192,7 +192,7 @@ def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
         close(logits, dense_logits(twin, row), tolerance)
 
 
-@given(n=st.integers(1, 5), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
+@given(n=st.integers(1, 140), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
 def test_int8_weights_are_the_nearest_of_their_scale(n: int, k: int, seed: int, scale: float) -> None:
     weight_NK = torch.randn(n, k, generator=torch.Generator().manual_seed(seed)) * scale
     weight_NK[0] = 0.0

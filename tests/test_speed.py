@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.drafts import NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
+from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
 from fly.kernels import available, why_not
 from fly.models import LlamaConfig, load_model, save_model
@@ -225,6 +227,14 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
     assert not llm.scheduler
 
 
+@pytest.mark.parametrize("together", [1, 2, 5])
+def test_everybody_has_every_prompt_in_turns(together: int) -> None:
+    turns = list(in_turns("ab", range(5), together))
+    assert sorted(turns) == [(who, n) for who in "ab" for n in range(5)]
+    changes = sum(one[0] != other[0] for one, other in pairwise(turns))
+    assert changes == 2 * -(-5 // together) - 1
+
+
 def test_times_of_a_completion_are_its_parts() -> None:
     llm = LLM(random_llama(), NGramDraft(), k=3)
     setting, params = Setting("ngram", llm, 3), SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
@@ -414,7 +424,11 @@ def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
     assert "…" not in text  # tables fit a terminal
     (figures,) = json.loads(record.read_text())
     names = [result["decoding"] for result in figures["results"]]
-    assert names == ["autoregressive", "exact", "fly", "exact, multi-level", "fly, multi-level"]
+    assert names == [
+        *("autoregressive", "exact", "fly", "exact, multi-level", "fly, multi-level"),
+        *("exact (to 0.4)", "fly (to 0.4)"),
+    ]
+    assert [result["predicted"] is not None for result in figures["results"]] == [False, True, True, *[False] * 4]
     for result in figures["results"]:
         assert result["tokens_per_second"] > result["tokens_per_second_with_prompts"] > 0
         assert 0 < result["overhead"] < 1

@@ -13,12 +13,13 @@ measure() {
 }
 
 measure speed bench speed --plot "$here/speed.png"
+measure speed-8bit bench speed --kernels w8a8 --shape none
 measure peers bench peers --turns 5
 measure peers-8bit bench peers --turns 5 --kernels w8a8
 measure peers-110m bench peers --shape 768x12x32000 --problems 4 --tokens 100
 measure peers-110m-8bit bench peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
-measure twins bench twins --k 7 --k 11 --k 13 --k 15 --k 23 --k 25
-measure twins-8bit bench twins --k 7 --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
+measure twins bench twins --k 11 --k 13 --k 15 --k 23 --k 25
+measure twins-8bit bench twins --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
 measure batch bench batch
 measure drafts bench drafts
 measure drafts-torch bench drafts --kernels torch --repeats 0

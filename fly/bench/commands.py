@@ -515,19 +515,22 @@ def bench_twins(
             lengths = k or [published]
             with (
                 TemporaryDirectory() as temporary,
-                _progress("twins", 3 * problems * len(lengths) + problems) as advance,
+                _progress("twins", (4 * len(lengths) + 3) * problems) as advance,
             ):
                 twins = measure_twins(
-                    model, draft, cost, lengths, rule, problems, Path(temporary), width, dtype, device, kernels, advance
+                    *(model, draft, cost, lengths, rule, problems, Path(temporary), width),
+                    *(dtype, device, kernels, _SURE, advance),
                 )
             console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))
             records.append({"pair": name, "cost": cost, **twins.as_json()})
         console.print(
             "[dim]every figure is a twin's: texts and acceptance of the small pair, time of a\n"
             "larger one, behind each prompt; 'with prompts' is over AR with those in ·\n"
-            "formula: τ / (K·c + v(K)), of forwards timed alone · over exact: over the\n"
-            "fastest exact speculation · rest: share of that time that is neither target nor\n"
-            "draft · recovery: accuracy over autoregressive's[/]",
+            "formula: τ / (K·c + v(K)), where c is the time of a drafted token and v that of\n"
+            "a forward of K + 1, each timed alone, over a token of plain decoding · over\n"
+            "exact: over the fastest exact speculation · rest: share of that time that is\n"
+            f"neither target nor draft · (to {_SURE}): while the draft has at least that\n"
+            "probability · recovery: accuracy over autoregressive's[/]",
             highlight=False,
         )
         if json_ is not None:

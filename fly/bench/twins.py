@@ -17,6 +17,7 @@ import torch
 from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
+from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
 from fly.eval.timed import draft_runners
 from fly.kernels import compiled
@@ -130,39 +131,46 @@ def parse_pair(text: str) -> tuple[float, int]:
 @dataclass(frozen=True)
 class Twins:
     """What a pair of twins did: ``results`` of autoregressive decoding, then of every policy at every draft length;
-    and their forwards timed alone: ``target`` by tokens, ``draft`` by tokens decoded step by step."""
+    and what was timed alone: the target decoding step by step (``plain``), its forwards by tokens (``target``), and the
+    draft decoding so many tokens step by step (``draft``)."""
 
     results: list[Result]
+    plain: Forward
     target: dict[int, Forward]
     draft: dict[int, Forward]
 
+    @property
+    def token(self) -> float:
+        """Seconds a token of the target, decoding step by step."""
+        return self.plain.timing.low / self.plain.tokens
+
     def cost(self, k: int) -> float:
-        """c = t_draft / t_target(1), measured."""
-        return self.draft[k].timing.low / k / self.target[1].timing.low
+        """c: time of a drafted token over that of the target's, measured."""
+        return self.draft[k].timing.low / k / self.token
 
     def verification(self, k: int) -> float:
-        """v(K) = t_target(K+1) / t_target(1), measured."""
-        return self.target[k + 1].timing.low / self.target[1].timing.low
+        """v(K): time of the target's forward of K+1 tokens over that of one it decodes, measured."""
+        return self.target[k + 1].timing.low / self.token
 
     def exact(self, result: Result) -> bool:
         """Whether it is exact speculation, of one level or of two."""
         return result.setting.k > 0 and result.setting.policy == Exact()
 
     def predicted(self, result: Result) -> float | None:
-        """S = E[emitted] / (K·c + v(K)); None for several levels, whose drafts have no fixed cost a token."""
+        """S = E[emitted] / (K·c + v(K)); None where drafts have no fixed cost a token, or not K of them."""
         k = result.setting.k
-        if not k or result.setting.name.endswith(_LEVELS):
+        if not k or result.setting.name.endswith((_LEVELS, ")")):
             return None
         return result.stats.tau / (k * self.cost(k) + self.verification(k))
 
     def describe(self) -> str:
         """The twins' sizes, and how long their tokens take."""
-        target, draft = self.target[1], next(iter(self.draft.values()))
+        target, draft = self.plain, next(iter(self.draft.values()))
         sizes = [
             f"{f.config.num_hidden_layers} layers of {f.config.hidden_size}, {f.weights / 1e6:,.0f} MB"
             for f in (target, draft)
         ]
-        return f"target: {sizes[0]}, {target.timing.low * 1e3:,.2f} ms a token\ndraft: {sizes[1]}"
+        return f"target: {sizes[0]}, {self.token * 1e3:,.2f} ms a token\ndraft: {sizes[1]}"
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -201,20 +209,21 @@ def measure_twins(
     dtype: str = "auto",
     device: str = "auto",
     kernels: str = "auto",
+    confidence: float = 0.4,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Twins:
     """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
 
     Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
     that ratio. Autoregressive decoding, and exact speculation and ``policy``, each also on a draft that prompt lookup
-    drafts for, take turns of two problems, greedily, at every draft length. ``advance(name)`` is called after every
-    completion; ``directory`` takes the twins' weights.
+    drafts for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
+    some ``confidence``. ``advance(name)`` is called after every completion; ``directory`` takes the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
         raise ValueError(f"k {longest}: drafts of twins are shorter than {_TOKENS - _CONTEXT} tokens")
     sources = [resolve_checkpoint(name) for name in (model, draft)]
     originals = [load_model(source, dtype, device) for source in sources]
-    depths = _depths(originals, width, cost, kernels)
+    depths = _depths(originals, width, cost, sorted(lengths)[len(lengths) // 2], kernels)
     paths = []
     for name, source, original, layers in zip(("target", "draft"), sources, originals, depths):
         save_twin(twin(original, width, layers), source, path := directory / name)
@@ -229,25 +238,30 @@ def measure_twins(
     for k in lengths:
         for llm, how in ((single, ""), (levels, _LEVELS)):
             settings += [Setting(f"exact{how}", llm, k, Exact()), Setting(f"{named}{how}", llm, k, policy)]
+    surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, dtype=dtype, device=device, kernels=kernels))
+    for name, rule in (("exact", Exact()), (named, policy)):
+        settings.append(Setting(f"{name} (to {confidence:g})", surely, longest, rule))
     target = Forwards("target", plain.engine.runner.model, _TOKENS)
     drafting = Forwards("draft", draft_runners(single.draft)[0].model, _TOKENS)
-    tokens = sorted({1, *(k + 1 for k in lengths)})
-    wanted = [Wanted(target, 1, _CONTEXT, count) for count in tokens]
-    wanted += [Wanted(drafting, 1, _CONTEXT, k, drafting=True) for k in lengths]
-    forwards = measure_forwards(wanted)
+    wanted = [Wanted(target, 1, _CONTEXT, longest, drafting=True)]
+    for k in lengths:  # in the order of a round: who comes next finds the caches full of the other's weights
+        wanted += [Wanted(target, 1, _CONTEXT, k + 1), Wanted(drafting, 1, _CONTEXT, k, drafting=True)]
+    decoded, *forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
     clocked = plain.engine.runner.model.device.type == "cpu"  # a GPU would be waited for after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
-    # A turn of few: a prompt takes long, and no cache of a processor holds what another setting left there anyway.
+    # A turn of few: a prompt takes long, and the target's weights are everybody's.
     results = compare(settings, asked, params, advance, clocked, together=2)
     alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
-    return Twins(results, *alone)
+    return Twins(results, decoded, *alone)
 
 
-def _depths(originals: Sequence[Llama], width: int, cost: float, kernels: str) -> list[int]:
-    """Layers of target and draft twin, for which a drafted token takes ``cost`` of a target's forward of one."""
+def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels: str) -> list[int]:
+    """Layers of target and draft twin, for which one of ``k`` decoded tokens takes the draft ``cost`` of the target's
+    time."""
+    room = _CONTEXT + k + 16
     wanted = [
-        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), _CONTEXT + 16), 1, _CONTEXT, 8, True)
+        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), room), 1, _CONTEXT, k, drafting=True)
         for original in originals
         for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
     ]

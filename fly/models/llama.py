@@ -195,7 +195,7 @@ def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -
     """
     made: dict[nn.Parameter, nn.Parameter] = {}
     for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in made:
                 made[parameter] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
             setattr(module, name, made[parameter])
