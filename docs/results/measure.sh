@@ -18,6 +18,7 @@ measure peers bench peers --turns 5
 measure peers-8bit bench peers --turns 5 --kernels w8a8
 measure peers-110m bench peers --shape 768x12x32000 --problems 4 --tokens 100
 measure peers-110m-8bit bench peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
+"$(dirname "$(command -v "$fly")")/python" "$here/start.py" > "$here/start.txt"
 measure twins bench twins --k 11 --k 13 --k 15 --k 23 --k 25
 measure twins-8bit bench twins --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
 measure batch bench batch
