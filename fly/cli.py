@@ -66,6 +66,9 @@ def _plain_errors(alone: bool = False) -> Iterator[None]:
         yield
     except (typer.Exit, typer.Abort):
         raise
+    except BrokenPipeError:  # whoever read has seen enough; nothing more is to be flushed to them
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except (ValueError, OSError, OutOfBlocks) as error:
         message = explain(error) if isinstance(error, ValidationError) else str(error)
         errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)

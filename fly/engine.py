@@ -11,8 +11,9 @@ from __future__ import annotations
 import sys
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Sequence as Rows
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from typing import TYPE_CHECKING, Any, Protocol
@@ -43,6 +44,7 @@ _RELAXED = int(Why.RELAXED)
 # Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
 # and of all rows together no more than a call would score.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
+_SMALL = 2**20  # numbers of a block that one thread looks through sooner than several are woken
 
 
 class Model(Protocol):
@@ -433,8 +435,28 @@ def _tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
     return mask_NS
 
 
+@contextmanager
+def _on_one_thread(logits_BKV: Tensor) -> Iterator[None]:
+    """Torch's operations on a block run on one thread meanwhile, if it is small: its other threads would look out for
+    more to do for milliseconds, on the cores that a forward needs next."""
+    threads = torch.get_num_threads()
+    if threads == 1 or logits_BKV.device.type != "cpu" or logits_BKV.numel() > _SMALL:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
 def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
     """Apply each row's own policy, rows of one policy together: ``(row numbers, verdict)`` of each group."""
+    with _on_one_thread(target.logits_BKV):
+        return _judge(rows, target, draft)
+
+
+def _judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
     device = target.logits_BKV.device
     draft = draft.to(device)
     noise: Noise | None = None

@@ -852,3 +852,26 @@ def test_a_verdict_without_coins_is_for_rules_that_need_none() -> None:
         assert told[0] == told[1] and told[0].accepted == [2]
     with pytest.raises(ValueError, match="needs coins"):
         verify(Exact(), Target(logits_BKV, logits_BKV.softmax(-1)), chain, None)
+
+
+@pytest.mark.parametrize("small", [0, 2**20])
+def test_small_blocks_are_judged_on_one_thread_and_the_others_come_back(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def failing(*_: object) -> None:
+        seen.append(torch.get_num_threads())
+        raise ArithmeticError
+
+    monkeypatch.setattr("fly.engine._SMALL", small)
+    monkeypatch.setattr("fly.engine.verify", failing)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        row = Sequence([1], 1, SamplingParams(temperature=0), Exact(), 0, 2)
+        with pytest.raises(ArithmeticError):
+            judge([row], Target(torch.zeros(1, 3, 5), None), Draft.of([[1, 2]]))
+        assert seen == [1 if small else 3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

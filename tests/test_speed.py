@@ -100,10 +100,27 @@ def test_a_shape_is_read_and_made() -> None:
 
 def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     machine = limits(bandwidth=100.0, rate=10.0)
-    assert machine.seconds(5000, 1, torch.float32) == 50.0  # from memory
+    assert machine.seconds(10**12, 1, torch.float32) == 10**10  # from memory
+    assert machine.seconds(10**13, 1, torch.float32) == 10**11
     assert machine.seconds(800, 1, torch.float32) == 2.0  # from the cache, four times as fast
     assert machine.seconds(800, 100, torch.float32) == 10.0
     assert machine.bandwidth == 100.0
+
+
+@given(sizes=st.lists(st.floats(1, 1e12), min_size=2, max_size=2))
+def test_the_limit_of_reading_knows_no_steps(sizes: list[float]) -> None:
+    machine = limits()
+    small, large = sorted(sizes)
+    times = [machine.seconds(size, 0, torch.float32) for size in (small, large)]
+    assert times[0] <= times[1]
+    assert large / times[1] * (1 + 1e-9) >= 100 and large / times[1] <= 400 * (1 + 1e-9)
+    assert machine.seconds(small * (1 + 1e-9), 0, torch.float32) == pytest.approx(times[0])
+
+
+def test_of_two_measurements_of_the_limits_the_better_counts() -> None:
+    one = Limits("cpu", 2, {8: 5.0}, {torch.float32: 2.0}, {8: 4.0, torch.float32: 1.0})
+    other = Limits("cpu", 2, {8: 6.0}, {torch.float32: 1.0}, {8: 3.0, torch.float32: 1.0})
+    assert one.best(other) == Limits("cpu", 2, {8: 6.0}, {torch.float32: 2.0}, {8: 4.0, torch.float32: 1.0})
 
 
 def test_runs_take_turns_after_a_warm_up() -> None:
@@ -436,7 +453,7 @@ def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
 
 
 def test_a_draft_too_long_for_the_twins_is_refused_before_they_are_made(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="k 900: drafts of twins are shorter than 896"):
+    with pytest.raises(ValueError, match="k 900 must be below 896"):
         measure_twins("nobody", "nobody", 0.1, [3, 900], FLy(), 1, tmp_path)
 
 

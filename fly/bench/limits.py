@@ -5,10 +5,13 @@ Knows nothing of speculation.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -90,10 +93,23 @@ class Limits:
 
     def seconds(self, read: float, operations: float, dtype: torch.dtype) -> float:
         """The least time that reading ``read`` bytes and doing ``operations`` takes: the longer of the two (roofline,
-        Williams et al., 2009), at the bandwidth of the next larger size measured. Whatever is not float32 can also be
-        multiplied as that."""
-        size = min((size for size in self.reading if size >= read), default=max(self.reading))
-        return max(read / self.reading[size], operations / max(self.matmul[dtype], self.matmul[torch.float32]))
+        Williams et al., 2009), at a bandwidth between those of the sizes measured, by the size's logarithm. Whatever is
+        not float32 can also be multiplied as that."""
+        rate = max(self.matmul[dtype], self.matmul[torch.float32])
+        return max(read / self._bandwidth_of(read), operations / rate)
+
+    def _bandwidth_of(self, read: float) -> float:
+        points = sorted(self.reading.items())
+        for (small, fast), (large, slow) in pairwise(points):
+            if small <= read <= large:
+                return fast + (slow - fast) * math.log(read / small) / math.log(large / small)
+        return points[0][1] if read < points[0][0] else self.bandwidth
+
+    def best(self, again: Limits) -> Limits:
+        """The better of two measurements of each, of one machine."""
+        pairs = ((self.reading, again.reading), (self.matmul, again.matmul), (self.typical, again.typical))
+        better: list[Any] = [{key: max(one[key], other[key]) for key in one} for one, other in pairs]  # type: ignore[index]
+        return Limits(self.device, self.threads, *better)
 
     def rows(self) -> list[tuple[str, float, float, str]]:
         """Name, best, median and unit of each limit."""

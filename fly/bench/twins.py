@@ -220,7 +220,7 @@ def measure_twins(
     some ``confidence``. ``advance(name)`` is called after every completion; ``directory`` takes the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
-        raise ValueError(f"k {longest}: drafts of twins are shorter than {_TOKENS - _CONTEXT} tokens")
+        raise ValueError(f"k {longest} must be below {_TOKENS - _CONTEXT}, for which twins have room")
     sources = [resolve_checkpoint(name) for name in (model, draft)]
     originals = [load_model(source, dtype, device) for source in sources]
     depths = _depths(originals, width, cost, sorted(lengths)[len(lengths) // 2], kernels)
