@@ -6,6 +6,8 @@ import io
 import json
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,6 +106,14 @@ def test_lists_are_whole_in_a_terminal(command: str, monkeypatch: pytest.MonkeyP
     assert run(command).exit_code == 0
     shown = console.export_text()
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
+
+
+def test_a_reader_who_has_seen_enough_is_not_an_error() -> None:
+    command = [sys.executable, "-m", "fly", "policies"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait(60) == 1
 
 
 def test_a_draft_too_long_for_the_context_is_refused_before_anything_is_measured() -> None:

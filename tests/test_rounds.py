@@ -258,11 +258,8 @@ def test_somebody_who_waits_ends_a_call_after_the_round_under_way() -> None:
         assert rows[0].stats.rounds > rounds + 2 and rows[0].finish_reason
 
 
-@pytest.mark.parametrize("share", [False, True])
-@pytest.mark.parametrize("drafting", [None, 0])
-def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_holds(
-    monkeypatch: pytest.MonkeyPatch, drafting: int | None, share: bool
-) -> None:
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """The models of the calls that take rounds, noted as they come."""
     calls: list[object] = []
     rounds = CompiledLlama.rounds
 
@@ -271,6 +268,15 @@ def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_hold
         return rounds(self, *values, **named)
 
     monkeypatch.setattr(CompiledLlama, "rounds", noted)
+    return calls
+
+
+@pytest.mark.parametrize("share", [False, True])
+@pytest.mark.parametrize("drafting", [None, 0])
+def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_holds(
+    monkeypatch: pytest.MonkeyPatch, drafting: int | None, share: bool
+) -> None:
+    calls = calls_of(monkeypatch)
     made = engine(drafting, False, None, (40, 40), 4)
     made.stretch = FOREVER
     made.runner.share = share
@@ -287,14 +293,7 @@ def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_hold
 
 
 def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    rounds = CompiledLlama.rounds
-
-    def noted(self: CompiledLlama, *values: Any, **named: Any) -> Ran:
-        calls.append(self)
-        return rounds(self, *values, **named)
-
-    monkeypatch.setattr(CompiledLlama, "rounds", noted)
+    calls = calls_of(monkeypatch)
 
     class Own(SingleDraft):
         pass
