@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,22 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
 )
 bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fly {installed_version('flyspec')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
 app.add_typer(bench, name="bench")
 console = Console()
 errors = Console(stderr=True)

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,10 @@ def run(*arguments: str, **options: str) -> Result:
 
 def words(text: str) -> str:
     return " ".join(text.split())
+
+
+def test_it_says_its_version() -> None:
+    assert run("--version").output == f"fly {version('flyspec')}\n"
 
 
 def test_the_commands_are_these() -> None:

@@ -272,7 +272,8 @@ def chosen(kernels: str = "auto") -> str:
         return f"{choices[0]}-{wanted}"
     if wanted not in (*choices, *narrow):
         lacking = split(wanted)[0] in _built() and "this processor has not all of its instructions"
-        reason = f" ({why_not() or lacking})" if why_not() or lacking else ""
+        reason = why_not() or lacking
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
-        raise ValueError(f"{source} is not available here; choices: {known}{reason}")
+        told = f"is not available here; choices: {known} ({reason})" if reason else f"is unknown; choices: {known}"
+        raise ValueError(f"{source} {told}")
     return wanted
