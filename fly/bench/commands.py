@@ -230,7 +230,8 @@ def context_slope(forwards: Sequence[Forward]) -> float:
 
 
 def _dtype(forward: Forward) -> str:
-    return str(forward.dtype).removeprefix("torch.")
+    narrow = " with weights of 8 bits" if forward.weight_bytes == 1 else ""
+    return str(forward.dtype).removeprefix("torch.") + narrow
 
 
 def _one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
@@ -384,6 +385,8 @@ def bench_peers(
             source, helper = resolve_checkpoint(model), resolve_checkpoint(draft)
             config, raw = LlamaConfig.read(source)
             number = resolve_dtype(dtype, raw)
+        if helper is not None and k >= config.max_position_embeddings:
+            raise ValueError(f"--k {k} must be below {model}'s context of {config.max_position_embeddings}")
         usual = usual_amount(0 if shape is None else matrix_parameters(config))
         count, most = usual[0] if problems is None else problems, usual[1] if tokens is None else tokens
         asked = list(draw_problems(None, "heldout", 0, count))
@@ -421,7 +424,8 @@ def bench_peers(
                 texts = [plain.tokenizer.decode(ids) for ids in match.outputs]
                 right.append(check_many(list(zip(asked, texts))))
         limit = limits.seconds(forward_bytes(config, number, 1, 128, 1 if narrow else None), 0, number)
-        precision = f"fly {narrow}, llama.cpp Q8_0" if narrow else str(number).removeprefix("torch.")
+        precision = str(number).removeprefix("torch.")
+        precision += f" (fly {narrow}, llama.cpp Q8_0)" if narrow else ""
         title = f"{shape or f'{model}, {draft}, k {k}'}, {precision}, {limits.threads} threads"
         title += f", {count} prompts, at most {most} tokens each, temperature 0, batch 1"
         console.print(peers_table(matches, right, title))
