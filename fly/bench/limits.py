@@ -107,9 +107,12 @@ class Limits:
 
     def best(self, again: Limits) -> Limits:
         """The better of two measurements of each, of one machine."""
-        pairs = ((self.reading, again.reading), (self.matmul, again.matmul), (self.typical, again.typical))
-        better: list[Any] = [{key: max(one[key], other[key]) for key in one} for one, other in pairs]  # type: ignore[index]
-        return Limits(self.device, self.threads, *better)
+
+        def better(one: dict[Any, float], other: dict[Any, float]) -> dict[Any, float]:
+            return {key: max(rate, other[key]) for key, rate in one.items()}
+
+        reading, matmul = better(self.reading, again.reading), better(self.matmul, again.matmul)
+        return Limits(self.device, self.threads, reading, matmul, better(self.typical, again.typical))
 
     def rows(self) -> list[tuple[str, float, float, str]]:
         """Name, best, median and unit of each limit."""
