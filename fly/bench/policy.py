@@ -16,6 +16,7 @@ import torch
 from fly.cache import PagedKVCache
 from fly.drafts.base import pad
 from fly.engine import Runner, judge
+from fly.eval.timed import synchronize
 from fly.models import Llama, LlamaConfig
 from fly.policies import AcceptancePolicy
 from fly.types import Draft, SamplingParams
@@ -140,8 +141,7 @@ def _median(run: Callable[[], None], repeats: int, device: torch.device) -> floa
     for number in range(repeats + 1):
         start = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         if number:
             times.append(time.perf_counter() - start)
     return statistics.median(times)
