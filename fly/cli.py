@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +41,9 @@ bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=Tru
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fly {installed_version('flyspec')}")
+        from importlib.metadata import version
+
+        typer.echo(f"fly {version('flyspec')}")
         raise typer.Exit()
 
 

@@ -9,10 +9,10 @@ import itertools
 import json
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, Self
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -589,7 +589,15 @@ class Token(NamedTuple):
 
 
 @dataclass
-class Gate:
+class Summed:
+    """Numbers that add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+@dataclass
+class Gate(Summed):
     """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
     it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
     stand because it held, ``refused`` ones fell because it alone did not."""
@@ -598,14 +606,6 @@ class Gate:
     passed: int = 0
     excused: int = 0
     refused: int = 0
-
-    def __add__(self, other: Gate) -> Gate:
-        return Gate(
-            self.asked + other.asked,
-            self.passed + other.passed,
-            self.excused + other.excused,
-            self.refused + other.refused,
-        )
 
 
 @dataclass

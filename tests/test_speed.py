@@ -242,6 +242,9 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
         timed(Setting("ngram", llm, 3), [1, 2, 3], GREEDY, clocked=True)
     assert llm.engine.runner.model is model and isinstance(steps[0], Clock)
     assert not llm.scheduler
+    with pytest.raises(ValueError, match="no tokenizer"):
+        measure_rounds([Setting("ngram", llm, 3)], list(problems(None, "heldout", 0, 1)), GREEDY)
+    assert llm.engine.runner.model is model
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])

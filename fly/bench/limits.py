@@ -19,7 +19,7 @@ from fly.cache.paged import zeros
 from fly.eval.timed import synchronize
 from fly.kernels.library import load, why_not
 
-__all__ = ["Limits", "Timing", "measure_limits", "take_turns"]
+__all__ = ["Limits", "Timing", "between", "measure_limits", "take_turns"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
@@ -69,6 +69,14 @@ def take_turns(
     return [Timing(tuple(each)) for each in times]
 
 
+def between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return low + (high - low) * (x - left) / (right - left)
+    raise ValueError(f"{x} is outside {points[0][0]} to {points[-1][0]}")
+
+
 @dataclass(frozen=True)
 class Limits:
     """The most the machine was seen to do, with all threads that PyTorch uses.
@@ -99,11 +107,10 @@ class Limits:
         return max(read / self._bandwidth_of(read), operations / rate)
 
     def _bandwidth_of(self, read: float) -> float:
-        points = sorted(self.reading.items())
-        for (small, fast), (large, slow) in pairwise(points):
-            if small <= read <= large:
-                return fast + (slow - fast) * math.log(read / small) / math.log(large / small)
-        return points[0][1] if read < points[0][0] else self.bandwidth
+        within = min(max(read, min(self.reading)), max(self.reading))
+        if within in self.reading:
+            return self.reading[int(within)]
+        return between(sorted((math.log(size), rate) for size, rate in self.reading.items()), math.log(within))
 
     def best(self, again: Limits) -> Limits:
         """The better of two measurements of each, of one machine."""

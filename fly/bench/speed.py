@@ -11,13 +11,12 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fly.bench.limits import Limits, Timing, take_turns
+from fly.bench.limits import Limits, Timing, between, take_turns
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
@@ -283,7 +282,7 @@ def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) 
     if rounds.setting.k and (draft is None or len(levels) != 1 or not _alone(rounds.setting.llm.draft)):
         return None
     points = sorted((forward.tokens, forward.timing.low) for forward in forwards)
-    seconds = _between(points, rounds.drafted + 1)
+    seconds = between(points, rounds.drafted + 1)
     if draft is not None and rounds.setting.k:
         seconds += rounds.drafted * draft.timing.low / draft.tokens
     return rounds.stats.tau / seconds
@@ -291,11 +290,3 @@ def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) 
 
 def _alone(strategy: DraftStrategy | None) -> bool:
     return isinstance(strategy, SingleDraft) and strategy.draft is None
-
-
-def _between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
-    for (left, low), (right, high) in pairwise(points):
-        if left <= x <= right:
-            return low + (high - low) * (x - left) / (right - left)
-    raise ValueError(f"{x} is outside {points[0][0]} to {points[-1][0]}")

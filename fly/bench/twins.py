@@ -158,8 +158,8 @@ class Twins:
 
     def predicted(self, result: Result) -> float | None:
         """S = E[emitted] / (K·c + v(K)); None where drafts have no fixed cost a token, or not K of them."""
-        k = result.setting.k
-        if not k or result.setting.name.endswith((_LEVELS, ")")):
+        k, strategy = result.setting.k, result.setting.llm.draft
+        if not k or not isinstance(strategy, SingleDraft) or strategy.draft is not None or strategy.confidence:
             return None
         return result.stats.tau / (k * self.cost(k) + self.verification(k))
 

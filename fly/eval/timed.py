@@ -15,7 +15,7 @@ from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.engine import Runner
 from fly.llm import LLM, Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.types import SamplingParams
+from fly.types import SamplingParams, Summed
 
 __all__ = ["Clock", "Setting", "Times", "draft_runners", "synchronize", "timed"]
 
@@ -99,7 +99,7 @@ def _clocked(runner: Runner) -> Iterator[Clock]:
 
 
 @dataclass
-class Times:
+class Times(Summed):
     """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and of
     these what passed in the ``target`` and in ``draft`` models, where clocks were around them. A draft model reads the
     prompt when it first drafts, so that counts as decoding."""
@@ -108,14 +108,6 @@ class Times:
     decoding: float = 0.0
     target: float = 0.0
     draft: float = 0.0
-
-    def __add__(self, other: Times) -> Times:
-        return Times(
-            self.prompt + other.prompt,
-            self.decoding + other.decoding,
-            self.target + other.target,
-            self.draft + other.draft,
-        )
 
     @property
     def rest(self) -> float | None:
