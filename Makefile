@@ -27,7 +27,7 @@ results: $(VENV)/.installed-peers
 	docs/results/measure.sh $(BIN)/fly
 
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
-$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/kernels/src/*)
+$(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/backends/cpu/src/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .

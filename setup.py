@@ -1,8 +1,8 @@
 """Builds the compiled kernels, where there is a compiler for them. Everything else is in pyproject.toml.
 
 One shared library, loaded by ctypes: each source is compiled with the flags of the processors it is for, and which of
-them runs is chosen when it is loaded (fly/kernels/library.py). Without it everything works, on PyTorch alone; why it
-is missing is kept beside the package's code.
+them runs is chosen when it is loaded (fly/backends/cpu/library.py). Without it everything works, on PyTorch alone; why
+it is missing is kept beside the package's code.
 """
 
 import platform
@@ -17,12 +17,12 @@ AVX2 = ["-mavx2", "-mfma"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
 SOURCES = {
-    "fly/kernels/src/library.cpp": [],
-    "fly/kernels/src/avx2.cpp": AVX2,
-    "fly/kernels/src/avx512.cpp": AVX512,
-    "fly/kernels/src/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
+    "fly/backends/cpu/src/library.cpp": [],
+    "fly/backends/cpu/src/avx2.cpp": AVX2,
+    "fly/backends/cpu/src/avx512.cpp": AVX512,
+    "fly/backends/cpu/src/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
-HEADERS = ["fly/kernels/src/fly.h", "fly/kernels/src/avx512.h", "fly/kernels/src/decoder.h"]
+HEADERS = ["fly/backends/cpu/src/fly.h", "fly/backends/cpu/src/avx512.h", "fly/backends/cpu/src/decoder.h"]
 # No contraction: what is fused must not depend on where the compiler happens to vectorise.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"]
 FLAGS += ["-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
@@ -50,6 +50,8 @@ class BuildKernels(build_ext):
 
 extensions = []
 if sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64"):
-    extensions.append(Extension("fly.kernels._library", list(SOURCES), depends=HEADERS, language="c++", optional=True))
+    extensions.append(
+        Extension("fly.backends.cpu._library", list(SOURCES), depends=HEADERS, language="c++", optional=True)
+    )
 
 setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})

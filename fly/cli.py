@@ -326,7 +326,7 @@ def _biases(given: list[str]) -> dict[int, float]:
 
 def kernels_of(llm: Any) -> str:
     """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
-    from fly.kernels import why_not
+    from fly.backends.cpu import why_not
 
     model = llm.engine.runner.model
     if (name := getattr(model, "kernels", None)) is not None:
@@ -370,7 +370,7 @@ def _show_stream(llm: Any, prompt: Any, params: Any, policy: Any = None) -> tupl
 
 def _show_all(llm: Any, prompt: Any, params: Any) -> tuple[Any, float]:
     """Print the several completions of a prompt, a line before each. Their stats, and the seconds they took."""
-    from fly.types import Stats
+    from fly.request import Stats
 
     start = time.perf_counter()
     first = llm.generate([prompt], params)[0]

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import sys
 from array import array
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Rows
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
@@ -22,19 +21,21 @@ import torch
 from torch import Tensor
 
 from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
+from fly.constraints import constrain, constrains
 from fly.models import LlamaConfig
 from fly.models.llama import KV
+from fly.ops import Stream, compiled, top_at, uniforms
 from fly.policies import verify
 from fly.policies.base import accepts_exactly, draws_exactly
 from fly.policies.compiled import Clause, clauses_of
-from fly.sampling import Law, Stream, constrain, constrains, uniforms
-from fly.types import Draft, ListedDraft, Noise, Sequence, Target, Token, Verdict, Why, depths
-from fly.vocabulary import compiled, top_at
+from fly.request import Sequence, Token
+from fly.sampling import BatchSampling
+from fly.types import Draft, ListedDraft, Noise, Target, Verdict, Why, depths
 
 if TYPE_CHECKING:
+    from fly.backends.cpu.library import Lookup, Sure
+    from fly.backends.cpu.model import Asked, Ran, Round
     from fly.drafts.base import Continuation, DraftStrategy
-    from fly.kernels.library import Lookup, Sure
-    from fly.kernels.llama import Asked, Ran, Round
 
 __all__ = ["Engine", "Model", "Runner", "common_prefix", "judge"]
 
@@ -115,13 +116,13 @@ class Runner:
         self.cache.resize(child.id, shared)
         self._cached[child.id] = cached[:shared]
 
-    def adopt(self, other: Runner, rows: Rows[Sequence]) -> None:
+    def adopt(self, other: Runner, rows: abc.Sequence[Sequence]) -> None:
         """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
         for row in rows:
             self._cached[row.id] = list(other._cached.get(row.id, ()))
             self._texts.pop(row.id, None)
 
-    def forget(self, rows: Rows[Sequence]) -> None:
+    def forget(self, rows: abc.Sequence[Sequence]) -> None:
         """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
         for row in rows:
             self._cached.pop(row.id, None)
@@ -129,10 +130,10 @@ class Runner:
 
     def feed(
         self,
-        rows: Rows[Sequence],
-        drafts: Rows[list[int]],
-        parents: Rows[list[int]] | None = None,
-        prefill: Rows[tuple[Sequence, int]] = (),
+        rows: abc.Sequence[Sequence],
+        drafts: abc.Sequence[list[int]],
+        parents: abc.Sequence[list[int]] | None = None,
+        prefill: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> Tensor:
         """Run one forward over every row's uncached tokens and then its draft.
 
@@ -148,10 +149,10 @@ class Runner:
 
     def _feed(
         self,
-        rows: Rows[Sequence],
-        drafts: Rows[list[int]],
-        parents: Rows[list[int]] | None,
-        prefill: Rows[tuple[Sequence, int]],
+        rows: abc.Sequence[Sequence],
+        drafts: abc.Sequence[list[int]],
+        parents: abc.Sequence[list[int]] | None,
+        prefill: abc.Sequence[tuple[Sequence, int]],
     ) -> tuple[Tensor, list[list[int]] | None]:
         """``feed``, and the most likely token at each place where that was found by the way."""
         fed = [*rows, *(row for row, _ in prefill)]
@@ -197,17 +198,18 @@ class Runner:
 
     def draft(
         self,
-        rows: Rows[Sequence],
-        most: Rows[int],
-        law: Law | None = None,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        distribution: BatchSampling | None = None,
         uniform_BK: Tensor | None = None,
         lookup: Lookup | None = None,
         sure: Sure | None = None,
     ) -> tuple[list[list[int]], Tensor | None] | None:
         """What the model says of every row, token after token, up to ``most[b]`` (at least 1) or one that ends the row;
         all but that one are then cached. As ``feed`` and an argmax, or a draw by ``uniform_BK`` from the processed
-        ``law``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a law. The same
-        with a ``lookup``, by fewer forwards. A row stops before a token that the model is not ``sure`` of.
+        ``distribution``, again and again, in one call; the second is [B, K, V], what was drawn from, if there is a
+        distribution. The same with a ``lookup``, by fewer forwards. A row stops before a token that the model is not
+        ``sure`` of.
 
         None where the model has no such call, or the cache not the room for it; nothing was changed then.
         """
@@ -227,7 +229,7 @@ class Runner:
         more: dict[str, Any] = {} if lookup is None else {"lookup": lookup, "texts": [self._text(row) for row in rows]}
         if sure is not None:
             more["sure"] = sure
-        found = draft(array("q", tokens), array("q", positions), kv, most, stop_ids, law, uniform_BK, **more)
+        found = draft(array("q", tokens), array("q", positions), kv, most, stop_ids, distribution, uniform_BK, **more)
         for row, added, drafted, n in zip(rows, new, found[0], most):
             cached, ended = self._cached[row.id], len(drafted) == n or (drafted and drafted[-1] in row.stop_ids)
             cached += added + (drafted[:-1] if ended else drafted)
@@ -237,12 +239,12 @@ class Runner:
 
     def rounds(
         self,
-        rows: Rows[Sequence],
-        left: Rows[int],
+        rows: abc.Sequence[Sequence],
+        left: abc.Sequence[int],
         drafting: Continuation | None,
-        k: Rows[int],
+        k: abc.Sequence[int],
         seconds: float,
-        clauses: Rows[Rows[Clause]] = (),
+        clauses: abc.Sequence[abc.Sequence[Clause]] = (),
         decide: Callable[[list[Round], Asked], tuple[int, int] | None] | None = None,
         hurry: array[int] | None = None,
     ) -> list[list[Round]] | None:
@@ -260,7 +262,10 @@ class Runner:
         drafter = drafting.runner if drafting is not None and any(k) else None
         told: dict[str, Any] = {"clauses": clauses, "control_V": self.control_V} if clauses else {}
         if not all(row.greedy for row in rows):
-            told |= {"law": Law.of([row.params for row in rows]), "seeds": [row.seed for row in rows]}
+            told |= {
+                "distribution": BatchSampling.of([row.params for row in rows]),
+                "seeds": [row.seed for row in rows],
+            }
         if drafter is not None:
             config = drafter.model.config
             if config.vocab_size != self.model.config.vocab_size or getattr(drafter.model, "rounds", None) is None:
@@ -300,12 +305,12 @@ class Runner:
             raise ran.error
         return ran.rounds
 
-    def _fits(self, rows: Rows[Sequence], rooms: Rows[int]) -> bool:
+    def _fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         """Whether there are free pages for so many tokens of each of ``rows``."""
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def _behind(self, rows: Rows[Sequence], rooms: Rows[int]) -> PagedBatch:
+    def _behind(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
         """The batch of what of ``rows`` is not cached, with room for so many tokens in all. Raises ``OutOfBlocks``."""
         strange = [row for row in rows if row.id not in self._cached]
         starts = [len(self.begin(row)) for row in rows]
@@ -320,7 +325,7 @@ class Runner:
 
     def _reserve(
         self,
-        rows: Rows[Sequence],
+        rows: abc.Sequence[Sequence],
         starts: list[int],
         counts: list[int],
         masks: list[Tensor | None] | None,
@@ -341,7 +346,7 @@ class Runner:
         return self.cache.batch([row.id for row in rows], starts, counts, masks)
 
     def score(
-        self, rows: Rows[Sequence], draft: Draft, prefill: Rows[tuple[Sequence, int]] = ()
+        self, rows: abc.Sequence[Sequence], draft: Draft, prefill: abc.Sequence[tuple[Sequence, int]] = ()
     ) -> tuple[Target, Tensor]:
         """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
         drafts, trees = draft.chains, draft.trees
@@ -352,13 +357,13 @@ class Runner:
         logits_BJV = constrain(raw_BJV, rows, drafts, trees)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
-    def view(self, rows: Rows[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None) -> Target:
+    def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None) -> Target:
         """The target's view of a block, from its logits and, where they are known, the most likely tokens."""
         device = logits_BJV.device
         probs, greedy_B = None, None
         if not all(row.greedy for row in rows):
-            law = Law.of([row.params for row in rows], device)
-            probs, greedy_B = law.on(logits_BJV), law.greedy_B if law.some_greedy else None
+            distribution = BatchSampling.of([row.params for row in rows], device)
+            probs, greedy_B = distribution.on(logits_BJV), distribution.greedy_B if distribution.some_greedy else None
         return Target(
             logits_BJV,
             probs,
@@ -450,13 +455,13 @@ def _on_one_thread(logits_BKV: Tensor) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
+def judge(rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
     """Apply each row's own policy, rows of one policy together: ``(row numbers, verdict)`` of each group."""
     with _on_one_thread(target.logits_BKV):
         return _judge(rows, target, draft)
 
 
-def _judge(rows: Rows[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
+def _judge(rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[tuple[list[int], Verdict]]:
     device = target.logits_BKV.device
     draft = draft.to(device)
     noise: Noise | None = None
@@ -499,9 +504,9 @@ class Engine:
     @torch.inference_mode()
     def step(
         self,
-        rows: Rows[Sequence],
+        rows: abc.Sequence[Sequence],
         stopped: Callable[[Sequence, int], bool] | None = None,
-        prefill: Rows[tuple[Sequence, int]] = (),
+        prefill: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
@@ -565,7 +570,7 @@ class Engine:
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def _commit(self, rows: Rows[Sequence]) -> None:
+    def _commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
         if self.strategy is not None:
             self.strategy.commit(rows)
@@ -575,7 +580,7 @@ class Engine:
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def _several_rounds(
-        self, rows: Rows[Sequence], prompts: list[bool], stopped: Callable[[Sequence, int], bool] | None
+        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: Callable[[Sequence, int], bool] | None
     ) -> list[list[Token]] | None:
         """Take rows through ``Runner.rounds``, and return what each emitted; None where something else is to be done
         between two rounds than to ask the policy of a row alone."""
@@ -609,8 +614,8 @@ class Engine:
             if row.finish_reason:
                 return None
             draft, target = Draft.of([asked.drafted]), self.runner.view(rows, asked.logits_1JV, [asked.choices])
-            if asked.laws_1KV is not None:
-                draft = replace(draft, probs_BKV=asked.laws_1KV)
+            if asked.probs_1KV is not None:
+                draft = replace(draft, probs_BKV=asked.probs_1KV)
             ((_, verdict),) = judge(rows, target, draft)
             self._account(rows, [0], verdict, target, draft, prompts, stopped, [[]], [[]])
             told = verdict.told
@@ -677,7 +682,7 @@ class Engine:
             if relaxation is not None:
                 stats.count_gates(said(bits), *relaxation.deciding(said(bits)), times)
 
-    def _propose(self, rows: Rows[Sequence], prompts: list[bool]) -> Draft:
+    def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one
         # token beyond its draft, hence one less than what is left.
         max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
@@ -720,7 +725,7 @@ class Engine:
 
     def _account(
         self,
-        rows: Rows[Sequence],
+        rows: abc.Sequence[Sequence],
         numbers: list[int],
         verdict: Verdict,
         target: Target,
@@ -794,7 +799,7 @@ class Engine:
 
 
 def _nats(target: Target, tokens: list[tuple[int, int, int]]) -> list[float]:
-    """-ln target(x), of the unprocessed law, of each token, given as its row, its position and its id."""
+    """-ln target(x), of the unprocessed distribution, of each token, given as its row, its position and its id."""
     logits_BJV = target.logits_BKV
     if logits_BJV.device.type == "cpu" and type(logits_BJV) is Tensor:
         return [top_at(logits_BJV, b, at, 1)[1] - logits_BJV[b, at, token].item() for b, at, token in tokens]
@@ -804,7 +809,7 @@ def _nats(target: Target, tokens: list[tuple[int, int, int]]) -> list[float]:
     return costs
 
 
-def _check_grammars(rows: Rows[Sequence], verdicts: list[tuple[list[int], Verdict]]) -> None:
+def _check_grammars(rows: abc.Sequence[Sequence], verdicts: list[tuple[list[int], Verdict]]) -> None:
     """Raise ``ValueError`` if what stands of a row has come to where its grammar cannot go on."""
     for numbers, verdict in verdicts:
         if any(rows[b].matcher is not None for b in numbers):

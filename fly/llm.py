@@ -6,9 +6,8 @@ from __future__ import annotations
 import os
 import random
 import sys
-from collections import deque
+from collections import abc, deque
 from collections.abc import Generator, Iterator
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from numbers import Integral
@@ -17,21 +16,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fly.backends.cpu import compiled
 from fly.bundled import resolve_checkpoint
 from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine, Model, Runner
-from fly.kernels import compiled
 from fly.models import load_model
 from fly.models.invariant import invariant
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.ops import derive
 from fly.policies import AcceptancePolicy, Bound, Exact
-from fly.sampling import derive
+from fly.request import Sequence, Stats, Token
 from fly.scheduler import Scheduler
 from fly.structured import Grammars, Matcher
-from fly.types import Guarantee, SamplingParams, Sequence, Stats, Token
+from fly.types import Guarantee, SamplingParams
 
 if TYPE_CHECKING:
     from fly.parallel import Ranks
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
 
-Prompt = str | Rows[int]
+Prompt = str | abc.Sequence[int]
 
 
 @dataclass(frozen=True)
@@ -151,10 +151,10 @@ class LLM:
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
-            dtype), ``"torch"``, or one of ``fly.kernels.available()``; ``"int8"`` is the best of them on weights
+            dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.kernels.chosen``). Holds for a draft path too that does not say otherwise, as
-            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.kernels.compiled``
+            (``fly.backends.cpu.chosen``). Holds for a draft path too that does not say otherwise, as
+            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.cpu.compiled``
             compiles it).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls, and gets the same answers.
@@ -275,11 +275,11 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Rows[Prompt],
-        params: SamplingParams | Rows[SamplingParams] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
         *,
-        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
-        k: int | Rows[int] | None = None,
+        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
+        k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
@@ -337,11 +337,13 @@ class LLM:
             raise ValueError(f"n {request.row.params.n}: a stream is of one completion; open several, or use generate")
         return Stream(request.row, self._stream(request))
 
-    def chat(self, messages: Rows[dict[str, Any]], params: SamplingParams | None = None, **options: Any) -> Output:
+    def chat(
+        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Output:
         """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
         return self.generate([self.chat_prompt(messages)], params, **options)[0]
 
-    def chat_prompt(self, messages: Rows[dict[str, Any]] | str) -> list[int]:
+    def chat_prompt(self, messages: abc.Sequence[dict[str, Any]] | str) -> list[int]:
         """Token ids of a conversation (or of one user message) by the checkpoint's chat template."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
@@ -391,10 +393,10 @@ class LLM:
 
     def requests(
         self,
-        prompts: Prompt | Rows[Prompt],
-        params: SamplingParams | Rows[SamplingParams] | None = None,
-        policy: AcceptancePolicy | Rows[AcceptancePolicy] | None = None,
-        k: int | Rows[int] | None = None,
+        prompts: Prompt | abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
+        k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
         *,
         streamed: bool = False,
@@ -438,7 +440,7 @@ class LLM:
         else:
             ids: Any = prompt
             # asking of each whether it is a number of any kind takes longest
-            if not isinstance(ids, Rows) or not (
+            if not isinstance(ids, abc.Sequence) or not (
                 set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
             ):
                 raise ValueError(f"prompt {_short(prompt)} is neither a text nor a list of token ids")

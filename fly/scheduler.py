@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import warnings
 from bisect import insort
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
-from fly.types import Sequence, Token
+from fly.request import Sequence, Token
 
 __all__ = ["Scheduler"]
 
@@ -275,7 +275,7 @@ class Scheduler:
     def _spare(self) -> int:
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
-    def _allocators(self) -> Rows[tuple[BlockAllocator, int, bool]]:
+    def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
         """Every allocator, the most tokens that one row takes of it, and whether it is one of a drafter."""
         context, strategy = self.engine.context, self.engine.strategy
         own = (self.engine.runner.cache.allocator, context + self._spare, False)

@@ -9,8 +9,8 @@ W bytes of a mask.
 from __future__ import annotations
 
 import warnings
+from collections import abc
 from collections.abc import Iterable
-from collections.abc import Sequence as Rows
 from functools import cached_property, lru_cache
 
 import torch
@@ -146,7 +146,12 @@ class Matcher:
         return Matcher(self._start, self._never, self._ends, self._last_ends)
 
     def constrain(
-        self, logits_JV: Tensor, text: list[int], draft: list[int], parents: Rows[int], raw_JV: Tensor | None = None
+        self,
+        logits_JV: Tensor,
+        text: list[int],
+        draft: list[int],
+        parents: abc.Sequence[int],
+        raw_JV: Tensor | None = None,
     ) -> None:
         """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
 
@@ -175,7 +180,7 @@ class Matcher:
         if place in self._stuck:
             raise StructuredError(f"structured output cannot go on: {self._stuck[place]}")
 
-    def _along(self, text: list[int], draft: list[int], parents: Rows[int]) -> dict[int, bytearray]:
+    def _along(self, text: list[int], draft: list[int], parents: abc.Sequence[int]) -> dict[int, bytearray]:
         """What may follow each place that the grammar can reach, branch by branch."""
         self._stuck = {}
         if not self._follow(text):

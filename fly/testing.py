@@ -14,8 +14,8 @@ From a shell: ``fly check my_rules:MyRule``.
 Shape legend: B rows, K longest draft, V vocabulary, N evaluations, A axes of noise (K coins and one draw).
 
 Losslessness is no sampling test. For a block, the verdict is a step function of its noise; its steps are found by
-bisection, the unit cube falls into cells on which the verdict is constant, and the law of what is emitted is a sum
-over all drafts and cells. It is compared with the target's law over all strings of K+1 tokens.
+bisection, the unit cube falls into cells on which the verdict is constant, and the distribution of what is emitted is a
+sum over all drafts and cells. It is compared with the target's distribution over all strings of K+1 tokens.
 """
 
 from __future__ import annotations
@@ -36,8 +36,9 @@ from fly.errors import origin
 from fly.policies import AcceptancePolicy, Exact, dump_policy, load_policy, parse_policy, verify
 from fly.policies.base import exact_accept_probs
 from fly.policies.registry import check_types
-from fly.sampling import Law
-from fly.types import Draft, Guarantee, Noise, SamplingParams, Stats, Target, Verdict, Why, depths
+from fly.request import Stats
+from fly.sampling import BatchSampling
+from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why, depths
 
 if TYPE_CHECKING:
     from fly.drafts.check import check_draft
@@ -53,7 +54,7 @@ __all__ = [
     "run_checks",
 ]
 
-_TOLERANCE = 1e-5  # of a probability: float32 laws, and bisection to 2^-24
+_TOLERANCE = 1e-5  # of a probability: float32 distributions, and bisection to 2^-24
 _TICK = 2.0**-24  # the finest step of the engine's uniforms
 
 
@@ -173,7 +174,7 @@ class _Case:
 
 
 def _block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> _Case:
-    """A random ragged block: sure and undecided positions, drafts that mostly agree, laws with zeros.
+    """A random ragged block: sure and undecided positions, drafts that mostly agree, distributions with zeros.
 
     ``temperature`` None mixes greedy and sampled rows; 0 is all greedy.
     """
@@ -189,15 +190,18 @@ def _block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatu
     else:
         temperatures = [temperature] * rows
     params = [SamplingParams(temperature=t, top_k=vocab - 1 if b % 3 == 0 else 0) for b, t in enumerate(temperatures)]
-    law = Law.of(params)
-    target_law = law.probs(logits)
-    draft_law = law.probs(logits[:, :-1] + torch.randn(rows, longest, vocab, generator=generator))
+    distribution = BatchSampling.of(params)
+    target_distribution = distribution.probs(logits)
+    draft_distribution = distribution.probs(logits[:, :-1] + torch.randn(rows, longest, vocab, generator=generator))
     greedy = logits[:, :-1].argmax(-1)
-    sampled = torch.multinomial(draft_law.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
+    sampled = torch.multinomial(draft_distribution.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
     tokens = torch.where(rand(rows, longest) < 0.6, greedy, sampled)
-    # A drafted token always has mass in the law it was drawn from; mix some in, and let greedy rows be one-hot.
-    one_hot = torch.zeros_like(draft_law).scatter_(-1, tokens.unsqueeze(-1), 1.0)
-    draft_law = torch.where(law.greedy_B.view(-1, 1, 1), one_hot, 0.9 * draft_law + 0.1 * one_hot)
+    # A drafted token always has mass in the distribution it was drawn from; mix some in, and let greedy rows be
+    # one-hot.
+    one_hot = torch.zeros_like(draft_distribution).scatter_(-1, tokens.unsqueeze(-1), 1.0)
+    draft_distribution = torch.where(
+        distribution.greedy_B.view(-1, 1, 1), one_hot, 0.9 * draft_distribution + 0.1 * one_hot
+    )
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     lengths[0] = longest
     all_greedy = all(t == 0 for t in temperatures)
@@ -207,8 +211,8 @@ def _block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatu
     history = [torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)]
     target = Target(
         logits,
-        None if all_greedy else target_law,
-        greedy_B=law.greedy_B,
+        None if all_greedy else target_distribution,
+        greedy_B=distribution.greedy_B,
         control_V=control,
         generated_B=torch.arange(rows),
         relaxed_B=torch.arange(rows) // 2,
@@ -216,7 +220,9 @@ def _block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatu
         history=history,
     )
     return _Case(
-        target, Draft(tokens, lengths, draft_law if stochastic else None), Noise(rand(rows, longest), rand(rows))
+        target,
+        Draft(tokens, lengths, draft_distribution if stochastic else None),
+        Noise(rand(rows, longest), rand(rows)),
     )
 
 
@@ -241,11 +247,11 @@ def _alone(case: _Case, b: int, padding: int | None = None) -> _Case:
     columns = torch.arange(width).clamp_max(max(n - 1, 0))
     if n == 0 and width:
         tokens = torch.zeros(1, width, dtype=torch.int64)
-        law = None if d.probs_BKV is None else torch.full((1, width, logits.shape[-1]), 1 / logits.shape[-1])
+        distribution = None if d.probs_BKV is None else torch.full((1, width, logits.shape[-1]), 1 / logits.shape[-1])
         coins = torch.zeros(1, width)
     else:
         tokens, coins = d.tokens_BK[:, columns].clone(), z.accept_BK[:, columns].clone()
-        law = None if d.probs_BKV is None else d.probs_BKV[:, columns].clone()
+        distribution = None if d.probs_BKV is None else d.probs_BKV[:, columns].clone()
     if padding:
         logits[:, n + 1 :] = -logits[:, n + 1 :]
         tokens[:, n:] = (tokens[:, n:] + 1) % logits.shape[-1]
@@ -260,7 +266,7 @@ def _alone(case: _Case, b: int, padding: int | None = None) -> _Case:
         nats_B=t.nats_B,
         history=t.history,
     )
-    return _Case(target, Draft(tokens, d.lengths_B, law), Noise(coins, z.sample_B))
+    return _Case(target, Draft(tokens, d.lengths_B, distribution), Noise(coins, z.sample_B))
 
 
 def _outcome(verdict: Verdict, b: int, length: int) -> tuple[int, int, list[int]]:
@@ -275,7 +281,7 @@ def _show(case: _Case, b: int = 0) -> str:
     if n <= 3:
         parts.append(f"target {_round(case.target.probs_BKV[b, : n + 1])}")
         if case.draft.probs_BKV is not None:
-            parts.append(f"draft law {_round(case.draft.probs_BKV[b, :n])}")
+            parts.append(f"draft distribution {_round(case.draft.probs_BKV[b, :n])}")
         parts.append(f"coins {_round(case.noise.accept_BK[b, :n])}")
     return ", ".join(parts)
 
@@ -327,10 +333,10 @@ def check_inputs_untouched(policy: AcceptancePolicy) -> str:
     for case in _cases():
         tensors = {
             "logits": case.target.logits_BKV,
-            "target law": case.target.probs_BKV,
+            "target distribution": case.target.probs_BKV,
             "drafted tokens": case.draft.tokens_BK,
             "lengths": case.draft.lengths_B,
-            "draft law": case.draft.probs_BKV,
+            "draft distribution": case.draft.probs_BKV,
             "coins": case.noise.accept_BK,
             "draws": case.noise.sample_B,
         }
@@ -378,7 +384,7 @@ def check_padding_is_ignored(policy: AcceptancePolicy) -> str:
 
 
 def check_empty_and_full_drafts(policy: AcceptancePolicy) -> str:
-    """An empty draft emits one token of the target's law; a draft the target is sure of stands whole."""
+    """An empty draft emits one token of the target's distribution; a draft the target is sure of stands whole."""
     for temperature in (0.0, 1.0):
         case = _block(1, 3, 4, 5, temperature)
         empty = Draft.empty(3)
@@ -388,7 +394,7 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> str:
         for b, token in enumerate(verdict.next_token_B.tolist()):
             _require(
                 float(target.probs_BKV[b, 0, token]) > 0,
-                lambda: f"an empty draft emitted token {token}, which the target's law excludes",  # noqa: B023
+                lambda: f"an empty draft emitted token {token}, which the target's distribution excludes",  # noqa: B023
             )
     logits = torch.full((2, 5, 4), -20.0)
     tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
@@ -420,16 +426,16 @@ def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
     return f"none of {asked} excused"
 
 
-def check_correction_is_a_law(policy: AcceptancePolicy) -> str:
-    """Wherever a token can be rejected, the correction's law is finite, nowhere negative, and has mass."""
+def check_correction_is_a_distribution(policy: AcceptancePolicy) -> str:
+    """Wherever a token can be rejected, the correction's distribution is finite, nowhere negative, and has mass."""
     for seed, longest in enumerate((1, 1, 2, 3, 5, 8)):
         case = _block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
         probs = policy.accept_probs(case.target, case.draft)
         for j in range(longest):
-            law = policy.correction(case.target, case.draft, torch.full((4,), j))
+            distribution = policy.correction(case.target, case.draft, torch.full((4,), j))
             for b in range(4):
                 if j < int(case.draft.lengths_B[b]) and not bool(case.target.greedy_B[b]) and float(probs[b, j]) < 1:
-                    row = law[b]
+                    row = distribution[b]
                     good = bool(torch.isfinite(row).all() and (row >= 0).all())
                     mass = float(row.sum())
                     # A rejection that rounding alone makes possible needs no correction of its own.
@@ -519,7 +525,7 @@ def _around(value: float | int) -> list[float | int]:
 def check_guarantee(policy: AcceptancePolicy) -> str:
     """Lossless as declared, within the bound as declared, or, for a heuristic, how far from the target it strays."""
     worst, where = 0.0, ""
-    for claim in _law_cases():
+    for claim in _distribution_cases():
         for divergence in claim(policy):
             if policy.guarantee is Guarantee.LOSSLESS and divergence.gap > _TOLERANCE:
                 reasons = "".join(f"; {reason}" for reason in _suspicions(policy))
@@ -535,8 +541,8 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
     if policy.guarantee is Guarantee.LOSSLESS:
         return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
     if worst <= _TOLERANCE:
-        return f"declared {policy.guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) moved the law"
-    return f"moves the law of a block by up to {worst:.3f} in total variation: {where}"
+        return f"declared {policy.guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) changed it"
+    return f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
 
 
 def _suspicions(policy: AcceptancePolicy) -> list[str]:
@@ -560,14 +566,16 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
             return bool((difference_BK[mask_BK].abs() > _TOLERANCE).any())  # noqa: B023
 
         if changes(Target(target.logits_BKV * 1.7, target.probs_BKV), draft):
-            found["its chances change with the unprocessed logits while the target's processed law stays"] = None
+            found["its chances change with the unprocessed logits while the target's processed distribution stays"] = (
+                None
+            )
         exact_BK = exact_accept_probs(target, draft)
         exact = bool(((exact_BK - chances_BK)[mask_BK].abs() <= _TOLERANCE).all())
         if draft.probs_BKV is not None and not exact:
             one_hot = torch.zeros_like(draft.probs_BKV).scatter_(-1, draft.tokens_BK.unsqueeze(-1), 1.0)
             other = Draft(draft.tokens_BK, draft.lengths_B, 0.5 * draft.probs_BKV + 0.5 * one_hot)
             if not changes(target, other):
-                found["its chances ignore the law that the draft was drawn from (draft.probs_BKV)"] = None
+                found["its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)"] = None
         if not exact:
             where = int(((exact_BK - chances_BK).abs() * mask_BK).flatten().argmax())
             b, j = divmod(where, draft.tokens_BK.shape[1])
@@ -587,8 +595,8 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
     return list(found)
 
 
-def _shares(law_BV: Tensor) -> Tensor:
-    return law_BV / law_BV.sum(-1, keepdim=True)
+def _shares(probs_BV: Tensor) -> Tensor:
+    return probs_BV / probs_BV.sum(-1, keepdim=True)
 
 
 def check_trees(policy: AcceptancePolicy) -> str:
@@ -620,10 +628,10 @@ def check_trees(policy: AcceptancePolicy) -> str:
 
 
 def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list[tuple[str, float]]:
-    """For a shape of tree, the largest difference between emitted and target law of any string: for siblings drawn
-    independently from a law, and for every certain tree (of different siblings)."""
+    """For a shape of tree, the largest difference between emitted and target distribution of any string: for siblings
+    drawn independently from a distribution, and for every certain tree (of different siblings)."""
     longest = max(depths(parents)) + 1
-    logits, targets, laws = _law_table(longest, vocab, len(parents))
+    logits, targets, distributions = _distribution_table(longest, vocab, len(parents))
     drawn = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
     tree_BK = torch.tensor(parents).expand(len(drawn), -1)
     draft = Draft(drawn, torch.full((len(drawn),), len(parents)), None, tree_BK)
@@ -639,23 +647,23 @@ def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list
         torch.stack([torch.stack([at(tables, prefix) for prefix in places]) for places in prefixes])
         for tables in (logits, targets)
     )
-    draft_BKV = torch.stack([torch.stack([at(laws, places[p + 1]) for p in parents]) for places in prefixes])
+    draft_BKV = torch.stack([torch.stack([at(distributions, places[p + 1]) for p in parents]) for places in prefixes])
     chance_B = draft_BKV.gather(-1, drawn.unsqueeze(-1)).squeeze(-1).double().prod(-1)
     wanted = _joint(targets, longest + 1, vocab)
 
-    def law_of(rows_N: Tensor, probs_BKV: Tensor | None) -> Tensor:
+    def distribution_of(rows_N: Tensor, probs_BKV: Tensor | None) -> Tensor:
         target = Target(raw_BMV[rows_N], target_BMV[rows_N], history=[[0]] * len(rows_N))
         some = dataclasses.replace(draft, probs_BKV=probs_BKV).rows(rows_N)
-        return _emitted_law(policy, target, some, targets, vocab)
+        return _emitted_distribution(policy, target, some, targets, vocab)
 
     possible = (chance_B > 0).nonzero().squeeze(1)
-    emitted = (law_of(possible, draft_BKV) * chance_B[possible].unsqueeze(1)).sum(0)
+    emitted = (distribution_of(possible, draft_BKV) * chance_B[possible].unsqueeze(1)).sum(0)
 
     def compare(emitted: Tensor, what: str) -> tuple[str, float]:
         found = _compare(emitted, wanted, vocab, longest, what, targets)
         return found.story, found.gap
 
-    found = [compare(emitted, f"siblings drawn from one law {_round(laws[0])}")]
+    found = [compare(emitted, f"siblings drawn from one distribution {_round(distributions[0])}")]
     different = torch.tensor(
         [
             b
@@ -663,8 +671,8 @@ def _tree_gaps(policy: AcceptancePolicy, parents: list[int], vocab: int) -> list
             if len(set(zip(parents, tokens))) == len(parents)  # no two siblings alike
         ]
     )
-    for b, law in zip(different.tolist(), law_of(different, None)):
-        found.append(compare(law, f"certain tokens {drawn[b].tolist()}"))
+    for b, distribution in zip(different.tolist(), distribution_of(different, None)):
+        found.append(compare(distribution, f"certain tokens {drawn[b].tolist()}"))
     return found
 
 
@@ -699,9 +707,9 @@ def check_cost(policy: AcceptancePolicy) -> str:
     costs = []
     for probs in (None, logits.softmax(-1)):
         tokens = logits[:, :-1].argmax(-1)
-        law = None if probs is None else probs[:, :-1]
+        distribution = None if probs is None else probs[:, :-1]
         draft, noise = (
-            Draft(tokens, torch.tensor([15]), law),
+            Draft(tokens, torch.tensor([15]), distribution),
             Noise(torch.rand(1, 15, generator=generator), torch.rand(1)),
         )
         times = []
@@ -732,7 +740,7 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str], ...] = (
     check_padding_is_ignored,
     check_empty_and_full_drafts,
     check_control_tokens_inside,
-    check_correction_is_a_law,
+    check_correction_is_a_distribution,
     check_no_hidden_randomness,
     check_written_and_read,
     check_monotone,
@@ -743,12 +751,12 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str], ...] = (
 )
 
 
-# ---------------------------------------------------------------------------------------- laws as exact sums
+# ---------------------------------------------------------------------------------------- distributions as exact sums
 
 
 @dataclass(frozen=True)
 class _Divergence:
-    """How the law of K+1 tokens differs from the target's."""
+    """How the distribution of K+1 tokens differs from the target's."""
 
     gap: float  # largest difference of any string's probability
     total: float  # total variation distance; at temperature 0 the share of drafts that change the text
@@ -756,8 +764,9 @@ class _Divergence:
     story: str
 
 
-def _law_cases() -> list[Callable[[AcceptancePolicy], list[_Divergence]]]:
-    """Law comparisons from the smallest to the largest, so that the first that fails is a small counterexample."""
+def _distribution_cases() -> list[Callable[[AcceptancePolicy], list[_Divergence]]]:
+    """BatchSampling comparisons from the smallest to the largest, so that the first that fails is a small
+    counterexample."""
     tables: list[tuple[int, int, int]] = [(1, 2, seed) for seed in range(24)]
     tables += [(1, 3, seed) for seed in range(6)] + [(2, 2, seed) for seed in range(4)]
     tables += [(2, 3, seed) for seed in range(3)] + [(3, 2, seed) for seed in range(3)] + [(3, 3, 0)]
@@ -804,8 +813,9 @@ def _prefix_index(drafts_BK: Tensor, length: int, vocab: int) -> Tensor:
     return index
 
 
-def _law_table(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Raw logits, processed target laws and draft laws by prefix: tables [V^j, V] for each position j."""
+def _distribution_table(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Raw logits, processed target distributions and draft distributions by prefix: tables [V^j, V] for each position
+    j."""
     generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
     simple = [[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]]
     logits, targets, drafts = [], [], []
@@ -815,12 +825,12 @@ def _law_table(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[
         if longest == 1 and vocab == 2 and seed < 20:
             target = torch.tensor([simple[seed % 5]] * size)
             draft = torch.tensor([simple[(seed // 5 + 2 * j + 2) % 5]] * size)
-            raw = target.clamp_min(1e-6).log() * 0.6  # what temperature 0.6 turns into the target's law
+            raw = target.clamp_min(1e-6).log() * 0.6  # what temperature 0.6 turns into the target's distribution
         else:
             raw = torch.randn(size, vocab, generator=generator) * 1.5
-            target = Law.of([params]).probs(raw.unsqueeze(0))[0]
+            target = BatchSampling.of([params]).probs(raw.unsqueeze(0))[0]
             noisy = raw + torch.randn(size, vocab, generator=generator)
-            draft = Law.of([params]).probs(noisy.unsqueeze(0))[0]
+            draft = BatchSampling.of([params]).probs(noisy.unsqueeze(0))[0]
         logits.append(raw)
         targets.append(target)
         drafts.append(draft)
@@ -828,27 +838,30 @@ def _law_table(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[
 
 
 def _divergences(policy: AcceptancePolicy, longest: int, vocab: int, seed: int) -> list[_Divergence]:
-    """Emitted against target law for one table of laws: with a sampled draft, and with every certain draft."""
-    logits, targets, drafts = _law_table(longest, vocab, seed)
+    """Emitted against target distribution for one table of distributions: with a sampled draft, and with every certain
+    draft."""
+    logits, targets, drafts = _distribution_table(longest, vocab, seed)
     strings = torch.tensor(list(itertools.product(range(vocab), repeat=longest)))
     prefixes = [_prefix_index(strings, j, vocab) for j in range(longest + 1)]
     raw = torch.stack([logits[j][prefixes[j]] for j in range(longest + 1)], dim=1)
-    target_law = torch.stack([targets[j][prefixes[j]] for j in range(longest + 1)], dim=1)
-    draft_law = torch.stack([drafts[j][prefixes[j]] for j in range(longest)], dim=1)
-    chance = draft_law.gather(-1, strings.unsqueeze(-1)).squeeze(-1).prod(-1).double()
+    target_distribution = torch.stack([targets[j][prefixes[j]] for j in range(longest + 1)], dim=1)
+    draft_distribution = torch.stack([drafts[j][prefixes[j]] for j in range(longest)], dim=1)
+    chance = draft_distribution.gather(-1, strings.unsqueeze(-1)).squeeze(-1).prod(-1).double()
     wanted = _joint(targets, longest + 1, vocab)
     found = []
 
-    def law_of(rows: Tensor, stochastic: bool) -> Tensor:
-        """[rows, V^(K+1)] law of the emitted tokens, completed by the target, for each given draft."""
-        target = Target(raw[rows], target_law[rows], history=[[0]] * len(rows))
-        draft = Draft(strings[rows], torch.full((len(rows),), longest), draft_law[rows] if stochastic else None)
-        return _emitted_law(policy, target, draft, targets, vocab)
+    def distribution_of(rows: Tensor, stochastic: bool) -> Tensor:
+        """[rows, V^(K+1)] distribution of the emitted tokens, completed by the target, for each given draft."""
+        target = Target(raw[rows], target_distribution[rows], history=[[0]] * len(rows))
+        draft = Draft(
+            strings[rows], torch.full((len(rows),), longest), draft_distribution[rows] if stochastic else None
+        )
+        return _emitted_distribution(policy, target, draft, targets, vocab)
 
     possible = (chance > 0).nonzero().squeeze(1)
-    emitted = (law_of(possible, True) * chance[possible].unsqueeze(1)).sum(0)
-    found.append(_compare(emitted, wanted, vocab, longest, f"draft law {_round(drafts[0])}", targets))
-    certain = law_of(torch.arange(len(strings)), False)
+    emitted = (distribution_of(possible, True) * chance[possible].unsqueeze(1)).sum(0)
+    found.append(_compare(emitted, wanted, vocab, longest, f"draft distribution {_round(drafts[0])}", targets))
+    certain = distribution_of(torch.arange(len(strings)), False)
     for row, string in zip(certain, strings.tolist()):
         found.append(_compare(row, wanted, vocab, longest, f"certain draft {string}", targets))
     return found
@@ -868,7 +881,7 @@ def _compare(
     difference = (emitted - wanted).abs()
     worst = int(difference.argmax())
     string = [worst // vocab**i % vocab for i in range(longest, -1, -1)]
-    first, first_wanted = (law.view(vocab, -1).sum(1) for law in (emitted, wanted))
+    first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, wanted))
     support = first > 1e-12
     kl = float((first[support] * (first[support] / first_wanted[support].clamp_min(1e-300)).log()).sum())
     return _Divergence(
@@ -876,18 +889,20 @@ def _compare(
         total=float(difference.sum() / 2),
         first=(kl, float((first - first_wanted).abs().sum() / 2)),
         story=(
-            f"K={longest}, {what}, target law {_round(targets[0])}: emits {string} with probability "
+            f"K={longest}, {what}, target distribution {_round(targets[0])}: emits {string} with probability "
             f"{float(emitted[worst]):.5f}, the target {float(wanted[worst]):.5f}"
         ),
     )
 
 
-def _emitted_law(policy: AcceptancePolicy, target: Target, draft: Draft, targets: list[Tensor], vocab: int) -> Tensor:
-    """[B, V^(D+1)] law of D+1 tokens, D the longest draft: those the verdict emits, the rest by the target; exact over
-    all noise."""
+def _emitted_distribution(
+    policy: AcceptancePolicy, target: Target, draft: Draft, targets: list[Tensor], vocab: int
+) -> Tensor:
+    """[B, V^(D+1)] distribution of D+1 tokens, D the longest draft: those the verdict emits, the rest by the target;
+    exact over all noise."""
     rows, longest = draft.tokens_BK.shape[0], len(targets) - 1
     cells = _cells(policy, target, draft)
-    law = torch.zeros(rows, vocab ** (longest + 1), dtype=torch.float64)
+    distribution = torch.zeros(rows, vocab ** (longest + 1), dtype=torch.float64)
     for b, volume, place, token in cells:
         prefix = [*_spelled(draft, b, place), token]
         index = 0
@@ -900,8 +915,8 @@ def _emitted_law(policy: AcceptancePolicy, target: Target, draft: Draft, targets
             table = targets[j][start * block : (start + 1) * block].double()
             rest = (rest.unsqueeze(1) * table).reshape(-1)
         width = vocab ** (longest + 1 - len(prefix))
-        law[b, start * width : (start + 1) * width] += volume * rest
-    return law
+        distribution[b, start * width : (start + 1) * width] += volume * rest
+    return distribution
 
 
 def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:

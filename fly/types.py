@@ -5,37 +5,27 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
-import itertools
 import json
-from collections.abc import Callable, Collection, Mapping
-from copy import copy
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Protocol, Self
+from typing import Annotated, Any, NamedTuple, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
-from fly.vocabulary import argmax, log_mass, pick, top
-
-if TYPE_CHECKING:
-    from fly.policies.base import AcceptancePolicy
-    from fly.structured import Matcher
+from fly.ops import argmax, log_mass, pick, top
 
 __all__ = [
     "Draft",
-    "Gate",
     "Guarantee",
-    "LazyLaw",
+    "LazyDistribution",
     "Noise",
     "SamplingParams",
-    "Sequence",
-    "Stats",
     "StructuredOutput",
     "Target",
-    "Token",
     "Told",
     "ToldVerdict",
     "Verdict",
@@ -46,9 +36,9 @@ __all__ = [
 
 
 class Guarantee(Enum):
-    """What an acceptance policy promises about the law of the emitted text."""
+    """What an acceptance policy promises about the distribution of the emitted text."""
 
-    LOSSLESS = "lossless"  # exactly the target's processed law
+    LOSSLESS = "lossless"  # exactly the target's processed distribution
     BOUNDED = "bounded"  # within a stated divergence of it
     HEURISTIC = "heuristic"  # no stated bound
 
@@ -215,7 +205,7 @@ class Draft:
 
     tokens_BK: Tensor  # int64
     lengths_B: Tensor  # int64, 0..K
-    probs_BKV: Tensor | None = None  # the *processed* law each token was drawn from; None = deterministic
+    probs_BKV: Tensor | None = None  # the *processed* distribution each token was drawn from; None = deterministic
     parents_BK: Tensor | None = None  # int64; None = chains
 
     @staticmethod
@@ -305,8 +295,9 @@ class ListedDraft(Draft):
         return self if device.type == "cpu" else Draft(self.tokens_BK.to(device), self.lengths_B.to(device))
 
 
-class LazyLaw(Protocol):
-    """A processed law [B, K+1, V] that is worked out only where somebody looks (``fly.sampling.ProcessedLaw``)."""
+class LazyDistribution(Protocol):
+    """A processed distribution [B, K+1, V] that is worked out only where somebody looks
+    (``fly.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
         """[B, K+1, V], all of it."""
@@ -320,12 +311,12 @@ class LazyLaw(Protocol):
     def top(self, n: int) -> Tensor:
         """[B, K+1, min(n, V)], the largest probabilities at each position, largest first."""
 
-    def rows(self, index_B: Tensor) -> LazyLaw:
+    def rows(self, index_B: Tensor) -> LazyDistribution:
         """Some rows only."""
 
 
 class Target:
-    """What the target says about a block: position j's law of the next token given the draft before it.
+    """What the target says about a block: position j's distribution of the next token given the draft before it.
 
     Ask ``probs_of``, ``top_probs`` and ``probs_at`` where they are enough: a whole ``probs_BKV`` costs passes over the
     vocabulary.
@@ -333,8 +324,8 @@ class Target:
 
     Args:
         logits_BKV: [B, K+1, V] float32, raw but for bans (a banned token has logit -inf).
-        probs: the law after temperature, top-k, top-p and min-p (one-hot at temperature 0), as a tensor [B, K+1, V]
-            or a ``LazyLaw``; None builds the one-hot law.
+        probs: the distribution after temperature, top-k, top-p and min-p (one-hot at temperature 0), as a tensor [B,
+            K+1, V] or a ``LazyDistribution``; None builds the one-hot distribution.
         greedy_B: [B] bool, rows at temperature 0; None means all where ``probs`` is None, and none otherwise.
         control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
         generated_B, relaxed_B, nats_B: [B], what each row has behind it: tokens emitted, how many of them were
@@ -347,7 +338,7 @@ class Target:
     def __init__(
         self,
         logits_BKV: Tensor,
-        probs: Tensor | LazyLaw | None = None,
+        probs: Tensor | LazyDistribution | None = None,
         *,
         greedy_B: Tensor | None = None,
         control_V: Tensor | None = None,
@@ -370,8 +361,8 @@ class Target:
             self.__dict__["choices"] = choices
 
     @property
-    def lazy_law(self) -> LazyLaw | None:
-        """The processed law, where it is worked out only as far as somebody looks."""
+    def lazy_distribution(self) -> LazyDistribution | None:
+        """The processed distribution, where it is worked out only as far as somebody looks."""
         return None if self._probs is None or isinstance(self._probs, Tensor) else self._probs
 
     @property
@@ -405,7 +396,7 @@ class Target:
 
     @property
     def probs_BKV(self) -> Tensor:
-        """[B, K+1, V] the processed law; built on first use."""
+        """[B, K+1, V] the processed distribution; built on first use."""
         if self._probs is None:
             self._probs = torch.zeros_like(self.logits_BKV).scatter_(-1, self.argmax_BK.unsqueeze(-1), 1.0)
         elif not isinstance(self._probs, Tensor):
@@ -413,7 +404,8 @@ class Target:
         return self._probs
 
     def probs_of(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K] the processed law's probability of token j at position j (as if the tokens before it stood)."""
+        """[B, K] the processed distribution's probability of token j at position j (as if the tokens before it
+        stood)."""
         if self._probs is None:
             return (self.argmax_BK[:, : tokens_BK.shape[1]] == tokens_BK).to(self.logits_BKV.dtype)
         if isinstance(self._probs, Tensor):
@@ -421,20 +413,21 @@ class Target:
         return self._probs.of(tokens_BK)
 
     def probs_at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
-        """[N, V] the processed law at position ``positions_N`` of row ``rows_N`` (int64, 0-based)."""
+        """[N, V] the processed distribution at position ``positions_N`` of row ``rows_N`` (int64, 0-based)."""
         if self._probs is None or isinstance(self._probs, Tensor):
             return self.probs_BKV[rows_N, positions_N]
         return self._probs.at(rows_N, positions_N)
 
     def top_probs(self, n: int) -> Tensor:
-        """[B, K+1, min(n, V)] the largest probabilities of the processed law at each position, largest first."""
+        """[B, K+1, min(n, V)] the largest probabilities of the processed distribution at each position, largest
+        first."""
         if self._probs is None or isinstance(self._probs, Tensor):
             return top(self.probs_BKV, n).values
         return self._probs.top(n)
 
     def log_mass(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """[N] ln of the sum of exp(logit - largest logit) over the vocabulary: minus the log-probability, in the
-        unprocessed law, of the most likely token."""
+        unprocessed distribution, of the most likely token."""
         logits_RV, positions = self.logits_BKV.flatten(0, 1), self.logits_BKV.shape[1]
         peak_N = self.logits_BKV[rows_N, positions_N, self.argmax_BK[rows_N, positions_N]]
         return log_mass(logits_RV, peak_N, at_N=rows_N * positions + positions_N)
@@ -468,7 +461,7 @@ class Target:
         if probs is not None:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
-        # a one-hot law may have been built since
+        # a one-hot distribution may have been built since
         rows.all_greedy, rows.some_greedy = self.all_greedy, self.some_greedy
         return rows
 
@@ -476,7 +469,7 @@ class Target:
         self,
         rows_N: Tensor,
         logits_NJV: Tensor,
-        probs: Tensor | LazyLaw | None,
+        probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
         """What is said about other positions of the same rows: new row n is row ``rows_N[n]`` (int64) of this one."""
@@ -573,163 +566,3 @@ class ToldVerdict(Verdict):
     @cached_property
     def clauses(self) -> dict[str, Tensor]:
         return {name: torch.tensor(held) for name, held in self.told.held.items()}
-
-
-class Token(NamedTuple):
-    """Provenance of one emitted token."""
-
-    id: int
-    why: Why
-    clause: str | None = None  # for a relaxed token: the conditions that excused it
-    target_choice: int | None = None  # the target's most likely token there
-    # Of the target's unprocessed law there, where ``SamplingParams.explain`` asks for them:
-    prob: float | None = None  # of this token
-    choice_prob: float | None = None  # of the most likely one
-    entropy: float | None = None  # in nats
-
-
-@dataclass
-class Summed:
-    """Numbers that add up field by field."""
-
-    def __add__(self, other: Self) -> Self:
-        return type(self)(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
-
-
-@dataclass
-class Gate(Summed):
-    """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
-    it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
-    stand because it held, ``refused`` ones fell because it alone did not."""
-
-    asked: int = 0
-    passed: int = 0
-    excused: int = 0
-    refused: int = 0
-
-
-@dataclass
-class Stats:
-    """What speculation did for one request (or, added up, for many). Only emitted tokens count as accepted.
-
-    ``rounds`` counts target forwards after the prompt's; ``tau`` is the mean number of tokens a round emits.
-    """
-
-    prompt_tokens: int = 0
-    cached: int = 0  # prompt tokens that were in the cache already, from other requests
-    preempted: int = 0  # times it had to make room for others and start again from its tokens
-    generated: int = 0
-    rounds: int = 0
-    emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
-    drafted: int = 0
-    accepted: int = 0
-    relaxed: int = 0
-    nats: float = 0.0  # sum of -ln target(x) over the relaxed tokens, of the unprocessed law
-    gates: dict[str, Gate] = field(default_factory=dict)  # by clause
-
-    @property
-    def tau(self) -> float:
-        """Mean acceptance length: tokens emitted per target forward, at most K+1; 0 before the first round."""
-        return self.emitted / self.rounds if self.rounds else 0.0
-
-    @property
-    def acceptance_rate(self) -> float:
-        """Share of drafted tokens that were emitted; 0 if none was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def silent_gates(self) -> list[str]:
-        """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
-        return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
-
-    def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
-        """Note what clauses said of a mismatch (``held``), or of ``times`` such, whether that ``excused`` it, and which
-        of them decided it (``Condition.deciding``)."""
-        for name, passed in held.items():
-            gate = self.gates.setdefault(name, Gate())
-            gate.asked += times
-            gate.passed += times * passed
-            if name in turns:
-                gate.excused += times * excused
-                gate.refused += times * (not excused)
-
-    def __add__(self, other: Stats) -> Stats:
-        gates = {name: replace(gate) for name, gate in self.gates.items()}
-        for name, gate in other.gates.items():
-            gates[name] = gates.get(name, Gate()) + gate
-        return Stats(
-            self.prompt_tokens + other.prompt_tokens,
-            self.cached + other.cached,
-            self.preempted + other.preempted,
-            self.generated + other.generated,
-            self.rounds + other.rounds,
-            self.emitted + other.emitted,
-            self.drafted + other.drafted,
-            self.accepted + other.accepted,
-            self.relaxed + other.relaxed,
-            self.nats + other.nats,
-            gates,
-        )
-
-
-_ids = itertools.count()
-
-
-@dataclass(eq=False)
-class Sequence:
-    """One request in flight: its tokens so far, and everything that decides how it goes on.
-
-    ``tokens`` is the truth that every cache is rolled back to. A strategy that speculates further works on a
-    ``fork``, which shares the ``id`` (and so the caches) but not the list.
-    """
-
-    tokens: list[int]
-    prompt_length: int
-    params: SamplingParams
-    policy: AcceptancePolicy
-    seed: int
-    k: int
-    stop_ids: frozenset[int] = frozenset()  # tokens that end it: end-of-sequence and the request's own
-    id: int = field(default_factory=lambda: next(_ids))
-    provenance: list[Token] = field(default_factory=list)
-    logprobs: list[dict[int, float]] = field(default_factory=list)
-    stats: Stats = field(default_factory=Stats)
-    drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
-    finish_reason: str | None = None
-    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
-    priority: int = 0  # smaller goes first
-    parent: Sequence | None = None  # has the same prompt, and prefills it for both
-    error: Exception | None = None  # what ended it, where that was an error
-    matcher: Matcher | None = None  # of the form its output must have; forks share it, since it goes by their tokens
-
-    @property
-    def generated(self) -> int:
-        """Tokens emitted so far."""
-        return len(self.tokens) - self.prompt_length
-
-    @property
-    def greedy(self) -> bool:
-        return self.params.temperature == 0
-
-    def sample(self, seed: int) -> Sequence:
-        """Another completion of the same request, which has just come in."""
-        return replace(
-            self,
-            id=next(_ids),
-            parent=self,
-            seed=seed,
-            tokens=list(self.tokens),
-            provenance=[],
-            logprobs=[],
-            drafts=[],
-            stats=replace(self.stats, gates={}),
-            matcher=None if self.matcher is None else self.matcher.fresh(),
-        )
-
-    def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
-        """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
-        scratch = copy(self)  # a level does this every round, and ``replace`` takes four times as long
-        scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
-        scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
-        scratch.stats, scratch.finish_reason = Stats(), None
-        return scratch

@@ -97,9 +97,9 @@ def closest_draw(llm: LLM, body: dict[str, Any]) -> float:
     """How near a draw of this request came to giving another token: the least distance to an end of its interval."""
     draw, margins = base.draw, [1.0]
 
-    def watched(law_BV: Tensor, uniform_B: Tensor) -> Tensor:
-        tokens_B = draw(law_BV, uniform_B)
-        ends_BV = law_BV.double().cumsum(-1)
+    def watched(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+        tokens_B = draw(probs_BV, uniform_B)
+        ends_BV = probs_BV.double().cumsum(-1)
         ends_BV = torch.nn.functional.pad(ends_BV / ends_BV[:, -1:], (1, 0))
         for token, uniform, ends_V in zip(tokens_B.tolist(), uniform_B.tolist(), ends_BV.tolist()):
             margins.append(min(uniform - ends_V[token], ends_V[token + 1] - uniform))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import random
 import sys
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import pytest
@@ -15,13 +15,14 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
+from fly.backends.cpu.library import Sure
+from fly.backends.cpu.model import Spent
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, pad, pad_trees
 from fly.drafts.skip import LayerSkipDraft, expected_speedup
-from fly.kernels.library import Sure
-from fly.kernels.llama import Spent
-from fly.types import Draft, Sequence
+from fly.request import Sequence
+from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
 from tests.toys import dense_logits, random_llama
 
@@ -42,7 +43,8 @@ texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10)
 def test_drafting_ends_before_the_first_token_it_is_unsure_of(
     texts: list[list[int]], confidence: float, entropy: float, cascade: bool, sampled: bool
 ) -> None:
-    """The tokens are those of unlimited drafting; their number is set by the law at each place, before its draw."""
+    """The tokens are those of unlimited drafting; their number is set by the distribution at each place, before its
+    draw."""
     rows = [make_row(text, 1.0 if sampled else 0.0, seed=b) for b, text in enumerate(texts)]
     below = (lambda: NGramDraft()) if cascade else (lambda: None)
     free = SingleDraft(MEDIUM, draft=below()).propose(rows, [6] * len(rows))
@@ -51,8 +53,11 @@ def test_drafting_ends_before_the_first_token_it_is_unsure_of(
     for row, everything, some in zip(rows, proposals(free), proposals(draft)):
         assert some == everything[: len(some)]
         for j in range(len(everything)):
-            law = dense_logits(MEDIUM, row.tokens + everything[:j])[-1].softmax(-1)
-            sure = float(law.amax()) >= confidence and float(-(law * law.log()).sum()) <= entropy
+            distribution = dense_logits(MEDIUM, row.tokens + everything[:j])[-1].softmax(-1)
+            sure = (
+                float(distribution.amax()) >= confidence
+                and float(-(distribution * distribution.log()).sum()) <= entropy
+            )
             if j == len(some):
                 assert not sure
                 event("stopped")
@@ -176,16 +181,16 @@ class Simulated(DraftStrategy):
         self.seen: dict[int, int] = {}
         self.heard = 0
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         late = sum(len(row.tokens) - self.seen.get(row.id, 0) for row, n in zip(rows, max_len) if n)
         self.seen |= {row.id: len(row.tokens) for row, n in zip(rows, max_len) if n}
         self.machine.draft(max(max_len), late)
         return pad([[0] * n for n in max_len])
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation:
         return Continuation(None, [sys.maxsize] * len(rows), Sure(), None)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.heard += 1
 
 
@@ -400,7 +405,7 @@ def test_a_strategy_that_is_not_asked_hears_nothing() -> None:
 class Bushes(Simulated):
     """Two candidates for every place, the second never right."""
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.machine.draft(max(max_len), 0)
         return pad_trees([([0, 2] * n, [2 * (i // 2) - 2 if i > 1 else -1 for i in range(2 * n)]) for n in max_len])
 

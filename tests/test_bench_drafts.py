@@ -16,7 +16,7 @@ from fly.bundled.tasks import KINDS
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting
 from fly.eval.timed import Times
-from fly.types import Stats
+from fly.request import Stats
 from tests.test_drafts import LARGE, VOCAB
 
 

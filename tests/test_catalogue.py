@@ -39,7 +39,7 @@ from fly.policies.catalogue import (
 )
 from fly.types import Draft, Guarantee, Noise, Target, Why
 
-Law = list[float]
+BatchSampling = list[float]
 CLOSE = 2e-5  # what float32 sums cannot tell apart
 
 POLICIES: list[AcceptancePolicy] = [
@@ -62,40 +62,40 @@ class Row:
     """One row in Python floats: what a formula needs, and nothing else."""
 
     greedy: bool
-    logits: list[Law]
-    target: list[Law]  # processed
+    logits: list[BatchSampling]
+    target: list[BatchSampling]  # processed
     tokens: list[int]
-    draft: list[Law] | None
+    draft: list[BatchSampling] | None
     coins: list[float]
     draw: float
 
-    def raw(self, j: int) -> Law:
+    def raw(self, j: int) -> BatchSampling:
         return softmax(self.logits[j])
 
-    def gate(self, j: int) -> Law:
-        """The law a gate looks at."""
+    def gate(self, j: int) -> BatchSampling:
+        """The distribution a gate looks at."""
         return self.raw(j) if self.greedy else self.target[j]
 
-    def law(self, j: int) -> Law:
-        """The draft's law, one-hot for a deterministic draft."""
+    def distribution(self, j: int) -> BatchSampling:
+        """The draft's distribution, one-hot for a deterministic draft."""
         return one_hot(self.tokens[j], len(self.logits[j])) if self.draft is None else self.draft[j]
 
     def best(self, j: int) -> int:
         return self.logits[j].index(max(self.logits[j]))
 
 
-def softmax(logits: Law) -> Law:
+def softmax(logits: BatchSampling) -> BatchSampling:
     peak = max(logits)
     weights = [math.exp(z - peak) for z in logits]
     return [w / sum(weights) for w in weights]
 
 
-def one_hot(x: int, vocab: int) -> Law:
+def one_hot(x: int, vocab: int) -> BatchSampling:
     return [float(v == x) for v in range(vocab)]
 
 
 def random_row(rng: random.Random, vocab: int, length: int, greedy: bool, stochastic: bool) -> Row:
-    def law(logits: Law) -> Law:
+    def distribution(logits: BatchSampling) -> BatchSampling:
         if greedy:
             return one_hot(logits.index(max(logits)), vocab)
         if rng.random() < 0.4:  # a cut such as top-k's
@@ -110,10 +110,10 @@ def random_row(rng: random.Random, vocab: int, length: int, greedy: bool, stocha
         if rng.random() < 0.15:
             z[rng.randrange(vocab)] = -math.inf  # banned
         logits.append(z)
-        target.append(law(z))
+        target.append(distribution(z))
         if j < length:
             near = [min(max(v, -9.0), 9.0) + rng.gauss(0, rng.choice([0.1, 1.0])) for v in z]
-            q = law(near)
+            q = distribution(near)
             draft.append(q)
             x = rng.choices(range(vocab), q)[0] if stochastic or rng.random() < 0.5 else rng.randrange(vocab)
             tokens.append(x)
@@ -164,22 +164,22 @@ def over(a: float, b: float) -> bool:
 
 
 def ratio(row: Row, j: int) -> float:
-    return row.target[j][row.tokens[j]] / row.law(j)[row.tokens[j]]
+    return row.target[j][row.tokens[j]] / row.distribution(j)[row.tokens[j]]
 
 
 def exact_chance(row: Row, j: int) -> float:
     return min(1.0, ratio(row, j))
 
 
-def positive(a: Law, b: Law, scale: float = 1.0) -> Law:
+def positive(a: BatchSampling, b: BatchSampling, scale: float = 1.0) -> BatchSampling:
     return [max(scale * x - y, 0.0) for x, y in zip(a, b)]
 
 
-def kl(a: Law, b: Law) -> float:
+def kl(a: BatchSampling, b: BatchSampling) -> float:
     return sum(x * (math.log(x / y) if y else math.inf) for x, y in zip(a, b) if x)
 
 
-def divergence(kind: str, target: Law, draft: Law) -> float:
+def divergence(kind: str, target: BatchSampling, draft: BatchSampling) -> float:
     if kind == "tv":
         return sum(abs(p - q) for p, q in zip(target, draft)) / 2
     if kind == "kl":
@@ -188,12 +188,12 @@ def divergence(kind: str, target: Law, draft: Law) -> float:
     return (kl(target, middle) + kl(draft, middle)) / 2
 
 
-def mentored(target: Law, draft: Law, budget: float) -> tuple[float, float]:
+def mentored(target: BatchSampling, draft: BatchSampling, budget: float) -> tuple[float, float]:
     """alpha and beta by two nested bisections."""
     if budget == 0:
         return 1.0, 1.0
 
-    def held(alpha: float, beta: float) -> Law:
+    def held(alpha: float, beta: float) -> BatchSampling:
         return [min(max(q, p / beta), p / alpha) for p, q in zip(target, draft)]
 
     def beta_of(alpha: float) -> float:
@@ -206,13 +206,13 @@ def mentored(target: Law, draft: Law, budget: float) -> tuple[float, float]:
     low, high = 0.0, 30.0
     for _ in range(40):
         middle = (low + high) / 2
-        law = held(math.exp(-middle), beta_of(math.exp(-middle)))
-        low, high = (middle, high) if kl(law, target) <= budget + 1e-12 else (low, middle)
+        distribution = held(math.exp(-middle), beta_of(math.exp(-middle)))
+        low, high = (middle, high) if kl(distribution, target) <= budget + 1e-12 else (low, middle)
     return math.exp(-low), beta_of(math.exp(-low))
 
 
 def cascade_defers(policy: Cascade, row: Row, j: int) -> bool:
-    gate, draft = row.gate(j), row.law(j)
+    gate, draft = row.gate(j), row.distribution(j)
     sure = gate[row.tokens[j]] if row.greedy or max(draft) >= 1 else max(draft)
     limit = 1 - policy.alpha if policy.rule == "chow" else max(gate) - policy.alpha
     return over(limit, sure)
@@ -242,13 +242,13 @@ def chance(policy: AcceptancePolicy, row: Row, j: int) -> float:
         case BiLD(r=r):
             return float(x == row.best(j) or not over(-math.log(gate[x]), r))
         case Fuzzy(divergence=kind, threshold=threshold):
-            return float(own_choice or not over(divergence(kind, gate, row.law(j)), threshold))
+            return float(own_choice or not over(divergence(kind, gate, row.distribution(j)), threshold))
         case Cascade():
             return exact_chance(row, j) if cascade_defers(policy, row, j) else 1.0
         case Cactus():
-            return min(1.0, raised(policy, row.target[j][x]) / row.law(j)[x])
+            return min(1.0, raised(policy, row.target[j][x]) / row.distribution(j)[x])
         case Mentored(budget=budget):
-            alpha, _ = mentored(row.target[j], row.law(j), budget)
+            alpha, _ = mentored(row.target[j], row.distribution(j), budget)
             return min(1.0, ratio(row, j) / alpha)
     return exact_chance(row, j)
 
@@ -257,9 +257,9 @@ def raised(policy: Cactus, t: float) -> float:
     return min(1.0, t + math.sqrt(2 * policy.delta * t * (1 - t)))
 
 
-def correction(policy: AcceptancePolicy, row: Row, j: int) -> Law:
-    """The law of the correction at j, up to a factor."""
-    x, target, draft = row.tokens[j], row.target[j], row.law(j)
+def correction(policy: AcceptancePolicy, row: Row, j: int) -> BatchSampling:
+    """The distribution of the correction at j, up to a factor."""
+    x, target, draft = row.tokens[j], row.target[j], row.distribution(j)
     if row.greedy:
         return target
     match policy:
@@ -280,12 +280,12 @@ def correction(policy: AcceptancePolicy, row: Row, j: int) -> Law:
     return positive(target, draft)
 
 
-def inverse(law: Law, u: float) -> int:
-    """The token at u of the cumulative law; drops the example if u is too near a step."""
-    total, reached = sum(law), 0.0
+def inverse(distribution: BatchSampling, u: float) -> int:
+    """The token at u of the cumulative distribution; drops the example if u is too near a step."""
+    total, reached = sum(distribution), 0.0
     at = u * total
     found = None
-    for v, p in enumerate(law):
+    for v, p in enumerate(distribution):
         reached += p
         assume(abs(at - reached) > CLOSE * total or p == 0)
         if found is None and at < reached:
@@ -305,7 +305,7 @@ def block_chances(row: Row) -> tuple[list[float], list[float]]:
         if i == n:
             chances.append(reach[n])
             continue
-        spare = sum(max(reach[i] * p - q, 0.0) for p, q in zip(row.target[i], row.law(i)))
+        spare = sum(max(reach[i] * p - q, 0.0) for p, q in zip(row.target[i], row.distribution(i)))
         below = spare + 1 - reach[i]
         chances.append(spare / below if below > 1e-12 else 1.0)
     return reach, chances
@@ -331,10 +331,10 @@ def twin(policy: AcceptancePolicy, row: Row) -> tuple[int, int, list[int]]:
     if isinstance(policy, BlockVerification) and not row.greedy:
         reach, chances = block_chances(row)
         accepted = max([0, *(i + 1 for i in range(length) if over(chances[i], row.coins[i]))])
-        law = row.target[accepted]
-        if accepted < length and sum(positive(law, row.law(accepted), reach[accepted])) > 0:
-            law = positive(law, row.law(accepted), reach[accepted])
-        return accepted, inverse(law, row.draw), [Why.MATCH] * accepted + [Why.REJECTED] * (length - accepted)
+        distribution = row.target[accepted]
+        if accepted < length and sum(positive(distribution, row.distribution(accepted), reach[accepted])) > 0:
+            distribution = positive(distribution, row.distribution(accepted), reach[accepted])
+        return accepted, inverse(distribution, row.draw), [Why.MATCH] * accepted + [Why.REJECTED] * (length - accepted)
     why: list[int] = []
     for j in range(length):
         if isinstance(policy, ExactSample) and not row.greedy:
@@ -346,10 +346,10 @@ def twin(policy: AcceptancePolicy, row: Row) -> tuple[int, int, list[int]]:
         keep = over(chance(policy, row, j), row.coins[j])
         exact = keep if policy.core.guarantee is Guarantee.LOSSLESS else over(exact_chance(row, j), row.coins[j])
         if not keep and not excused(policy, row, j):
-            law = correction(policy, row, j)
-            if sum(law) == 0:
-                law = row.target[j]
-            return j, inverse(law, row.draw), why + [Why.REJECTED] * (length - j)
+            distribution = correction(policy, row, j)
+            if sum(distribution) == 0:
+                distribution = row.target[j]
+            return j, inverse(distribution, row.draw), why + [Why.REJECTED] * (length - j)
         why.append(Why.MATCH if exact else Why.RELAXED)
     return length, inverse(row.target[length], row.draw), why
 
@@ -383,7 +383,7 @@ def test_rule_equals_its_slow_twin(policy, seed, temperature, stochastic, length
 @settings(max_examples=15)
 @given(seed=st.integers(0, 2**32), stochastic=st.booleans(), vocab=st.integers(2, 6))
 def test_correction_equals_its_slow_twin(policy, seed, stochastic, vocab):
-    """Wherever a token can be rejected, however unlikely: the law has mass, and is the formula's."""
+    """Wherever a token can be rejected, however unlikely: the distribution has mass, and is the formula's."""
     row = random_row(random.Random(seed), vocab, 4, False, stochastic)
     target, draft, _ = tensors([row])
     for j in range(4):
@@ -425,12 +425,12 @@ def test_row_alone_equals_row_in_padded_batch_and_inputs_stay(policy):
 
 @dataclass
 class Tree:
-    """Target and draft laws by prefix, and for a deterministic draft its token by prefix."""
+    """Target and draft distributions by prefix, and for a deterministic draft its token by prefix."""
 
     vocab: int
     k: int
-    target: dict[tuple[int, ...], Law]
-    draft: dict[tuple[int, ...], Law]
+    target: dict[tuple[int, ...], BatchSampling]
+    draft: dict[tuple[int, ...], BatchSampling]
     stochastic: bool
 
     @staticmethod
@@ -439,18 +439,21 @@ class Tree:
         prefixes = [p for n in range(k + 1) for p in itertools.product(range(vocab), repeat=n)]
         one = {p: random_row(rng, vocab, 1, False, True) for p in prefixes}
         target = {p: r.target[0] for p, r in one.items()}
-        draft = {p: r.law(0) if stochastic else one_hot(r.tokens[0], vocab) for p, r in one.items()}
+        draft = {p: r.distribution(0) if stochastic else one_hot(r.tokens[0], vocab) for p, r in one.items()}
         return Tree(vocab, k, target, draft, stochastic)
 
     def drafts(self) -> Iterator[tuple[float, Row]]:
         """Every draft and its probability; coins and draw are left open."""
         for tokens in itertools.product(range(self.vocab), repeat=self.k):
-            laws = [self.draft[tokens[:j]] for j in range(self.k)]
-            weight = math.prod(law[x] for law, x in zip(laws, tokens))
+            distributions = [self.draft[tokens[:j]] for j in range(self.k)]
+            weight = math.prod(distribution[x] for distribution, x in zip(distributions, tokens))
             if weight:
                 target = [self.target[tokens[:j]] for j in range(self.k + 1)]
-                logits = [[math.log(p) if p else -1e3 for p in law] for law in target]
-                yield weight, Row(False, logits, target, list(tokens), laws if self.stochastic else None, [], 0.0)
+                logits = [[math.log(p) if p else -1e3 for p in distribution] for distribution in target]
+                yield (
+                    weight,
+                    Row(False, logits, target, list(tokens), distributions if self.stochastic else None, [], 0.0),
+                )
 
 
 def steps(policy: AcceptancePolicy, row: Row) -> list[list[float]]:
@@ -462,15 +465,15 @@ def steps(policy: AcceptancePolicy, row: Row) -> list[list[float]]:
     return [[chance(policy, row, j)] for j in range(len(row.tokens))]
 
 
-def following(policy: AcceptancePolicy, row: Row, n: int) -> Law:
-    """The law of the token after n accepted ones, where the draw decides it."""
+def following(policy: AcceptancePolicy, row: Row, n: int) -> BatchSampling:
+    """The distribution of the token after n accepted ones, where the draw decides it."""
     if n == len(row.tokens) or isinstance(policy, ExactSample):
         return row.target[n]
     if isinstance(policy, BlockVerification):
-        law = positive(row.target[n], row.law(n), block_chances(row)[0][n])
+        distribution = positive(row.target[n], row.distribution(n), block_chances(row)[0][n])
     else:
-        law = correction(policy, row, n)
-    return law if sum(law) > 1e-9 else row.target[n]
+        distribution = correction(policy, row, n)
+    return distribution if sum(distribution) > 1e-9 else row.target[n]
 
 
 EDGE = 1e-5
@@ -481,7 +484,7 @@ def at(row: Row, coins: list[float], draw: float) -> Row:
 
 
 def emissions(policy: AcceptancePolicy, tree: Tree) -> dict[tuple[int, ...], float]:
-    """Law of what one round emits, summed over every draft and every cell of the noise cube.
+    """BatchSampling of what one round emits, summed over every draft and every cell of the noise cube.
 
     The cells come from the twins; that the verdict is the same in two opposite corners of each shows (it is monotone
     along every axis) that it is constant there.
@@ -497,8 +500,8 @@ def emissions(policy: AcceptancePolicy, tree: Tree) -> dict[tuple[int, ...], flo
     parts: list[tuple[float, Row]] = []
     corners: list[tuple[Row, Row]] = []
     for (volume, row, cell), n in zip(cells, accepted):
-        law = following(policy, row, n)
-        ends = [0.0, *(s / sum(law) for s in itertools.accumulate(law))]
+        distribution = following(policy, row, n)
+        ends = [0.0, *(s / sum(distribution) for s in itertools.accumulate(distribution))]
         for low, high in itertools.pairwise(ends):
             if high - low > 3 * EDGE:
                 parts.append((volume * (high - low), row))
@@ -507,23 +510,23 @@ def emissions(policy: AcceptancePolicy, tree: Tree) -> dict[tuple[int, ...], flo
     found = [verify(policy, *tensors([pair[i] for pair in corners])) for i in (0, 1)]
     assert torch.equal(found[0].accepted_B, found[1].accepted_B)
     assert torch.equal(found[0].next_token_B, found[1].next_token_B)
-    law_: dict[tuple[int, ...], float] = {}
+    distribution_: dict[tuple[int, ...], float] = {}
     for (weight, row), n, token in zip(parts, found[0].accepted_B.tolist(), found[0].next_token_B.tolist()):
         emitted = (*row.tokens[:n], token)
-        law_[emitted] = law_.get(emitted, 0.0) + weight
-    return law_
+        distribution_[emitted] = distribution_.get(emitted, 0.0) + weight
+    return distribution_
 
 
 def completed(emitted: dict[tuple[int, ...], float], tree: Tree) -> dict[tuple[int, ...], float]:
-    """Law of K+1 tokens: those emitted, the rest by the target."""
-    law: dict[tuple[int, ...], float] = {}
+    """BatchSampling of K+1 tokens: those emitted, the rest by the target."""
+    distribution: dict[tuple[int, ...], float] = {}
     for string in itertools.product(range(tree.vocab), repeat=tree.k + 1):
         total = 0.0
         for n in range(1, tree.k + 2):
             rest = math.prod(tree.target[string[:j]][string[j]] for j in range(n, tree.k + 1))
             total += emitted.get(string[:n], 0.0) * rest
-        law[string] = total
-    return law
+        distribution[string] = total
+    return distribution
 
 
 LOSSLESS: list[AcceptancePolicy] = [
@@ -538,8 +541,8 @@ LOSSLESS: list[AcceptancePolicy] = [
 def test_lossless_by_exact_sum(policy, k, vocab, stochastic):
     for seed in range(3):
         tree = Tree.random(seed, k, vocab, stochastic)
-        law = completed(emissions(policy, tree), tree)
-        for string, found in law.items():
+        distribution = completed(emissions(policy, tree), tree)
+        for string, found in distribution.items():
             wanted = math.prod(tree.target[string[:j]][string[j]] for j in range(k + 1))
             assert found == pytest.approx(wanted, abs=5e-4), (string, tree)
 
@@ -559,27 +562,30 @@ def test_block_verification_accepts_no_less_than_token_wise(k, vocab, stochastic
     assert gained == (stochastic and k > 1) or not stochastic
 
 
-def emitted_law(policy: AcceptancePolicy, target: Law, draft: Law, token: int | None = None) -> Law:
-    """Law of one emitted token: sum over drafted tokens of keeping and correcting (``token`` is certain if given)."""
+def emitted_distribution(
+    policy: AcceptancePolicy, target: BatchSampling, draft: BatchSampling, token: int | None = None
+) -> BatchSampling:
+    """BatchSampling of one emitted token: sum over drafted tokens of keeping and correcting (``token`` is certain if
+    given)."""
     vocab = len(target)
     tokens = list(range(vocab)) if token is None else [token]
     n = len(tokens)
-    law = torch.tensor(target).expand(n, 2, vocab)
-    logits = law.log().clamp_min(-1e3)
+    distribution = torch.tensor(target).expand(n, 2, vocab)
+    logits = distribution.log().clamp_min(-1e3)
     probs = torch.tensor(draft).expand(n, 1, vocab) if token is None else None
     batch = Draft(torch.tensor(tokens).unsqueeze(1), torch.ones(n, dtype=torch.int64), probs)
-    block = Target(logits, law)
+    block = Target(logits, distribution)
     keep = policy.accept_probs(block, batch).double()[:, 0]
     fix = policy.correction(block, batch, torch.zeros(n, dtype=torch.int64)).double()
     mass = fix.sum(-1, keepdim=True)
-    fix = torch.where(mass > 0, fix / mass.clamp_min(1e-300), law[:, 0].double())
+    fix = torch.where(mass > 0, fix / mass.clamp_min(1e-300), distribution[:, 0].double())
     weight = torch.tensor(draft).double() if token is None else torch.ones(1).double()
     total = ((weight * (1 - keep)).unsqueeze(1) * fix).sum(0)
     total[torch.tensor(tokens)] += weight * keep
     return total.tolist()
 
 
-def apart(measure: str, emitted: Law, target: Law) -> float:
+def apart(measure: str, emitted: BatchSampling, target: BatchSampling) -> float:
     if measure == "tv":
         return sum(abs(a - b) for a, b in zip(emitted, target)) / 2
     return kl([a if a > 1e-9 else 0.0 for a in emitted], target)
@@ -592,22 +598,23 @@ BOUNDED = [p for p in POLICIES if p.guarantee is Guarantee.BOUNDED] + [Mentored(
 @given(seed=st.integers(0, 2**32), vocab=st.integers(2, 6), certain=st.booleans())
 def test_bound_holds_by_exact_sum(policy, seed, vocab, certain):
     row = random_row(random.Random(seed), vocab, 1, False, True)
-    law = emitted_law(policy, row.target[0], row.law(0), row.tokens[0] if certain else None)
-    assert sum(law) == pytest.approx(1, abs=1e-5)
+    distribution = emitted_distribution(policy, row.target[0], row.distribution(0), row.tokens[0] if certain else None)
+    assert sum(distribution) == pytest.approx(1, abs=1e-5)
     assert policy.bound is not None
-    assert apart(policy.bound.measure, law, row.target[0]) <= policy.bound.value + 1e-5
+    assert apart(policy.bound.measure, distribution, row.target[0]) <= policy.bound.value + 1e-5
 
 
 @given(seed=st.integers(0, 2**32), vocab=st.integers(2, 6), budget=st.sampled_from([0.05, 0.2, 1.0]))
 def test_mentored_uses_its_budget_and_keeps_most(seed, vocab, budget):
     rng = random.Random(seed)
     target, draft = (softmax([rng.gauss(0, 1.5) for _ in range(vocab)]) for _ in "td")
-    law = emitted_law(Mentored(budget), target, draft)
-    assert apart("kl", law, target) == pytest.approx(min(budget, kl(draft, target)), abs=1e-4)
-    # No other law within the budget overlaps more with the draft's: try the best neighbours, pairs that trade mass.
-    kept = sum(min(a, q) for a, q in zip(law, draft))
+    distribution = emitted_distribution(Mentored(budget), target, draft)
+    assert apart("kl", distribution, target) == pytest.approx(min(budget, kl(draft, target)), abs=1e-4)
+    # No other distribution within the budget overlaps more with the draft's: try the best neighbours, pairs that trade
+    # mass.
+    kept = sum(min(a, q) for a, q in zip(distribution, draft))
     for v, w in itertools.permutations(range(vocab), 2):
-        other = list(law)
+        other = list(distribution)
         step = min(1e-3, other[w])
         other[v], other[w] = other[v] + step, other[w] - step
         if kl(other, target) <= budget:
@@ -618,18 +625,18 @@ def test_mentored_uses_its_budget_and_keeps_most(seed, vocab, budget):
 @given(seed=st.integers(0, 2**32), vocab=st.integers(2, 5), threshold=st.sampled_from([0.1, 0.3, 0.8]))
 def test_fuzzy_stays_within_its_threshold_above_temperature_0(kind, measure, seed, vocab, threshold):
     row = random_row(random.Random(seed), vocab, 1, False, True)
-    law = emitted_law(Fuzzy(kind, threshold), row.target[0], row.law(0))
-    assert apart(measure, law, row.target[0]) <= threshold + 1e-4
+    distribution = emitted_distribution(Fuzzy(kind, threshold), row.target[0], row.distribution(0))
+    assert apart(measure, distribution, row.target[0]) <= threshold + 1e-4
 
 
-def test_cactus_has_no_bound_on_the_emitted_law():
+def test_cactus_has_no_bound_on_the_emitted_distribution():
     """Unlikely tokens, each raised within the budget, add up: why the rule is declared heuristic."""
     delta, t = 0.5, 1e-5
     gamma = t + math.sqrt(2 * delta * t * (1 - t))
     count = math.ceil(1 / gamma)
     target, draft = [1 - count * t] + [t] * count, [0.0] + [1 / count] * count
-    law = emitted_law(Cactus(delta), target, draft)
-    assert law == pytest.approx(draft, abs=1e-6)
+    distribution = emitted_distribution(Cactus(delta), target, draft)
+    assert distribution == pytest.approx(draft, abs=1e-6)
     assert kl(draft, target) > 10 * delta
     assert Cactus().guarantee is Guarantee.HEURISTIC
 
@@ -734,5 +741,7 @@ def test_exact_sample_draws_what_sampling_alone_would(policy=ExactSample()):  # 
         coins = [*row.coins, row.draw]
         emitted = [*row.tokens[:n], int(verdict.next_token_B)]
         for j, token in enumerate(emitted):
-            law: Tensor = torch.tensor(row.target[j]).double().cumsum(0)
-            assert token == int(torch.searchsorted(law, torch.tensor(coins[j] * float(law[-1])).double(), right=True))
+            distribution: Tensor = torch.tensor(row.target[j]).double().cumsum(0)
+            assert token == int(
+                torch.searchsorted(distribution, torch.tensor(coins[j] * float(distribution[-1])).double(), right=True)
+            )

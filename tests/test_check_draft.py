@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import replace
 
 import pytest
@@ -27,9 +27,11 @@ from fly.drafts import (
 )
 from fly.drafts.check import DRAFT_CHECKS, _chance, _Kit, check_draft
 from fly.engine import Runner
-from fly.sampling import Law, Stream, derive, draw, uniforms
+from fly.ops import Stream, derive, draw, uniforms
+from fly.request import Sequence
+from fly.sampling import BatchSampling
 from fly.testing import ConformanceError
-from fly.types import Draft, Sequence
+from fly.types import Draft
 from tests.toys import random_llama
 
 VOCAB = 12
@@ -48,18 +50,18 @@ class Bigram(DraftStrategy):
         self.allocator = BlockAllocator(256, 4)
         self.texts: dict[int, list[int]] = {}  # of every row with what was drafted last
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         most = [self.length(row, n) for row, n in zip(rows, max_len)]
         self.book(rows, most)
         texts = [self.text(row) for row in rows]
         drafts: list[list[int]] = [[] for _ in rows]
-        law = Law.of([row.params for row in rows])
+        distribution = BatchSampling.of([row.params for row in rows])
         claims = []
         for j in range(max(most)):
             raw_BV = self.logits_VV[[text[-1] for text in texts]]
-            law_BV = law.probs(raw_BV.unsqueeze(1))[:, 0]
-            claims.append(self.claim(law_BV, raw_BV))
-            for b, token in enumerate(draw(self.source(law_BV), self.noise(rows, j)).tolist()):
+            probs_BV = distribution.probs(raw_BV.unsqueeze(1))[:, 0]
+            claims.append(self.claim(probs_BV, raw_BV))
+            for b, token in enumerate(draw(self.source(probs_BV), self.noise(rows, j)).tolist()):
                 texts[b].append(token)
                 if j < most[b] and not (drafts[b] and drafts[b][-1] in self.ends(rows[b])):
                     drafts[b].append(token)
@@ -71,7 +73,7 @@ class Bigram(DraftStrategy):
         probs_BKV = torch.stack(claims, 1) if claims else None
         return Draft(tokens_BK.long().view(len(rows), -1), torch.tensor([len(draft) for draft in drafts]), probs_BKV)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             if row.id in self.allocator.sequences():
                 self.allocator.resize(row.id, len(row.tokens))
@@ -87,7 +89,7 @@ class Bigram(DraftStrategy):
         assert self.context is not None
         return max(0, min(asked, self.context - len(row.tokens)))
 
-    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
         before = {row.id: self.allocator.length(row.id) for row in rows if row.id in self.allocator.sequences()}
         try:
             for row, n in zip(rows, most):
@@ -101,13 +103,13 @@ class Bigram(DraftStrategy):
     def text(self, row: Sequence) -> list[int]:
         return list(row.tokens)
 
-    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
-        return law_BV
+    def claim(self, probs_BV: Tensor, raw_BV: Tensor) -> Tensor:
+        return probs_BV
 
-    def source(self, law_BV: Tensor) -> Tensor:
-        return law_BV
+    def source(self, probs_BV: Tensor) -> Tensor:
+        return probs_BV
 
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         seed_B = torch.tensor([derive(row.seed, len(row.tokens)) for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
@@ -126,19 +128,19 @@ class AlwaysOne(Bigram):
 
 
 class OutOfRange(Bigram):
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK + 5 * draft.mask_BK())
 
 
 class BadPadding(Bigram):
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK.masked_fill(~draft.mask_BK(), -1))
 
 
 class Narrow(Bigram):
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, tokens_BK=draft.tokens_BK.int())
 
@@ -153,44 +155,44 @@ class PastTheEnd(Bigram):
 
 
 class Mutating(Bigram):
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         for row in rows:
             row.stats.drafted += 1
         return super().propose(rows, max_len)
 
 
 class Renaming(Bigram):
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         super().commit(rows)
         for row in rows:
             row.bigram = True  # type: ignore[attr-defined]
 
 
 class Unprocessed(Bigram):
-    """Draws from the processed law, and claims the law before it."""
+    """Draws from the processed distribution, and claims the distribution before it."""
 
-    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
+    def claim(self, probs_BV: Tensor, raw_BV: Tensor) -> Tensor:
         return raw_BV.softmax(-1)
 
 
-class AnotherLaw(Bigram):
+class AnotherDistribution(Bigram):
     """Draws likely tokens more often than it says."""
 
-    def source(self, law_BV: Tensor) -> Tensor:
-        return law_BV**1.5
+    def source(self, probs_BV: Tensor) -> Tensor:
+        return probs_BV**1.5
 
 
 class Improper(Bigram):
-    """Claims unnormalised laws."""
+    """Claims unnormalised distributions."""
 
-    def claim(self, law_BV: Tensor, raw_BV: Tensor) -> Tensor:
-        return 0.9 * law_BV
+    def claim(self, probs_BV: Tensor, raw_BV: Tensor) -> Tensor:
+        return 0.9 * probs_BV
 
 
 class Excluding(Bigram):
-    """Claims a law without the token that was drawn."""
+    """Claims a distribution without the token that was drawn."""
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         if draft.probs_BKV is None:
             return draft
@@ -202,7 +204,7 @@ class Excluding(Bigram):
 class Unsaid(Bigram):
     """Draws, and claims nothing."""
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return replace(super().propose(rows, max_len), probs_BKV=None)
 
 
@@ -214,20 +216,20 @@ class Fickle(Bigram):
 
 
 class SameEveryRound(Bigram):
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         seed_B = torch.tensor([derive(row.seed, 0) for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
 
 class SameEveryToken(Bigram):
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         return super().noise(rows, 0)
 
 
 class TheRowsOwn(Bigram):
     """Draws with the uniforms that the verdict flips its coins with."""
 
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         seed_B, round_B = (torch.tensor([value(row) for row in rows]) for value in (_seed, _position))
         return uniforms(seed_B, round_B, Stream.ACCEPT, j + 1)[:, j]
 
@@ -241,12 +243,12 @@ def _position(row: Sequence) -> int:
 
 
 class OwnCoins(Bigram):
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         return torch.rand(len(rows))
 
 
 class ById(Bigram):
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         seed_B = torch.tensor([row.id for row in rows])
         return uniforms(seed_B, torch.full_like(seed_B, j), Stream.SAMPLE, 1).squeeze(1)
 
@@ -254,7 +256,7 @@ class ById(Bigram):
 class Neighbourly(Bigram):
     """Draws for all rows as for the first."""
 
-    def noise(self, rows: Rows[Sequence], j: int) -> Tensor:
+    def noise(self, rows: abc.Sequence[Sequence], j: int) -> Tensor:
         return super().noise([rows[0]] * len(rows), j)
 
 
@@ -297,7 +299,7 @@ class RaisesAtItsContext(Bigram):
 
 
 class CorruptWhenFull(Bigram):
-    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
         try:
             super().book(rows, most)
         except OutOfBlocks:
@@ -307,7 +309,7 @@ class CorruptWhenFull(Bigram):
 
 
 class OtherErrorWhenFull(Bigram):
-    def book(self, rows: Rows[Sequence], most: Rows[int]) -> None:
+    def book(self, rows: abc.Sequence[Sequence], most: abc.Sequence[int]) -> None:
         try:
             super().book(rows, most)
         except OutOfBlocks as error:
@@ -320,7 +322,7 @@ class Meddling(Bigram):
     def attach(self, target: Runner) -> None:
         self.target = target
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.target.cache.values.zero_()
         return super().propose(rows, max_len)
 
@@ -330,7 +332,7 @@ class Twins(DraftStrategy):
 
     vocab_size = VOCAB
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         tokens = torch.tensor([[3, 3]] * len(rows))
         lengths = torch.tensor([2 if most else 0 for most in max_len])
         return Draft(tokens, lengths, parents_BK=torch.full_like(tokens, -1))
@@ -339,7 +341,7 @@ class Twins(DraftStrategy):
 class Backwards(Twins):
     """A tree whose first token follows its second."""
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         return replace(draft, parents_BK=torch.tensor([[1, -1]] * len(rows)))
 
@@ -389,12 +391,12 @@ PLANTED: list[tuple[type[DraftStrategy], str, str]] = [
     (RaisesAtItsContext, "context limit", "IndexError: position 60"),
     (CorruptWhenFull, "full caches", "more blocks taken"),
     (OtherErrorWhenFull, "full caches", "MemoryError"),
-    (Unprocessed, "claimed law", "the laws it claims say"),
-    (AnotherLaw, "claimed law", "the laws it claims say"),
-    (Improper, "claimed law", "sums to 0.9"),
-    (Excluding, "claimed law", "its law excludes it"),
-    (Unsaid, "claimed law", "claims no law"),
-    (Fickle, "claimed law", "the seed decides how much"),
+    (Unprocessed, "claimed distribution", "it claims"),
+    (AnotherDistribution, "claimed distribution", "it claims"),
+    (Improper, "claimed distribution", "sums to 0.9"),
+    (Excluding, "claimed distribution", "its distribution excludes it"),
+    (Unsaid, "claimed distribution", "claims no distribution"),
+    (Fickle, "claimed distribution", "the seed decides how much"),
     (SameEveryRound, "rounds are independent", "a later round"),
     (SameEveryToken, "rounds are independent", "the same round"),
     (TheRowsOwn, "independent of the verdict", "derive(row.seed"),
@@ -412,7 +414,7 @@ def test_planted_faults_are_named(strategy: type[DraftStrategy], fault: str, wor
 
 @pytest.fixture
 def few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests that are not about laws."""
+    """For tests that are not about distributions."""
     monkeypatch.setattr(check, "_SEEDS", 400)
 
 
@@ -440,7 +442,7 @@ class Learning(Bigram):
         super().__init__()
         self.committed = 0
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         super().commit(rows)
         self.committed += len(rows)
 
@@ -473,7 +475,7 @@ def test_what_makes_no_strategy_is_refused() -> None:
 
 
 def test_the_chance_of_counts() -> None:
-    """Against values of the chi-square law, and for counts that no law allows."""
+    """Against values of the chi-square distribution, and for counts that no distribution allows."""
     fair = torch.full((2,), 50.0).double()
     assert _chance(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
     assert _chance(fair, fair) == pytest.approx(1.0)

@@ -1,10 +1,9 @@
-"""Relays and unions against what they are made of: laws joined by hand, choices that never see a draw."""
+"""Relays and unions against what they are made of: distributions joined by hand, choices that never see a draw."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from typing import Any
 
 import pytest
@@ -22,10 +21,12 @@ from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft
 from fly.engine import Runner
+from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, Exact
 from fly.policies.catalogue import BlockVerification
-from fly.sampling import Law, Stream, derive, draw, uniforms
-from fly.types import Draft, SamplingParams, Sequence, Target
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama
 
@@ -45,26 +46,29 @@ def proposals(draft: Draft) -> list[list[int]]:
 
 
 class Scripted(DraftStrategy):
-    """Proposes what a function of (row, most) says; with ``law`` it claims to have drawn it from a uniform law."""
+    """Proposes what a function of (row, most) says; with ``distribution`` it claims to have drawn it from a uniform
+    distribution."""
 
-    def __init__(self, says: Callable[[Sequence, int], list[int]], law: bool = False, vocab: int | None = None) -> None:
-        self.says, self.law, self.vocab_size = says, law, vocab
+    def __init__(
+        self, says: Callable[[Sequence, int], list[int]], distribution: bool = False, vocab: int | None = None
+    ) -> None:
+        self.says, self.distribution, self.vocab_size = says, distribution, vocab
         self.heard: list[tuple[str, object]] = []
 
     def attach(self, target: Runner) -> None:
         self.heard.append(("attach", target))
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.heard.append(("propose", [(row.id, list(row.tokens), n) for row, n in zip(rows, max_len)]))
         draft = pad([self.says(row, n)[:n] for row, n in zip(rows, max_len)])
-        if self.law and not all(row.greedy for row in rows):
+        if self.distribution and not all(row.greedy for row in rows):
             return Draft(draft.tokens_BK, draft.lengths_B, torch.full((*draft.tokens_BK.shape, VOCAB), 1 / VOCAB))
         return draft
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         self.heard.append(("observe", target))
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.heard.append(("commit", [row.id for row in rows]))
 
     def release(self, row: Sequence) -> None:
@@ -108,7 +112,9 @@ every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 # --- relay -----------------------------------------------------------------------------------------------
 
 
-def naive_relay(row: Sequence, most: int, stages: Rows[tuple[Callable[[Sequence, int], list[int]], int]]) -> list[int]:
+def naive_relay(
+    row: Sequence, most: int, stages: abc.Sequence[tuple[Callable[[Sequence, int], list[int]], int]]
+) -> list[int]:
     """Deterministic stages, one after the other."""
     drafted: list[int] = []
     for says, k in stages:
@@ -155,7 +161,7 @@ def test_each_stage_goes_on_from_what_stands(
     first=st.integers(1, 4),
     middle=st.integers(1, 4),
 )
-def test_the_claimed_law_is_that_of_each_stage_and_drawn_with_its_own_randomness(
+def test_the_claimed_distribution_is_that_of_each_stage_and_drawn_with_its_own_randomness(
     batch: list[tuple[list[int], int]],
     heat: list[float],
     seed: int,
@@ -182,10 +188,10 @@ def test_the_claimed_law_is_that_of_each_stage_and_drawn_with_its_own_randomness
             own = derive(derive(derive(row.seed, len(row.tokens)), stage), start)
             while len(text) < start + min(k, left) and not (len(text) > start and text[-1] in stop):
                 logits = dense_logits((LARGE, None, SMALL)[stage], text)[-1:]  # type: ignore[arg-type]
-                law = Law.of([row.params]).probs(logits.unsqueeze(0))[0]
+                distribution = BatchSampling.of([row.params]).probs(logits.unsqueeze(0))[0]
                 uniform = uniforms(torch.tensor([own]), torch.tensor([len(text)]), Stream.SAMPLE, 1)[0]
-                text.append(int(logits.argmax()) if row.greedy else int(draw(law, uniform)))
-                wanted.append(law[0])
+                text.append(int(logits.argmax()) if row.greedy else int(draw(distribution, uniform)))
+                wanted.append(distribution[0])
         assert drafted == text[len(row.tokens) :]
         event(f"drafted: {bool(drafted)}")
         if drafted and not row.greedy:
@@ -350,7 +356,10 @@ def test_a_choice_never_depends_on_what_was_drawn(
             return [(token + of) % 3 for token in (drawn if at == number else [1] * 5)]  # noqa: B023
 
         lookup = Scripted(lambda row, most: said)  # noqa: B023
-        one, two = Scripted(tokens, law=True), Scripted(lambda row, most: tokens(row, most, 1)[:2], law=True)
+        one, two = (
+            Scripted(tokens, distribution=True),
+            Scripted(lambda row, most: tokens(row, most, 1)[:2], distribution=True),
+        )
         everyone = [lookup, one, two]
         union = UnionDraft([everyone[i] for i in order], rate=0.5)
         row = make_row([0], temperature=1.0)
@@ -375,7 +384,7 @@ def test_a_choice_never_depends_on_what_was_drawn(
 
 
 def test_of_two_that_draw_the_one_expected_to_offer_more_is_asked() -> None:
-    cheap, dear = Scripted(constant(1, 1, 1), law=True), Scripted(constant(2, 2, 2), law=True)
+    cheap, dear = Scripted(constant(1, 1, 1), distribution=True), Scripted(constant(2, 2, 2), distribution=True)
     union = UnionDraft([cheap, dear])
     row = make_row([0], temperature=1.0)
     for _ in range(8):
@@ -389,7 +398,7 @@ def test_of_two_that_draw_the_one_expected_to_offer_more_is_asked() -> None:
 
 @settings(max_examples=25)
 @given(batch=batches, heat=temperatures, seed=st.integers(0, 2**63 - 1))
-def test_a_union_hands_on_the_law_of_what_it_chose(
+def test_a_union_hands_on_the_distribution_of_what_it_chose(
     batch: list[tuple[list[int], int]], heat: list[float], seed: int
 ) -> None:
     union = UnionDraft([NGramDraft(k=2), SingleDraft(LARGE)])
@@ -406,9 +415,9 @@ def test_a_union_hands_on_the_law_of_what_it_chose(
         [by_model] = proposals(alone[b])
         assert drafted == (lookups[b] if used_lookup else by_model)
         if drafted and not rows[b].greedy and not used_lookup:
-            law = alone[b].probs_BKV
-            assert draft.probs_BKV is not None and law is not None
-            torch.testing.assert_close(draft.probs_BKV[b, : len(drafted)], law[0], atol=2e-4, rtol=1e-3)
+            distribution = alone[b].probs_BKV
+            assert draft.probs_BKV is not None and distribution is not None
+            torch.testing.assert_close(draft.probs_BKV[b, : len(drafted)], distribution[0], atol=2e-4, rtol=1e-3)
         elif drafted and draft.probs_BKV is not None:
             assert torch.equal(draft.probs_BKV[b, : len(drafted)], torch.eye(VOCAB)[drafted])
 
@@ -492,10 +501,10 @@ TINY = random_llama(4, 5, hidden=8, heads=2, kv_heads=1, layers=1, max_positions
     ],
     ids=["model, then lookup", "lookup, then model", "union"],
 )
-def test_a_sampled_text_has_the_targets_law(
+def test_a_sampled_text_has_the_targets_distribution(
     make: Callable[[fly.models.Llama], DraftStrategy], policy: AcceptancePolicy
 ) -> None:
-    """Frequencies of four sampled tokens against their exact law."""
+    """Frequencies of four sampled tokens against their exact distribution."""
     n, prompt = 800, [1, 2, 1]
     strategy = make(perturbed(TINY, 0.3))
     llm = fly.LLM(TINY, draft=strategy, policy=policy, k=4, cache_tokens=16 * n)
@@ -505,16 +514,16 @@ def test_a_sampled_text_has_the_targets_law(
     outs = llm.generate([prompt] * n, [SamplingParams(temperature=1.0, max_tokens=4, seed=s) for s in range(n)])
     counts = Counter(tuple(out.token_ids) for out in outs)
     assert sum(out.stats.accepted for out in outs) > n / 2
-    law: dict[tuple[int, ...], float] = {(): 1.0}
+    distribution: dict[tuple[int, ...], float] = {(): 1.0}
     for _ in range(4):
-        law = {
+        distribution = {
             (*text, token): p * float(q)
-            for text, p in law.items()
+            for text, p in distribution.items()
             for token, q in enumerate(dense_logits(TINY, [*prompt, *text])[-1].softmax(-1))
         }
-    likely = {text for text, p in law.items() if p * n >= 5}
-    terms = [(counts[text] - law[text] * n) ** 2 / (law[text] * n) for text in likely]
-    rest = n * (1 - sum(law[text] for text in likely))
+    likely = {text for text, p in distribution.items() if p * n >= 5}
+    terms = [(counts[text] - distribution[text] * n) ** 2 / (distribution[text] * n) for text in likely]
+    rest = n * (1 - sum(distribution[text] for text in likely))
     terms.append((n - sum(counts[text] for text in likely) - rest) ** 2 / rest)
     freedom = len(terms) - 1
     assert sum(terms) < freedom + 4 * (2 * freedom) ** 0.5  # chi-square, four deviations
@@ -541,7 +550,7 @@ def test_members_hear_of_everything() -> None:
 
 def test_bad_arguments_are_named() -> None:
     model, other = SingleDraft(SMALL), SingleDraft(random_llama(0, VOCAB + 1))
-    cases: Rows[tuple[object, str]] = [
+    cases: abc.Sequence[tuple[object, str]] = [
         (lambda: RelayDraft([]), "RelayDraft needs at least one"),
         (lambda: UnionDraft([]), "UnionDraft needs at least one"),
         (lambda: RelayDraft([(model, 2), (NGramDraft(), 0)]), "k 0 of stage 1"),
@@ -559,7 +568,7 @@ def test_bad_arguments_are_named() -> None:
 
 def test_trees_are_refused() -> None:
     class Tree(Scripted):
-        def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
             chain = super().propose(rows, max_len)
             return Draft(chain.tokens_BK, chain.lengths_B, None, torch.full_like(chain.tokens_BK, -1))
 

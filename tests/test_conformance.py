@@ -22,7 +22,7 @@ from fly.policies import (
     verify,
 )
 from fly.policies.base import exact_accept_probs
-from fly.sampling import Law
+from fly.sampling import BatchSampling
 from fly.testing import ConformanceError, check_policy, parametrize_with_checks
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict
 
@@ -60,7 +60,7 @@ class NotStrict(Planted):
 
 @dataclass(frozen=True)
 class RawTarget(Planted):
-    """Uses the target's law before temperature and top-k."""
+    """Uses the target's distribution before temperature and top-k."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return exact_accept_probs(Target(target.logits_BKV, target.logits_BKV.softmax(-1)), draft)
@@ -68,7 +68,7 @@ class RawTarget(Planted):
 
 @dataclass(frozen=True)
 class DraftUnprocessed(Planted):
-    """Ignores the law the draft was drawn from."""
+    """Ignores the distribution the draft was drawn from."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return exact_accept_probs(target, Draft(draft.tokens_BK, draft.lengths_B))
@@ -76,7 +76,7 @@ class DraftUnprocessed(Planted):
 
 @dataclass(frozen=True)
 class NoResidual(Planted):
-    """Draws the correction from the target's law itself."""
+    """Draws the correction from the target's distribution itself."""
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
         return target_BV
@@ -190,10 +190,10 @@ class NoDataclass(AcceptancePolicy):
 PLANTED = [
     (NotStrict(), "guarantee", "a coin of 0"),
     (RawTarget(), "guarantee", "unprocessed"),
-    (DraftUnprocessed(), "guarantee", "ignore the law that the draft"),
+    (DraftUnprocessed(), "guarantee", "ignore the distribution that the draft"),
     (NoResidual(), "guarantee", "correction is not"),
     (Unnormalised(), "guarantee", "correction is not"),
-    (NegativeResidual(), "correction is a law", "correction"),
+    (NegativeResidual(), "correction is a distribution", "correction"),
     (Leaking(), "row alone equals row in batch", "row"),
     (OrderDependent(), "row alone equals row in batch", "row"),
     (ReadsPadding(), "padding is ignored", "padding"),
@@ -245,7 +245,7 @@ def test_a_decision_never_asks_the_host(policy: AcceptancePolicy, kind: str, sto
     rows, longest, vocab = 3, 9, 600
     temperatures = {"greedy": [0.0] * rows, "sampled": [0.7] * rows, "mixed": [0.0, 0.7, 1.0]}[kind]
     params = [SamplingParams(temperature=t, top_k=5, top_p=0.9, min_p=0.1) for t in temperatures]
-    logits, processed = torch.zeros(rows, longest + 1, vocab, device="meta"), Law.of(params, "meta")
+    logits, processed = torch.zeros(rows, longest + 1, vocab, device="meta"), BatchSampling.of(params, "meta")
     tokens, lengths = (torch.zeros(*shape, dtype=torch.int64, device="meta") for shape in ((rows, longest), (rows,)))
     draft = Draft(tokens, lengths, logits[:, :-1].softmax(-1) if stochastic and kind != "greedy" else None)
     noise = Noise(torch.zeros(rows, longest, device="meta"), torch.zeros(rows, device="meta"))

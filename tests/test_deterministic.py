@@ -13,7 +13,7 @@ from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Runner
 from fly.models.invariant import OneByOne, invariant
 from fly.policies import Exact
-from fly.types import Sequence
+from fly.request import Sequence
 from tests.toys import random_llama
 
 SIZES = {"vocab_size": 29, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 160, "scale": 0.15}

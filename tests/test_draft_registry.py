@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence as Rows
+from collections import abc
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +19,8 @@ from fly.drafts.base import pad
 from fly.drafts.registry import draft_types, parse_draft
 from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
-from fly.types import Draft, Sequence
+from fly.request import Sequence
+from fly.types import Draft
 
 HERE = __name__
 
@@ -41,7 +42,7 @@ class Plugged(DraftStrategy):
         self.parameters = (count, share, kind, name, on)
         self.below = below
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return Draft.empty(len(rows))
 
 
@@ -51,14 +52,14 @@ class Several(DraftStrategy):
     def __init__(self, *members: DraftStrategy, dtype: str = "none given") -> None:
         self.members, self.dtype = list(members), dtype
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return pad([[] for _ in rows])
 
 
 class Listed(Several):
     """Takes a list of strategies."""
 
-    def __init__(self, members: Rows[DraftStrategy], rate: float = 0.1) -> None:
+    def __init__(self, members: abc.Sequence[DraftStrategy], rate: float = 0.1) -> None:
         super().__init__(*members)
         self.rate = rate
 
@@ -66,7 +67,7 @@ class Listed(Several):
 class Staged(Several):
     """Takes strategies with a number each."""
 
-    def __init__(self, stages: Rows[tuple[DraftStrategy, int]]) -> None:
+    def __init__(self, stages: abc.Sequence[tuple[DraftStrategy, int]]) -> None:
         super().__init__(*(member for member, _ in stages))
         self.lengths = [length for _, length in stages]
 

@@ -1,9 +1,9 @@
-"""Draft strategies against naive twins: what they propose, what law they claim, and what they leave behind."""
+"""Draft strategies against naive twins: what they propose, what distribution they claim, and what they leave behind."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence as Rows
+from collections import abc
 
 import pytest
 import torch
@@ -13,9 +13,11 @@ from hypothesis import strategies as st
 from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.models import Llama
+from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
-from fly.sampling import Law, Stream, derive, draw, uniforms
-from fly.types import Draft, SamplingParams, Sequence
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+from fly.types import Draft, SamplingParams
 from tests.toys import dense_logits, random_llama
 
 VOCAB = 17
@@ -158,7 +160,7 @@ def test_at_temperature_zero_the_last_level_decodes_greedily(
     top_k=st.sampled_from([0, 4]),
     least=st.sampled_from([0, 60]),
 )
-def test_the_claimed_law_is_the_last_levels_own(
+def test_the_claimed_distribution_is_the_last_levels_own(
     name: str,
     batch: list[tuple[list[int], int]],
     stop: tuple[int, ...],
@@ -183,7 +185,7 @@ def test_the_claimed_law_is_the_last_levels_own(
         logits = dense_logits(LARGE, row.tokens + drafted)[len(row.tokens) - 1 : -1].clone()
         if least:  # more than any draft here reaches
             logits[:, list(stop)] = -torch.inf
-        wanted = Law.of([row.params]).probs(logits.unsqueeze(0))[0]
+        wanted = BatchSampling.of([row.params]).probs(logits.unsqueeze(0))[0]
         claimed = draft.probs_BKV[b, : len(drafted)]
         torch.testing.assert_close(claimed, wanted, atol=2e-4, rtol=1e-3)
         assert (claimed[range(len(drafted)), drafted] > 0).all()
@@ -307,7 +309,7 @@ def test_vocabularies_must_agree() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    cases: Rows[tuple[object, str]] = [
+    cases: abc.Sequence[tuple[object, str]] = [
         (lambda: SingleDraft(LARGE, k=0), "k 0"),
         (lambda: NGramDraft(k=0), "k 0"),
         (lambda: NGramDraft(2, 3), "3 and 2"),
@@ -353,7 +355,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
         def __call__(self, *args):  # type: ignore[no-untyped-def]
             return model(*args)
 
-        def draft(self, tokens, positions, kv, most, stop_ids, law, uniform_BK):  # type: ignore[no-untyped-def]
+        def draft(self, tokens, positions, kv, most, stop_ids, distribution, uniform_BK):  # type: ignore[no-untyped-def]
             """As the compiled kernels do, for one row."""
             alone[0] += 1
             now[0] += 1.0

@@ -39,8 +39,9 @@ from fly.policies import (
     Room,
     verify,
 )
-from fly.sampling import Law
-from fly.types import Draft, Gate, Noise, Sequence, Target
+from fly.request import Gate, Sequence
+from fly.sampling import BatchSampling
+from fly.types import Draft, Noise, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama
 
@@ -594,11 +595,11 @@ def test_proposals_padded_to_any_width_are_taken() -> None:
         check_counts(out, params, 4)
 
 
-# --- the law of the output, end to end -------------------------------------------------------------------
+# --- the distribution of the output, end to end -------------------------------------------------------------------
 
 
 class Table:
-    """A toy model: the law of the next token depends on the last one alone."""
+    """A toy model: the distribution of the next token depends on the last one alone."""
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.table = logits_VV
@@ -616,7 +617,8 @@ class Table:
 
 
 def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -> float:
-    """Distance of 2000 completions of four tokens from the target's law, in deviations of the chi-square law."""
+    """Distance of 2000 completions of four tokens from the target's distribution, in deviations of the chi-square
+    distribution."""
     vocab, length, rounds = len(table), 4, 10
     llm = LLM(Table(table), strategy, policy, k=2, cache_tokens=10_000, block_size=8)
     counts = torch.zeros([vocab] * length)
@@ -624,10 +626,10 @@ def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -
         params = [SamplingParams(temperature=1, max_tokens=length, seed=batch * 200 + i) for i in range(200)]
         for out in llm.generate([[0]] * 200, params):
             counts[tuple(out.token_ids)] += 1
-    law = table.softmax(-1)
-    joint = law[0]
+    distribution = table.softmax(-1)
+    joint = distribution[0]
     for _ in range(length - 1):
-        joint = joint.unsqueeze(-1) * law
+        joint = joint.unsqueeze(-1) * distribution
     wanted = joint * counts.sum()
     assert wanted.min() > 3
     statistic = float(((counts - wanted) ** 2 / wanted).sum())
@@ -635,7 +637,7 @@ def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -
     return (statistic - freedom) / math.sqrt(2 * freedom)
 
 
-def test_sampled_completions_follow_the_targets_law() -> None:
+def test_sampled_completions_follow_the_targets_distribution() -> None:
     g = torch.Generator().manual_seed(3)
     table, other, third = (0.4 * torch.randn(3, 3, generator=g) for _ in range(3))
 
@@ -794,8 +796,8 @@ def test_a_rule_that_tosses_coins_tosses_them_at_temperature_0_too() -> None:
         other = Sequence([1], 1, SamplingParams(temperature=1.0), AdditiveSlack(eps=0.25), seed=7, k=1)
         draft = Draft(torch.tensor([[2]]), torch.tensor([1]))
         ((_, alone),) = judge([row], Target(logits_BJV), draft)
-        law = Law.of([row.params, other.params]).on(logits_BJV.expand(2, -1, -1))
-        both = Target(logits_BJV.expand(2, -1, -1), law, greedy_B=torch.tensor([True, False]))
+        distribution = BatchSampling.of([row.params, other.params]).on(logits_BJV.expand(2, -1, -1))
+        both = Target(logits_BJV.expand(2, -1, -1), distribution, greedy_B=torch.tensor([True, False]))
         ((_, beside),) = judge([row, other], both, Draft(torch.tensor([[2], [2]]), torch.tensor([1, 1])))
         assert alone.told.accepted[0] == beside.told.accepted[0]
         stood += alone.told.accepted[0]

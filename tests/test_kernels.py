@@ -23,18 +23,19 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
+from fly.backends.cpu import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.engine import Runner, _tree_mask
-from fly.kernels import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
 from fly.models.invariant import OneByOne
+from fly.ops import argmax, draw
 from fly.policies import Exact, FLy
-from fly.sampling import Law, draw
-from fly.types import Draft, Sequence
-from fly.vocabulary import argmax
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+from fly.types import Draft
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -445,19 +446,19 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
         fast = fast.over(NGramDraft(data.draw(st.integers(1, 5)), 1, data.draw(st.integers(1, 9))))
     for _ in range(data.draw(st.integers(1, 4))):
         most = [data.draw(st.integers(0, 9)) for _ in rows]
-        outcomes, laws = [], []
+        outcomes, distributions = [], []
         for strategy in (fast, slow):
             try:
                 draft = strategy.propose(rows, most)
                 outcomes.append((draft.tokens_BK.tolist(), draft.lengths_B.tolist()))
-                laws.append(None if draft.probs_BKV is None else draft.probs_BKV[draft.mask_BK()])
+                distributions.append(None if draft.probs_BKV is None else draft.probs_BKV[draft.mask_BK()])
             except RuntimeError as error:
                 outcomes.append(type(error))
         assert outcomes[0] == outcomes[1]
-        if laws and laws[0] is None:
-            assert laws[1] is None
-        elif laws:
-            torch.testing.assert_close(laws[0], laws[1], rtol=2e-5, atol=1e-7)
+        if distributions and distributions[0] is None:
+            assert distributions[1] is None
+        elif distributions:
+            torch.testing.assert_close(distributions[0], distributions[1], rtol=2e-5, atol=1e-7)
         if isinstance(outcomes[0], type):
             return
         caches = [{row.id: strategy.runner._cached.get(row.id) for row in rows} for strategy in (fast, slow)]
@@ -476,8 +477,9 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
 @built
 @given(data=st.data())
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject) -> None:
-    """Of any vocabulary, with ties and far logits; and the token is what that law and the uniform number give."""
+def test_a_distribution_drawn_from_is_the_processed_distribution(variant: str, data: st.DataObject) -> None:
+    """Of any vocabulary, with ties and far logits; and the token is what that distribution and the uniform number
+    give."""
     vocab = data.draw(st.sampled_from([2, 11, 32, 33, 100]))
     reference = random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab)
     with torch.no_grad():
@@ -489,19 +491,23 @@ def test_a_law_drawn_from_is_the_processed_law(variant: str, data: st.DataObject
     cache = PagedKVCache.for_model(model, 16)
     cache.resize(0, 1)
     tokens_T, positions_T, kv = torch.tensor([1]), torch.tensor([0]), cache.batch([0], [0], [1])
-    law, uniform_BK = Law.of([params]), torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]])
-    drafted, laws_BKV = model.draft(array("q", [1]), array("q", [0]), kv, [1], [()], law, uniform_BK)
-    wanted_BKV = law.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
-    assert laws_BKV is not None
-    torch.testing.assert_close(laws_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
-    assert drafted == draw(laws_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
+    distribution, uniform_BK = (
+        BatchSampling.of([params]),
+        torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]]),
+    )
+    drafted, probs_BKV = model.draft(array("q", [1]), array("q", [0]), kv, [1], [()], distribution, uniform_BK)
+    wanted_BKV = distribution.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
+    assert probs_BKV is not None
+    torch.testing.assert_close(probs_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
+    assert drafted == draw(probs_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
 
 
 @built
 @given(data=st.data())
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, data: st.DataObject) -> None:
-    """Keeping and drawing by compiled code against the laws themselves, but for uniforms that lie on a border."""
+    """Keeping and drawing by compiled code against the distributions themselves, but for uniforms that lie on a
+    border."""
     vocab = data.draw(st.sampled_from([2, 11, 33, 64, 100]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
     rows_n, longest = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
@@ -510,22 +516,22 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
         logits_BJV[torch.rand(logits_BJV.shape, generator=generator) < 0.2] = -torch.inf
         logits_BJV[..., 0] = 0.0  # something is left
     every_params = [data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in range(rows_n)]
-    law = Law.of(every_params).on(logits_BJV)
+    distribution = BatchSampling.of(every_params).on(logits_BJV)
     drafted_BK = torch.randint(0, vocab, (rows_n, longest), generator=generator)
-    laws_BKV = None
+    probs_BKV = None
     if data.draw(st.booleans()):
         near = data.draw(st.sampled_from([0.0, 0.3, 3.0]))
         noise_BKV = near * torch.randn(rows_n, longest, vocab, generator=generator)
-        laws_BKV = Law.of(every_params).probs(logits_BJV[:, :-1] + noise_BKV)
+        probs_BKV = BatchSampling.of(every_params).probs(logits_BJV[:, :-1] + noise_BKV)
         if longest:
-            drafted_BK = torch.multinomial(laws_BKV.flatten(0, 1), 1, generator=generator).view(rows_n, longest)
+            drafted_BK = torch.multinomial(probs_BKV.flatten(0, 1), 1, generator=generator).view(rows_n, longest)
     lengths_B = torch.tensor([data.draw(st.integers(0, longest)) for _ in range(rows_n)])
-    draft = Draft(drafted_BK, lengths_B, laws_BKV)
+    draft = Draft(drafted_BK, lengths_B, probs_BKV)
     coins_BK = torch.rand(rows_n, longest, generator=generator)
     uniform = data.draw(st.floats(0, 1, exclude_max=True, width=32))
 
     def short(name: str, lets_go: bool = False) -> object:
-        if name == "fly_kept":  # the law itself by tensors
+        if name == "fly_kept":  # the distribution itself by tensors
             return None
         function = getattr(ctypes.PyDLL(None, handle=library.load()._handle), name)
         function.restype, function.argtypes = library._SHORT[name]
@@ -533,10 +539,10 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.sampling.compiled", short)
-        all_, first = law.keeps(draft, coins_BK, True), law.keeps(draft, coins_BK, False)
+        all_, first = distribution.keeps(draft, coins_BK, True), distribution.keeps(draft, coins_BK, False)
         assert all_ is not None and first is not None
-        ratio_BK = law.of(drafted_BK) / draft.own_probs_BK()
-        dense_BJV = law.dense()
+        ratio_BK = distribution.of(drafted_BK) / draft.own_probs_BK()
+        dense_BJV = distribution.dense()
         for b, n in enumerate(lengths_B.tolist()):
             for j in range(n):
                 if abs(float(ratio_BK[b, j] - coins_BK[b, j])) > 1e-4:
@@ -544,11 +550,11 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
             end = next((j for j in range(n) if not all_[b][j]), n)
             assert first[b][:end] == [True] * end and (end == n or not first[b][end])
             for rejected in {None, None if end == n else int(drafted_BK[b, end])}:
-                token = law.follow(b, end, rejected, draft, uniform)
+                token = distribution.follow(b, end, rejected, draft, uniform)
                 left_V = dense_BJV[b, end].double()
                 if rejected is not None:
                     one_hot_V = torch.eye(vocab)[rejected]
-                    taken_V = one_hot_V if laws_BKV is None else laws_BKV[b, end]
+                    taken_V = one_hot_V if probs_BKV is None else probs_BKV[b, end]
                     rest_V = (left_V - taken_V).clamp_min(0)
                     left_V = rest_V if float(rest_V.sum()) > 1e-5 else left_V
                 cumulative_V = left_V.cumsum(0) / left_V.sum()
@@ -559,25 +565,25 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
 
 @built
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
-    """Laws of another width or type, ids that are none, coins in double precision; strides are no matter."""
+    """Distributions of another width or type, ids that are none, coins in double precision; strides are no matter."""
     logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
-    law, coins_BK = Law.of([SamplingParams()]).on(logits_BJV), torch.tensor([[0.1, 0.9]])
+    distribution, coins_BK = BatchSampling.of([SamplingParams()]).on(logits_BJV), torch.tensor([[0.1, 0.9]])
     tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
-    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK, True) is not None
+    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK, True) is not None
     for draft in (
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
         Draft(torch.tensor([[3, 40]]), lengths_B),
         Draft(torch.tensor([[3, -1]]), lengths_B),
     ):
-        assert law.keeps(draft, coins_BK, True) is None
-    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK.double(), True) is None
-    assert law.keeps(Draft(tokens_BK, lengths_B), coins_BK[:, :1], True) is None
-    across = Law.of([SamplingParams()]).on(logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
+        assert distribution.keeps(draft, coins_BK, True) is None
+    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK.double(), True) is None
+    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK[:, :1], True) is None
+    across = BatchSampling.of([SamplingParams()]).on(logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
     draft = Draft(tokens_BK, lengths_B)
     for uniform in (0.05, 0.5, 0.95):
-        assert across.follow(0, 1, None, draft, uniform) == law.follow(0, 1, None, draft, uniform)
-    assert across.keeps(draft, coins_BK, True) == law.keeps(draft, coins_BK, True)
+        assert across.follow(0, 1, None, draft, uniform) == distribution.follow(0, 1, None, draft, uniform)
+    assert across.keeps(draft, coins_BK, True) == distribution.keeps(draft, coins_BK, True)
 
 
 def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:
@@ -598,7 +604,7 @@ def drafted_by(
     most: list[int],
     lookup: library.Lookup | None,
     stops: list[frozenset[int]] | None = None,
-    law: Law | None = None,
+    distribution: BatchSampling | None = None,
     uniform_BK: Tensor | None = None,
 ) -> tuple[list[list[int]], Tensor | None, list[Tensor]]:
     """What ``model.draft`` says of prompts whose first tokens are stored, and all keys and values stored then."""
@@ -607,13 +613,13 @@ def drafted_by(
     new_T = torch.tensor([token for prompt, start in zip(prompts, starts) for token in prompt[start:]])
     at_T = torch.tensor([at for prompt, start in zip(prompts, starts) for at in range(start, len(prompt))])
     texts = [array("i", prompt[:start]) for prompt, start in zip(prompts, starts)]
-    drafted, laws = model.draft(
+    drafted, distributions = model.draft(
         array("q", new_T.tolist()),
         array("q", at_T.tolist()),
         cache.batch(list(rows), starts, counts),
         most,
         stops or [frozenset()] * len(prompts),
-        law,
+        distribution,
         uniform_BK,
         lookup=lookup,
         texts=texts,
@@ -622,7 +628,7 @@ def drafted_by(
     for b, (prompt, tokens) in enumerate(zip(prompts, drafted)):
         slots = cache.slots(b, 0, len(prompt) + len(tokens) - 1)
         stored += [cache.keys[:, slots], cache.values[:, slots]]
-    return drafted, laws, stored
+    return drafted, distributions, stored
 
 
 @built
@@ -630,7 +636,7 @@ def drafted_by(
 @given(data=st.data())
 @pytest.mark.parametrize("variant", [*VARIANTS, *INT8[:1], *W8A8[:1]])
 def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.DataObject) -> None:
-    """Tokens, the laws they were drawn from and all that is stored, bit for bit, however much is copied."""
+    """Tokens, the distributions they were drawn from and all that is stored, bit for bit, however much is copied."""
     vocab, rows_n = data.draw(st.sampled_from([2, 3, 11])), data.draw(st.integers(1, 4))
     dtype = data.draw(st.sampled_from(DTYPES))
     model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
@@ -639,9 +645,9 @@ def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.Data
     starts = [data.draw(st.integers(0, len(prompt) - 1)) for prompt in prompts]
     most = [data.draw(st.integers(1, 20)) for _ in prompts]
     stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=1))) for _ in prompts]
-    law, uniform_BK = None, None
+    distribution, uniform_BK = None, None
     if data.draw(st.booleans()):
-        law = Law.of([data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in prompts])
+        distribution = BatchSampling.of([data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in prompts])
         uniform_BK = torch.rand(
             rows_n, max(most), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
         )
@@ -652,9 +658,9 @@ def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.Data
     threads = torch.get_num_threads()
     torch.set_num_threads(data.draw(st.integers(1, 2)))
     try:
-        wanted = drafted_by(model, prompts, starts, most, None, stops, law, uniform_BK)
+        wanted = drafted_by(model, prompts, starts, most, None, stops, distribution, uniform_BK)
         for _ in range(2):  # with what was learned of it as well
-            got = drafted_by(model, prompts, starts, most, lookup, stops, law, uniform_BK)
+            got = drafted_by(model, prompts, starts, most, lookup, stops, distribution, uniform_BK)
             assert got[0] == wanted[0]
             assert got[1] is wanted[1] is None or same_bits(got[1], wanted[1])  # type: ignore[arg-type]
             assert all(map(same_bits, got[2], wanted[2]))
@@ -754,7 +760,10 @@ def test_what_sampling_keeps_does_not_hang_on_the_rows_beside_it(
     """To the last bit, greedy rows among them."""
     every = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.01) for t, k, p in [(0.9, 0, 0.8), *beside]]
     logits_BJV = 3 * torch.randn(len(every), 2, 301, generator=torch.Generator().manual_seed(seed))
-    together, alone = Law.of(every).on(logits_BJV)._find(), Law.of(every[:1]).on(logits_BJV[:1])._find()
+    together, alone = (
+        BatchSampling.of(every).on(logits_BJV)._find(),
+        BatchSampling.of(every[:1]).on(logits_BJV[:1])._find(),
+    )
     for all_rows, one in zip(together, alone):
         assert all_rows is not None and one is not None and same_bits(all_rows[:1], one)
 

@@ -19,8 +19,8 @@ from fly.bundled import BUNDLED, CHECKPOINTS
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import CheckpointError
 from fly.models.loading import save_model
+from fly.ops import derive
 from fly.policies import Exact, FLy, LossySampling, parse_policy
-from fly.sampling import derive
 from fly.types import Guarantee
 from tests.toys import dense_logits, random_llama
 
@@ -62,7 +62,8 @@ def speaker(bare: Path, tmp_path: Path) -> Path:
         ("fly.drafts", "DraftStrategy SingleDraft NGramDraft CascadeDraft"),
         ("fly.cache", "BlockAllocator PagedKVCache OutOfBlocks"),
         ("fly.models", "Llama LlamaConfig load_model"),
-        ("fly.types", "Draft Target Noise Verdict Sequence SamplingParams"),
+        ("fly.types", "Draft Target Noise Verdict SamplingParams"),
+        ("fly.request", "Sequence Stats Token"),
     ],
 )
 def test_public_names(module: str, names: str) -> None:
@@ -398,7 +399,7 @@ def test_streams_of_different_rules_run_in_one_batch(speaker: Path) -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.3])
 def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None:
-    """Of the unprocessed law, whatever it was sampled from; nothing is worked out unasked."""
+    """Of the unprocessed distribution, whatever it was sampled from; nothing is worked out unasked."""
     model = random_llama()
     params = SamplingParams(temperature=temperature, top_k=5, seed=1, max_tokens=12, explain=True, ignore_eos=True)
     llm = fly.LLM(model, draft=NGramDraft(), k=4)
@@ -406,9 +407,9 @@ def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None
         llm.generate([[1, 2, 3]], params),
         llm.generate([[1, 2, 3]], params.model_copy(update={"explain": False})),
     )
-    law = dense_logits(model, [1, 2, 3, *out.token_ids])[2:-1].softmax(-1)
+    distribution = dense_logits(model, [1, 2, 3, *out.token_ids])[2:-1].softmax(-1)
     assert out.token_ids == unasked.token_ids
-    for token, row in zip(out.provenance, law):
+    for token, row in zip(out.provenance, distribution):
         assert token.target_choice == int(row.argmax())
         assert token.prob == pytest.approx(float(row[token.id]), abs=1e-5)
         assert token.choice_prob == pytest.approx(float(row.max()), abs=1e-5)

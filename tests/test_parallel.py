@@ -30,15 +30,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import fly
-from fly import cli, vocabulary
+from fly import cli
+from fly.backends.cpu import available
 from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
 from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds, weights
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
-from fly.kernels import available
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.loading import layout
+from fly.ops import vocabulary
 from fly.parallel import (
     LLAMA,
     LLAMA_WHOLE_SUMS,
@@ -743,7 +744,7 @@ def test_commands_for_one_process_say_so(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_costs_behave_as_they_must() -> None:
-    """Laws of the model of costs, whatever the figures are."""
+    """Distributions of the model of costs, whatever the figures are."""
     target, draft = MODELS["llama-3.1-70b"], MODELS["llama-3.1-8b"]
     setting = Setting(target, draft, 15, 12.0)
     few, many = (forecast(setting, Machines(DEVICES["h100"], n)) for n in (4, 8))

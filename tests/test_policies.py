@@ -34,39 +34,40 @@ from fly.policies import (
     verify,
 )
 from fly.policies.base import accepts_exactly
-from fly.sampling import Law
+from fly.sampling import BatchSampling
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
 
 PRESETS = (FLy.reference(), FLy.paper(), FLy.vllm())
 
 
-# --- losslessness: the law of what is emitted, summed over every draft and every outcome -------------------
+# --- losslessness: the distribution of what is emitted, summed over every draft and every outcome -------------------
 
 Prefix = tuple[int, ...]
 
 
 class Process:
-    """A random conditional law of the next token for every prefix; zeros are common, temperature 0 is one-hot."""
+    """A random conditional distribution of the next token for every prefix; zeros are common, temperature 0 is
+    one-hot."""
 
     def __init__(self, vocab: int, seed: int, zeros: float = 0.3, greedy: bool = False) -> None:
         self.vocab, self.seed, self.zeros, self.greedy = vocab, seed, zeros, greedy
-        self.law = cache(self._law)
+        self.distribution = cache(self._distribution)
 
-    def _law(self, prefix: Prefix) -> Tensor:
+    def _distribution(self, prefix: Prefix) -> Tensor:
         rng = random.Random(repr((self.seed, prefix)))
         mass = [0 if rng.random() < self.zeros else rng.randint(1, 9) for _ in range(self.vocab)]
         if self.greedy or not any(mass):
             best = rng.randrange(self.vocab)
             mass = [int(v == best) for v in range(self.vocab)]
-        law = torch.tensor(mass, dtype=torch.float64)
-        return law / law.sum()
+        distribution = torch.tensor(mass, dtype=torch.float64)
+        return distribution / distribution.sum()
 
     def joint(self, prefix: Prefix, length: int) -> Tensor:
-        """Law [V, ..., V] of the ``length`` tokens after ``prefix``."""
+        """BatchSampling [V, ..., V] of the ``length`` tokens after ``prefix``."""
         if not length:
             return torch.ones((), dtype=torch.float64)
         after = [self.joint((*prefix, v), length - 1) for v in range(self.vocab)]
-        return torch.stack([p * law for p, law in zip(self.law(prefix), after)])
+        return torch.stack([p * distribution for p, distribution in zip(self.distribution(prefix), after)])
 
 
 def drafts(drafter: Process, k: int, stop: int | None, deterministic: bool) -> list[tuple[Prefix, float]]:
@@ -75,53 +76,61 @@ def drafts(drafter: Process, k: int, stop: int | None, deterministic: bool) -> l
     for _ in range(k):
         longer = []
         for string, p in open_:
-            law = drafter.law(string)
-            ways = [(int(law.argmax()), 1.0)] if deterministic else [(v, float(q)) for v, q in enumerate(law) if q]
+            distribution = drafter.distribution(string)
+            ways = (
+                [(int(distribution.argmax()), 1.0)]
+                if deterministic
+                else [(v, float(q)) for v, q in enumerate(distribution) if q]
+            )
             for v, q in ways:
                 (done if v == stop else longer).append(((*string, v), p * q))
         open_ = longer
     return done + open_
 
 
-def emitted_law(
+def emitted_distribution(
     policy: AcceptancePolicy, target: Process, drafter: Process, k: int, stop: int | None, deterministic: bool
 ) -> Tensor:
-    """Law of the first k+1 tokens when one block is judged by ``policy`` and the target goes on by itself."""
+    """BatchSampling of the first k+1 tokens when one block is judged by ``policy`` and the target goes on by itself."""
     vocab = target.vocab
     strings = drafts(drafter, k, stop, deterministic)
     lengths_N = torch.tensor([len(s) for s, _ in strings])
     tokens_NK = torch.tensor([list(s) + [0] * (k - len(s)) for s, _ in strings])
-    laws_NKV = torch.stack([torch.stack([target.law(s[: min(j, len(s))]) for j in range(k + 1)]) for s, _ in strings])
-    drafts_NKV = torch.stack([torch.stack([drafter.law(s[: min(j, len(s))]) for j in range(k)]) for s, _ in strings])
+    probs_NKV = torch.stack(
+        [torch.stack([target.distribution(s[: min(j, len(s))]) for j in range(k + 1)]) for s, _ in strings]
+    )
+    drafts_NKV = torch.stack(
+        [torch.stack([drafter.distribution(s[: min(j, len(s))]) for j in range(k)]) for s, _ in strings]
+    )
     block = Draft(tokens_NK, lengths_N, None if deterministic else drafts_NKV)
     greedy_N = torch.full((len(strings),), target.greedy)
-    view = Target(laws_NKV.log(), laws_NKV, greedy_B=greedy_N)
+    view = Target(probs_NKV.log(), probs_NKV, greedy_B=greedy_N)
     accept_NK = policy.accept_probs(view, block).double()
     assert ((accept_NK >= 0) & (accept_NK <= 1)).all()
     if deterministic:
         drafts_NKV = torch.nn.functional.one_hot(tokens_NK, vocab).double()
-    law = torch.zeros([vocab] * (k + 1), dtype=torch.float64)
+    distribution = torch.zeros([vocab] * (k + 1), dtype=torch.float64)
     for n, (string, p) in enumerate(strings):
         for j in range(len(string) + 1):
             if j < len(string):
                 chance = p * (1 - float(accept_NK[n, j]))
-                after_V = policy.residual(laws_NKV[n, j : j + 1], drafts_NKV[n, j : j + 1])[0]
-                # no residual mass: by verify's rule the target's own law (a rejection has no chance then)
-                after_V = after_V / after_V.sum() if after_V.sum() > 0 else laws_NKV[n, j]
+                after_V = policy.residual(probs_NKV[n, j : j + 1], drafts_NKV[n, j : j + 1])[0]
+                # no residual mass: by verify's rule the target's own distribution (a rejection has no chance then)
+                after_V = after_V / after_V.sum() if after_V.sum() > 0 else probs_NKV[n, j]
             else:
-                chance, after_V = p, laws_NKV[n, j]
+                chance, after_V = p, probs_NKV[n, j]
             for v in range(vocab):
                 if chance and after_V[v] > 0:
                     own = (*string[:j], v)
-                    law[own] += chance * after_V[v] * target.joint(own, k + 1 - len(own))
+                    distribution[own] += chance * after_V[v] * target.joint(own, k + 1 - len(own))
             if j < len(string):
                 p *= float(accept_NK[n, j])
-    return law
+    return distribution
 
 
 def distance(policy: AcceptancePolicy, target: Process, drafter: Process, k: int, **how: object) -> float:
-    """Largest error over the law of the first token and the joint law of the first k+1 tokens."""
-    got, wanted = emitted_law(policy, target, drafter, k, **how), target.joint((), k + 1)  # type: ignore[arg-type]
+    """Largest error over the distribution of the first token and the joint distribution of the first k+1 tokens."""
+    got, wanted = emitted_distribution(policy, target, drafter, k, **how), target.joint((), k + 1)  # type: ignore[arg-type]
     marginal = (got - wanted).flatten(1).sum(1).abs().max()
     return max(float(marginal), float((got - wanted).abs().max()))
 
@@ -135,7 +144,7 @@ def distance(policy: AcceptancePolicy, target: Process, drafter: Process, k: int
     stops=st.booleans(),
     deterministic=st.booleans(),
 )
-def test_exact_emits_the_targets_law(
+def test_exact_emits_the_targets_distribution(
     vocab: int,
     k: int,
     seeds: tuple[int, int],
@@ -152,7 +161,7 @@ def test_exact_emits_the_targets_law(
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-def test_exact_emits_the_targets_law_on_larger_trees(deterministic: bool) -> None:
+def test_exact_emits_the_targets_distribution_on_larger_trees(deterministic: bool) -> None:
     target, drafter = Process(5, 1), Process(5, 2)
     assert distance(Exact(), target, drafter, 3, stop=None, deterministic=deterministic) < 1e-9
     assert distance(Exact(), target, target, 2, stop=None, deterministic=deterministic) < 1e-9
@@ -233,9 +242,9 @@ class Case:
         control_V = torch.tensor([v in self.control for v in range(vocab)])
         if all(p.temperature == 0 for p in self.params):
             return Target(self.logits_BKV, control_V=control_V)
-        law = Law.of(self.params)
-        greedy_B = law.greedy_B if law.some_greedy else None
-        return Target(self.logits_BKV, law.on(self.logits_BKV), greedy_B=greedy_B, control_V=control_V)
+        distribution = BatchSampling.of(self.params)
+        greedy_B = distribution.greedy_B if distribution.some_greedy else None
+        return Target(self.logits_BKV, distribution.on(self.logits_BKV), greedy_B=greedy_B, control_V=control_V)
 
     def verify(self, policy: AcceptancePolicy) -> Verdict:
         return verify(policy, self.target, self.draft, self.noise)
@@ -319,7 +328,7 @@ class Twin:
 
     def __init__(self, case: Case) -> None:
         self.case = case
-        self.laws = case.target.probs_BKV.tolist()
+        self.distributions = case.target.probs_BKV.tolist()
         self.raw = [[softmax(zs) for zs in block] for block in case.logits_BKV.tolist()]
         self.tokens, self.lengths = case.draft.tokens_BK.tolist(), case.draft.lengths_B.tolist()
         self.q = None if case.draft.probs_BKV is None else case.draft.probs_BKV.tolist()
@@ -329,22 +338,22 @@ class Twin:
         return self.case.params[b].temperature == 0
 
     def entropy(self, b: int, j: int, kind: str, processed: bool) -> float:
-        law = (self.laws if processed and not self.greedy(b) else self.raw)[b][j - 1]
+        distribution = (self.distributions if processed and not self.greedy(b) else self.raw)[b][j - 1]
         if kind == "top3":
-            law = sorted(law, reverse=True)[:3]
-        nats = -sum(p * math.log(p) for p in law if p > 0)
-        return nats if kind == "top3" else nats / math.log(len(law))
+            distribution = sorted(distribution, reverse=True)[:3]
+        nats = -sum(p * math.log(p) for p in distribution if p > 0)
+        return nats if kind == "top3" else nats / math.log(len(distribution))
 
     def agrees(self, b: int, j: int, lenience: float = 1.0) -> bool:
         """D_j."""
         if not 1 <= j <= self.lengths[b]:
             return False
-        x, law = self.tokens[b][j - 1], self.laws[b][j - 1]
+        x, distribution = self.tokens[b][j - 1], self.distributions[b][j - 1]
         if self.greedy(b):
             raw = self.raw[b][j - 1]
-            return x == law.index(1.0) or (lenience > 1 and raw[x] >= max(raw) / lenience)
+            return x == distribution.index(1.0) or (lenience > 1 and raw[x] >= max(raw) / lenience)
         q = 1.0 if self.q is None else self.q[b][j - 1][x]
-        return self.u[b][j - 1] < min(1.0, lenience * law[x] / q)
+        return self.u[b][j - 1] < min(1.0, lenience * distribution[x] / q)
 
     def fly(self, rule: FLy, b: int, j: int) -> bool:
         """What stands besides D_j: gate, window, room, no control token."""
@@ -364,14 +373,16 @@ class Twin:
                 break
             why.append(Why.MATCH if exact else Why.RELAXED)
             n += 1
-        law = self.laws[b][n]
+        distribution = self.distributions[b][n]
         if n < length:
             x = self.tokens[b][n]
-            q = [float(v == x) for v in range(len(law))] if self.q is None else self.q[b][n]
-            law = [max(p - d, 0.0) for p, d in zip(law, q)]
-            if not any(law):  # the draft's law swallows the target's, up to rounding: the target's own is right
-                law = self.laws[b][n]
-        cumulative = list(itertools.accumulate(law))
+            q = [float(v == x) for v in range(len(distribution))] if self.q is None else self.q[b][n]
+            distribution = [max(p - d, 0.0) for p, d in zip(distribution, q)]
+            if not any(
+                distribution
+            ):  # the draft's distribution swallows the target's, up to rounding: the target's own is right
+                distribution = self.distributions[b][n]
+        cumulative = list(itertools.accumulate(distribution))
         token = next(v for v, reached in enumerate(cumulative) if reached > self.last[b] * cumulative[-1])
         pad = len(self.tokens[b])
         return n, token, why + [Why.REJECTED] * (pad - len(why)), asked + [False] * (pad - len(asked))
@@ -537,8 +548,8 @@ def test_inputs_stay_untouched(case: Case, policy: AcceptancePolicy) -> None:
 
 
 @given(cases, policies)
-def test_one_law_greedy_or_spelled_out(case: Case, policy: AcceptancePolicy) -> None:
-    """A greedy batch that never builds its law gives what the one-hot law gives."""
+def test_one_distribution_greedy_or_spelled_out(case: Case, policy: AcceptancePolicy) -> None:
+    """A greedy batch that never builds its distribution gives what the one-hot distribution gives."""
     case.params = [SamplingParams(temperature=0)] * len(case.params)
     rows, longest = case.draft.tokens_BK.shape
     spelled = Target(
@@ -551,7 +562,7 @@ def test_one_law_greedy_or_spelled_out(case: Case, policy: AcceptancePolicy) -> 
 
 
 @given(cases, policies)
-def test_one_law_worked_out_where_asked_or_everywhere(case: Case, policy: AcceptancePolicy) -> None:
+def test_one_distribution_worked_out_where_asked_or_everywhere(case: Case, policy: AcceptancePolicy) -> None:
     rows, longest = case.draft.tokens_BK.shape
     lazy = case.target
     spelled = Target(case.logits_BKV, lazy.probs_BKV, greedy_B=lazy.greedy_B, control_V=lazy.control_V)
@@ -559,7 +570,7 @@ def test_one_law_worked_out_where_asked_or_everywhere(case: Case, policy: Accept
         assert same(verify(policy, spelled, case.draft, case.noise), case.verify(policy), list(range(rows)), longest)
 
 
-# --- laws of FLy and of lenience -------------------------------------------------------------------------
+# --- distributions of FLy and of lenience -------------------------------------------------------------------------
 
 
 @given(cases, flys)
@@ -632,9 +643,11 @@ def test_lenience_is_monotone(case: Case, leniences: list[float]) -> None:
 
 @pytest.mark.parametrize(("lenience", "stands"), [(1.9, 0), (2.1, 1), (3.9, 1), (4.1, 2)])
 def test_lenience_at_temperature_zero_by_hand(lenience: float, stands: int) -> None:
-    laws = torch.tensor([[[0.5, 0.25, 0.25], [0.8, 0.2, 0.0], [1.0, 0.0, 0.0]]])
+    distributions = torch.tensor([[[0.5, 0.25, 0.25], [0.8, 0.2, 0.0], [1.0, 0.0, 0.0]]])
     draft = Draft(torch.tensor([[1, 1]]), torch.tensor([2]))
-    verdict = verify(LossySampling(lenience), Target(laws.log()), draft, Noise(torch.zeros(1, 2), torch.zeros(1)))
+    verdict = verify(
+        LossySampling(lenience), Target(distributions.log()), draft, Noise(torch.zeros(1, 2), torch.zeros(1))
+    )
     assert verdict.accepted_B.tolist() == [stands]
 
 
@@ -684,11 +697,11 @@ def test_entropy_by_hand() -> None:
         assert not EntropyGate(value + 1e-4, kind).evaluate(block).item()  # type: ignore[arg-type]
 
 
-def test_the_gate_is_taken_on_the_law_it_names() -> None:
+def test_the_gate_is_taken_on_the_distribution_it_names() -> None:
     """Cold sampling decides what the raw logits leave open; at temperature 0 the raw logits rule in any case."""
     logits = torch.tensor([[[2.0, 1.0, 0.5, 0.0]] * 2] * 2)
-    law = Law.of([SamplingParams(temperature=0.05), SamplingParams(temperature=0)])
-    target = Target(logits, law.probs(logits), greedy_B=law.greedy_B)
+    distribution = BatchSampling.of([SamplingParams(temperature=0.05), SamplingParams(temperature=0)])
+    target = Target(logits, distribution.probs(logits), greedy_B=distribution.greedy_B)
     block = Block(target, Draft(torch.tensor([[1], [1]]), torch.tensor([1, 1])), torch.zeros(2, 1, dtype=torch.bool))
     assert EntropyGate(0.3, processed=True).evaluate(block).flatten().tolist() == [False, True]
     assert EntropyGate(0.3, processed=False).evaluate(block).flatten().tolist() == [True, True]

@@ -19,15 +19,16 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly import LLM, SamplingParams
+from fly.backends.cpu import CompiledLlama, available, library, why_not
+from fly.backends.cpu.model import Ran
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
 from fly.engine import Engine, Runner
-from fly.kernels import CompiledLlama, available, library, why_not
-from fly.kernels.llama import Ran
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
 from fly.policies.compiled import clauses_of
-from fly.types import Sequence, Why
+from fly.request import Sequence
+from fly.types import Why
 from tests.test_drafts import perturbed
 from tests.toys import random_llama
 
@@ -143,8 +144,8 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.engine._AT_ONCE", ahead)
-        patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
-        patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
+        patch.setattr("fly.backends.cpu.model._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
+        patch.setattr("fly.backends.cpu.model._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
         assert at_once == slowly
         assert told(fast) == told(slow)
@@ -237,8 +238,8 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fly.engine._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
-        patch.setattr("fly.kernels.llama._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
-        patch.setattr("fly.kernels.llama._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
+        patch.setattr("fly.backends.cpu.model._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
+        patch.setattr("fly.backends.cpu.model._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)
     assert fast == slow and few <= many
 

@@ -1,4 +1,4 @@
-"""Processed laws against a literal twin, drawing as exact inversion, and randomness as a pure function."""
+"""Processed distributions against a literal twin, drawing as exact inversion, and randomness as a pure function."""
 
 from __future__ import annotations
 
@@ -11,24 +11,29 @@ from hypothesis import assume, event, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+import fly.ops
 import fly.sampling
-import fly.vocabulary
+from fly.constraints import constrain
+from fly.ops import Stream, derive, draw, uniforms
+from fly.ops.random import _uniforms_by_tensors
 from fly.policies import Exact
-from fly.sampling import Law, Stream, _uniforms_by_tensors, constrain, derive, draw, uniforms
-from fly.types import SamplingParams, Sequence
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+from fly.types import SamplingParams
 
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
-# --- the processed law -----------------------------------------------------------------------------------
+# --- the processed distribution -----------------------------------------------------------------------------------
 
 
 def _near(a: float, b: float) -> bool:
     return abs(a - b) <= 1e-4 * max(abs(a), abs(b), 1e-30)
 
 
-def twin_law(logits: list[float], params: SamplingParams) -> list[float]:
-    """The law of one position, token by token in double precision; rejects draws that rounding could decide."""
+def twin_distribution(logits: list[float], params: SamplingParams) -> list[float]:
+    """The distribution of one position, token by token in double precision; rejects draws that rounding could
+    decide."""
     ids = range(len(logits))
     best = max(ids, key=lambda i: (logits[i], -i))
     if params.temperature == 0:
@@ -73,9 +78,9 @@ def batches(draw_: st.DrawFn) -> tuple[Tensor, list[SamplingParams]]:
 def test_probs_equal_the_literal_twin(batch: tuple[Tensor, list[SamplingParams]]) -> None:
     logits_BJV, rows = batch
     before = logits_BJV.clone()
-    got = Law.of(rows).probs(logits_BJV)
+    got = BatchSampling.of(rows).probs(logits_BJV)
     assert torch.equal(logits_BJV, before)
-    wanted = [[twin_law(zs, p) for zs in block] for block, p in zip(logits_BJV.tolist(), rows)]
+    wanted = [[twin_distribution(zs, p) for zs in block] for block, p in zip(logits_BJV.tolist(), rows)]
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, torch.tensor(wanted), atol=2e-6, rtol=1e-4)
     torch.testing.assert_close(got.sum(-1), torch.ones(got.shape[:2]))
@@ -84,14 +89,14 @@ def test_probs_equal_the_literal_twin(batch: tuple[Tensor, list[SamplingParams]]
         if p.temperature == 0:
             assert torch.equal(got[b].amax(-1), torch.ones(got.shape[1]))
             assert torch.equal((got[b] > 0).sum(-1), torch.ones(got.shape[1], dtype=torch.int64))
-        alone = Law.of([p]).probs(logits_BJV[b : b + 1])
+        alone = BatchSampling.of([p]).probs(logits_BJV[b : b + 1])
         torch.testing.assert_close(got[b : b + 1], alone, atol=1e-7, rtol=1e-6)
 
 
 @pytest.mark.parametrize("params", [{"top_k": 1}, {"top_k": 3}, {"top_p": 0.01}, {"min_p": 1.0}])
 def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, float]) -> None:
-    law = Law.of([SamplingParams(**params)])
-    got = law.probs(torch.tensor([[[1.25, -3.0, 1.25, 1.25, 0.0]]]))[0, 0]
+    distribution = BatchSampling.of([SamplingParams(**params)])
+    got = distribution.probs(torch.tensor([[[1.25, -3.0, 1.25, 1.25, 0.0]]]))[0, 0]
     torch.testing.assert_close(got, torch.tensor([1 / 3, 0, 1 / 3, 1 / 3, 0]))
 
 
@@ -102,22 +107,22 @@ def test_equally_likely_tokens_are_kept_or_cut_together(params: dict[str, float]
     st.lists(params, min_size=1, max_size=3),
     st.sampled_from(["compiled", "small steps", "arrays"]),
 )
-def test_a_law_is_the_same_wherever_one_looks(
+def test_a_distribution_is_the_same_wherever_one_looks(
     seed: int, vocab: int, sharpness: float, rows: list[SamplingParams], way: str
 ) -> None:
-    """All of it, some positions, some tokens, some rows; for flat and peaked laws, which decide a nucleus early or
-    late; and by the sums of large vocabularies as of small ones."""
+    """All of it, some positions, some tokens, some rows; for flat and peaked distributions, which decide a nucleus
+    early or late; and by the sums of large vocabularies as of small ones."""
     generator = torch.Generator().manual_seed(seed)
     logits = sharpness * torch.randn(len(rows), 3, vocab, generator=generator)
-    law = Law.of(rows)
-    dense = law.probs(logits)
+    distribution = BatchSampling.of(rows)
+    dense = distribution.probs(logits)
     torch.testing.assert_close(dense.sum(-1), torch.ones(len(rows), 3))
     with pytest.MonkeyPatch.context() as patch:
-        for module in (fly.vocabulary, fly.sampling):  # which asks compiled code of small ones
+        for module in (fly.ops, fly.sampling):  # which asks compiled code of small ones
             patch.setattr(module, "SMALL", 8 if way == "small steps" else 8192)
         if way == "arrays":  # where nothing is compiled
             patch.setattr(fly.sampling, "compiled", lambda name, lets_go=False: None)
-        lazy = law.on(logits)
+        lazy = distribution.on(logits)
         tokens = torch.randint(0, vocab, (len(rows), 2), generator=generator)
         close = {"atol": 1e-7, "rtol": 1e-4}
         torch.testing.assert_close(lazy.of(tokens), dense[:, :2].gather(-1, tokens.unsqueeze(-1)).squeeze(-1), **close)
@@ -139,11 +144,11 @@ def test_a_law_is_the_same_wherever_one_looks(
 
 
 @pytest.mark.parametrize("temperature", [5e-324, 1e-50, 1e-38, 1e-6, 1e6, 1e38, 1e40, 1.7e308])
-def test_extreme_temperatures_stay_laws(temperature: float) -> None:
+def test_extreme_temperatures_stay_distributions(temperature: float) -> None:
     logits = torch.tensor([[[1.0, 0.5, -math.inf, 1.0, -1e30]]])
     cold, hot = torch.tensor([0.5, 0, 0, 0.5, 0]), torch.tensor([1 / 3, 1 / 3, 0, 1 / 3, 0])
     for extra in ({}, {"top_k": 4}, {"top_p": 0.999}, {"min_p": 1e-6}):
-        got = Law.of([SamplingParams(temperature=temperature, **extra)]).probs(logits)[0, 0]
+        got = BatchSampling.of([SamplingParams(temperature=temperature, **extra)]).probs(logits)[0, 0]
         if temperature < 1:
             torch.testing.assert_close(got, cold)
         elif temperature == 1e6:
@@ -159,27 +164,27 @@ masses = st.lists(st.sampled_from([0, 0, 1, 2, 3, 7, 50]), min_size=1, max_size=
 
 
 @given(masses, st.sampled_from([1, 10, 0.125, 1e-6]))
-def test_draw_inverts_the_cumulative_law(mass: list[int], scale: float) -> None:
+def test_draw_inverts_the_cumulative_distribution(mass: list[int], scale: float) -> None:
     """Over a grid of uniforms, token v comes up exactly mass[v] times, in order; no mass is never drawn."""
     grid = 4 * sum(mass)
     uniform_N = (torch.arange(grid) + 0.5) / grid
-    law_NV = (torch.tensor(mass, dtype=torch.float32) * scale).expand(grid, -1)
-    drawn = draw(law_NV, uniform_N)
+    probs_NV = (torch.tensor(mass, dtype=torch.float32) * scale).expand(grid, -1)
+    drawn = draw(probs_NV, uniform_N)
     assert drawn.dtype == torch.int64
     assert drawn.tolist() == [v for v, m in enumerate(mass) for _ in range(4 * m)]
 
 
 @given(masses)
 def test_the_ends_of_the_unit_interval_draw_tokens_with_mass(mass: list[int]) -> None:
-    law_V = torch.tensor(mass, dtype=torch.float32)
-    drawn = draw(law_V.expand(2, -1), torch.tensor([0.0, 1 - 2.0**-24])).tolist()
+    probs_V = torch.tensor(mass, dtype=torch.float32)
+    drawn = draw(probs_V.expand(2, -1), torch.tensor([0.0, 1 - 2.0**-24])).tolist()
     with_mass = [v for v, m in enumerate(mass) if m]
     assert drawn == [with_mass[0], with_mass[-1]]
 
 
 def test_a_row_without_mass_gives_token_zero() -> None:
-    law = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
-    assert draw(law, torch.tensor([0.9, 0.1])).tolist() == [0, 2]
+    distribution = torch.tensor([[0.0, 0.0, 0.0], [0.0, 0.0, 2.0]])
+    assert draw(distribution, torch.tensor([0.9, 0.1])).tolist() == [0, 2]
 
 
 # --- uniforms --------------------------------------------------------------------------------------------
@@ -207,7 +212,7 @@ def test_another_seed_round_or_stream_is_another_sequence(seed: int, at: int, ot
 
 
 def _chi_square(values: Tensor, cells: int) -> float:
-    """Distance of the values' histogram from uniform, in standard deviations of the chi-square law."""
+    """Distance of the values' histogram from uniform, in standard deviations of the chi-square distribution."""
     counts = torch.histc(values.double(), cells, 0, 1)
     expected = values.numel() / cells
     statistic = float(((counts - expected) ** 2 / expected).sum())

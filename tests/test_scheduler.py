@@ -13,10 +13,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine, Runner
+from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
-from fly.sampling import derive
+from fly.request import Sequence
 from fly.scheduler import Scheduler
-from fly.types import SamplingParams, Sequence
+from fly.types import SamplingParams
 from tests.toys import HashModel
 
 TARGET, NEAR, TINY = HashModel(), HashModel(noise=0.2), HashModel(noise=0.5)

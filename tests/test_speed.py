@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
+from fly.backends.cpu import available, why_not
 from fly.bench import limits as limits_module
 from fly.bench.calibrate import _Slips
 from fly.bench.commands import context_slope
@@ -29,10 +30,9 @@ from fly.drafts import NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
-from fly.kernels import available, why_not
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
-from fly.types import Stats
+from fly.request import Stats
 from tests.test_drafts import make_row
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 

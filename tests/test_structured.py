@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections import Counter
-from collections.abc import Sequence as Rows
+from collections import Counter, abc
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -22,14 +21,16 @@ from tokenizers import decoders, models, pre_tokenizers
 from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
+from fly.constraints import constrain
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, TreeDraft
 from fly.drafts.base import pad, pad_trees
 from fly.models.loading import save_model
 from fly.models.tokenizer import Tokenizer
 from fly.policies import AcceptancePolicy, EntropyGate, Exact, FLy, LossySampling
-from fly.sampling import Law, constrain
+from fly.request import Sequence
+from fly.sampling import BatchSampling
 from fly.structured import Grammars, Matcher
-from fly.types import Draft, Sequence, StructuredOutput, Target
+from fly.types import Draft, StructuredOutput, Target
 from tests.toys import random_llama
 
 PADDING = 3  # rows of the toy models' vocabularies that no token has
@@ -79,7 +80,7 @@ class WildDraft(DraftStrategy):
     def __init__(self, branches: int = 2) -> None:
         self.branches, self.spare = branches, 12
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         trees = []
         for row, most in zip(rows, max_len):
             rng = random.Random(len(row.tokens))
@@ -314,10 +315,11 @@ def test_what_the_drafter_was_told_is_not_worked_out_again(letters: Tokenizer) -
 
 
 @given(seed=st.integers(0, 1000), temperature=st.sampled_from([0.5, 1.0]), top_p=st.sampled_from([0.7, 1.0]))
-def test_exact_speculation_gives_the_law_under_the_mask(
+def test_exact_speculation_gives_the_distribution_under_the_mask(
     letters: Tokenizer, seed: int, temperature: float, top_p: float
 ) -> None:
-    """Summed over every token that may be drafted: kept mass and corrections are the target's law under the mask."""
+    """Summed over every token that may be drafted: kept mass and corrections are the target's distribution under the
+    mask."""
     params = SamplingParams(
         structured={"regex": "(a|ba)b?"},  # type: ignore[arg-type]
         temperature=temperature,
@@ -329,8 +331,8 @@ def test_exact_speculation_gives_the_law_under_the_mask(
     target_11V, draft_11V = (
         constrain(torch.randn(1, 1, WIDTH, generator=generator) * 2, [row], [[]]) for _ in range(2)
     )
-    law = Law.of([params])
-    wanted_V, drafted_V = law.probs(target_11V)[0, 0], law.probs(draft_11V)[0, 0]
+    distribution = BatchSampling.of([params])
+    wanted_V, drafted_V = distribution.probs(target_11V)[0, 0], distribution.probs(draft_11V)[0, 0]
     # a block for every token that could be drafted
     blocks = Target(target_11V.expand(WIDTH, 2, -1), wanted_V.expand(WIDTH, 2, -1))
     drafts = Draft(

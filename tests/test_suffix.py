@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 
 import pytest
 from hypothesis import event, given, settings
@@ -13,7 +13,8 @@ from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.engine import Runner
 from fly.policies import Exact
-from fly.types import Draft, SamplingParams, Sequence, Token, Why
+from fly.request import Sequence, Token
+from fly.types import Draft, SamplingParams, Why
 from tests.toys import random_llama
 
 VOCAB = 17
@@ -320,7 +321,7 @@ def test_a_request_asked_again_is_drafted_from_its_output() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    cases: Rows[tuple[dict[str, float], str]] = [
+    cases: abc.Sequence[tuple[dict[str, float], str]] = [
         ({"depth": 0}, "depth 0"),
         ({"lookback": 0}, "lookback 0"),
         ({"k": 0}, "k 0"),

@@ -1,4 +1,4 @@
-"""Drafts for another vocabulary: what maps to what, that no text is lost on the way, and that no law is."""
+"""Drafts for another vocabulary: what maps to what, that no text is lost on the way, and that no distribution is."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fly.models import CheckpointError, Llama, LlamaConfig
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
-from fly.sampling import Law
+from fly.sampling import BatchSampling
 from fly.types import Draft, Target
 from tests.test_drafts import make_row, proposals
 from tests.toys import dense_logits, random_llama
@@ -305,7 +305,7 @@ def test_the_draft_model_reads_its_own_begin_token() -> None:
     assert both._own(make_row(LARGE.encode("the cat"))).tokens == shared.encode("the cat")  # not twice
 
 
-# --- laws ------------------------------------------------------------------------------------------------
+# --- distributions ------------------------------------------------------------------------------------------------
 
 
 rows_of = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=10), min_size=1, max_size=3)
@@ -319,7 +319,7 @@ rows_of = st.lists(st.lists(st.integers(0, 255), min_size=1, max_size=10), min_s
     seed=st.integers(0, 2**62),
     filters=st.sampled_from([{}, {"top_k": 4}, {"top_p": 0.5}]),
 )
-def test_the_claimed_law_is_the_restricted_law(
+def test_the_claimed_distribution_is_the_restricted_distribution(
     name: str, batch: list[list[int]], temperatures: list[float], seed: int, filters: dict[str, float]
 ) -> None:
     strategy = pair(name)
@@ -343,7 +343,7 @@ def test_the_claimed_law_is_the_restricted_law(
             assert [shared[i] for i in logits[:, shared].argmax(-1)] == own
             continue
         wanted = torch.zeros(len(drafted), PAIRS[name][1])
-        part = Law.of([row.params]).probs(logits[:, shared].unsqueeze(0))[0]
+        part = BatchSampling.of([row.params]).probs(logits[:, shared].unsqueeze(0))[0]
         if not filters:  # restrict, then renormalise: by hand
             whole = (logits / row.params.temperature).softmax(-1)[:, shared]
             torch.testing.assert_close(part, whole / whole.sum(-1, keepdim=True), atol=1e-5, rtol=1e-3)
@@ -356,23 +356,23 @@ def test_the_claimed_law_is_the_restricted_law(
         assert not claimed[:, unshared].any()
 
 
-def emitted_law(target_V: Tensor, draft: Draft, first: int) -> Tensor:
-    """[V] law of the first emitted token under ``Exact`` if ``first`` is drafted, summed over all coins."""
+def emitted_distribution(target_V: Tensor, draft: Draft, first: int) -> Tensor:
+    """[V] distribution of the first emitted token under ``Exact`` if ``first`` is drafted, summed over all coins."""
     tokens_BK = torch.tensor([[first]])
     one = Draft(tokens_BK, torch.tensor([1]), None if draft.probs_BKV is None else draft.probs_BKV[:1, :1])
     view = Target(target_V.log().expand(1, 2, -1), target_V.expand(1, 2, -1))
     accept = Exact().accept_probs(view, one)[0, 0]
     residual_V = Exact().correction(view, one, torch.tensor([0]))[0]
     rest_V = residual_V / residual_V.sum() if residual_V.sum() > 0 else torch.zeros_like(residual_V)
-    law_V = (1 - accept) * rest_V
-    law_V[first] += accept
-    return law_V
+    probs_V = (1 - accept) * rest_V
+    probs_V[first] += accept
+    return probs_V
 
 
 @every_pair
 @settings(max_examples=15)
 @given(seed=st.integers(0, 10**6), tokens=st.lists(st.integers(0, 255), min_size=1, max_size=8))
-def test_exact_verification_emits_the_targets_law(name: str, seed: int, tokens: list[int]) -> None:
+def test_exact_verification_emits_the_targets_distribution(name: str, seed: int, tokens: list[int]) -> None:
     """draft · accept + rejected · residual = target, summed over every token the draft can propose."""
     size = PAIRS[name][1]
     g = torch.Generator().manual_seed(seed)
@@ -382,13 +382,13 @@ def test_exact_verification_emits_the_targets_law(name: str, seed: int, tokens: 
         event("no draft")
         return
     if draft.probs_BKV is None:
-        law_V = emitted_law(target_V, draft, int(draft.tokens_BK[0, 0]))
+        probs_V = emitted_distribution(target_V, draft, int(draft.tokens_BK[0, 0]))
     else:
         own_V = draft.probs_BKV[0, 0].double()
         draft = Draft(draft.tokens_BK, draft.lengths_B, draft.probs_BKV.double())
-        parts = (own_V[i] * emitted_law(target_V, draft, i) for i in range(size) if own_V[i] > 0)
-        law_V = torch.stack(list(parts)).sum(0)
-    torch.testing.assert_close(law_V, target_V, atol=1e-6, rtol=1e-5)
+        parts = (own_V[i] * emitted_distribution(target_V, draft, i) for i in range(size) if own_V[i] > 0)
+        probs_V = torch.stack(list(parts)).sum(0)
+    torch.testing.assert_close(probs_V, target_V, atol=1e-6, rtol=1e-5)
 
 
 @one_to_one

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence as Rows
+from collections import abc
 
 import pytest
 import torch
@@ -16,8 +16,9 @@ from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad_trees
 from fly.drafts.tree import RecyclingDraft, TreeDraft, _static_tree
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
+from fly.request import Sequence
 from fly.testing import ConformanceError, check_trees
-from fly.types import Draft, Noise, Sequence, Target, depths
+from fly.types import Draft, Noise, Target, depths
 from tests.test_conformance import NoResidual
 from tests.test_drafts import LARGE, SMALL, VOCAB, make_row
 from tests.toys import dense_logits
@@ -106,7 +107,7 @@ class RandomTrees(DraftStrategy):
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         drafts = []
         for row, most in zip(rows, max_len):
             rng = random.Random(f"{self.seed}/{row.tokens}")

@@ -116,8 +116,10 @@ def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
 class HashModel:
     """A target that costs next to nothing and notices any mistake in its cache.
 
-    The law after a text is looked up by a sum of whole numbers, one a token and its position, which attention over the
-    paged cache adds up: a key of another sequence, a stale page or a wrong mask changes it. ``noise`` of the laws are
+    The distribution after a text is looked up by a sum of whole numbers, one a token and its position, which attention
+    over the
+    paged cache adds up: a key of another sequence, a stale page or a wrong mask changes it. ``noise`` of the
+        distributions are
     those of another seed, so that models of the same ``seed`` agree that much.
     """
 
@@ -137,10 +139,10 @@ class HashModel:
         self.device = torch.device("cpu")
         draw = torch.Generator().manual_seed(seed)
         self.values = torch.randint(self.VALUES, (vocab_size, max_positions, 8), generator=draw).float()
-        self.laws = 3 * torch.randn(self.LAWS, vocab_size, generator=draw)
+        self.distributions = 3 * torch.randn(self.LAWS, vocab_size, generator=draw)
         draw.manual_seed(seed + 7919)
         other = torch.rand(self.LAWS, generator=draw) < noise
-        self.laws[other] = 3 * torch.randn(int(other.sum()), vocab_size, generator=draw)
+        self.distributions[other] = 3 * torch.randn(int(other.sum()), vocab_size, generator=draw)
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
         value_T1D = self.values[tokens_T, positions_T].unsqueeze(1)
@@ -149,4 +151,4 @@ class HashModel:
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         weights = torch.arange(1, 9)
-        return self.laws[((hidden_TC.long() * weights).sum(-1)) % self.LAWS]
+        return self.distributions[((hidden_TC.long() * weights).sum(-1)) % self.LAWS]

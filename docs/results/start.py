@@ -12,11 +12,11 @@ from itertools import pairwise
 from pathlib import Path
 
 import fly
+from fly.backends.cpu import compiled
 from fly.bench.twins import save_twin, twin
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.eval.timed import Setting, timed
-from fly.kernels import compiled
 from fly.models import load_model
 from fly.policies import Exact, FLy
 

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 from fly.bundled.tasks import Problem, check_many
 from fly.eval.timed import Setting, draft_runners
 from fly.llm import Request
-from fly.types import SamplingParams, Stats
+from fly.request import Stats
+from fly.types import SamplingParams
 
 __all__ = ["Load", "measure_load"]
 

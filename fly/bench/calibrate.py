@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,11 +26,12 @@ from fly.engine import Runner
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
+from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact
-from fly.types import Draft, SamplingParams, Sequence, Stats
-from fly.vocabulary import argmax
+from fly.request import Sequence, Stats
+from fly.types import Draft, SamplingParams
 
 __all__ = ["Check", "check_here", "explain"]
 
@@ -151,7 +152,7 @@ class _Timer:
             timed.times = each
 
 
-def _middle(times: Rows[float]) -> float:
+def _middle(times: abc.Sequence[float]) -> float:
     """The mean but for the least and the most: a median would show short runs a machine that is free in between, and
     long ones one that is not."""
     return statistics.mean(sorted(times)[1:-1])
@@ -236,8 +237,8 @@ class _StandIns:
 
 
 def explain(
-    local: Rows[tuple[LlamaConfig, int, int, float]],
-    more: Rows[tuple[LlamaConfig, int, float]],
+    local: abc.Sequence[tuple[LlamaConfig, int, int, float]],
+    more: abc.Sequence[tuple[LlamaConfig, int, float]],
     size: int,
     itemsize: int,
 ) -> Machines:
@@ -276,7 +277,7 @@ def explain(
     return Machines(Device(*figures, attention=attending, cached=reading), size, size)
 
 
-def _fit(equations: Rows[tuple[Rows[float], float, float]]) -> list[float]:
+def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> list[float]:
     """Least squares of (factors, result, scale), each by its scale, of numbers that are none below 0."""
     a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in equations], dtype=torch.float64)
     b = torch.tensor([result / scale for _, result, scale in equations], dtype=torch.float64)
@@ -297,7 +298,7 @@ class _Slips(SingleDraft):
     """A draft that is wrong once in the middle of each block, so that a rule has something to judge: the most likely
     token of a small random model is its last one, be it the target or the draft."""
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         tokens_BK = draft.tokens_BK.clone()
         tokens_BK[:, tokens_BK.shape[1] // 2 :].add_(1).remainder_(self.vocab_size)

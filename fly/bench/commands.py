@@ -59,6 +59,8 @@ def bench_speed(
 ) -> None:
     """The machine's limits, and every forward and every round held against them."""
     with cli._plain_errors(alone=True):
+        from fly.backends.cpu import chosen, compiled
+        from fly.backends.cpu.library import NARROW, split
         from fly.bench.limits import measure_limits
         from fly.bench.plot import check_plot
         from fly.bench.shapes import random_model, shape_config
@@ -66,8 +68,6 @@ def bench_speed(
         from fly.bundled.tasks import problems as draw_problems
         from fly.drafts import parse_draft
         from fly.eval.timed import Setting, draft_runners
-        from fly.kernels import chosen, compiled
-        from fly.kernels.library import NARROW, split
         from fly.llm import LLM
         from fly.policies import Exact, parse_policy
         from fly.types import SamplingParams
@@ -358,6 +358,8 @@ def bench_peers(
     with cli._plain_errors(alone=True), TemporaryDirectory() as temporary:
         import random
 
+        from fly.backends.cpu import chosen
+        from fly.backends.cpu.library import split
         from fly.bench.limits import measure_limits
         from fly.bench.peers import fly_contender, load_peers, measure_matches, usual_amount
         from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
@@ -366,8 +368,6 @@ def bench_peers(
         from fly.bundled.tasks import problems as draw_problems
         from fly.drafts import SingleDraft
         from fly.eval import Setting
-        from fly.kernels import chosen
-        from fly.kernels.library import split
         from fly.llm import LLM
         from fly.models import LlamaConfig, save_model
         from fly.models.loading import resolve_device, resolve_dtype

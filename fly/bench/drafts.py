@@ -17,8 +17,9 @@ from fly.drafts.base import Wrapper
 from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy
-from fly.types import Draft, SamplingParams, Stats
-from fly.types import Sequence as Row
+from fly.request import Sequence as Row
+from fly.request import Stats
+from fly.types import Draft, SamplingParams
 
 __all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio", "measure_drafts", "measure_promise"]
 

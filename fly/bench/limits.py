@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from fly.backends.cpu.library import load, why_not
 from fly.cache.paged import zeros
 from fly.eval.timed import synchronize
-from fly.kernels.library import load, why_not
 
 __all__ = ["Limits", "Timing", "between", "measure_limits", "take_turns"]
 

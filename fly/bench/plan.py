@@ -134,7 +134,7 @@ class Machines:
 
 @dataclass(frozen=True)
 class Setting:
-    """What is to run: a target, a draft (None: none), lengths and laws.
+    """What is to run: a target, a draft (None: none), lengths and distributions.
 
     Args:
         tau: tokens a round emits, as measured elsewhere.

@@ -19,8 +19,8 @@ from fly.engine import Runner, judge
 from fly.eval.timed import synchronize
 from fly.models import Llama, LlamaConfig
 from fly.policies import AcceptancePolicy
+from fly.request import Sequence as Row
 from fly.types import Draft, SamplingParams
-from fly.types import Sequence as Row
 
 __all__ = ["Cost", "measure_decisions", "trunk_config"]
 
@@ -62,10 +62,10 @@ def measure_decisions(
 ) -> Iterator[Cost]:
     """For each ``(rows, k, vocab)`` of ``shapes``, the cost of ``policy`` and of the forward before it.
 
-    The model has random weights, with logits scaled until the law is about as sharp as a trained model's (one to two
-    nats); the draft is its own greedy text with every fifth token replaced, so that every clause of a rule has
+    The model has random weights, with logits scaled until the distribution is about as sharp as a trained model's (one
+    to two nats); the draft is its own greedy text with every fifth token replaced, so that every clause of a rule has
     mismatches to look at. The decision includes all that happens between logits and verdict:
-    the processed law where the rule asks for it, coins, and the correction.
+    the processed distribution where the rule asks for it, coins, and the correction.
     """
     model: Llama | None = None
     for rows, k, vocab in shapes:
@@ -116,7 +116,7 @@ def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context:
 
     def decide(batch: list[Row]) -> Callable[[], None]:
         targets = []
-        for _ in range(repeats + 1):  # a fresh target each time: it remembers laws it has built
+        for _ in range(repeats + 1):  # a fresh target each time: it remembers distributions it has built
             targets.append(runner.score(batch, draft)[0])
             runner.commit(batch)
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fly.backends.cpu.library import split
 from fly.bench.limits import Limits, Timing, between, take_turns
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
@@ -23,10 +24,10 @@ from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.engine import Model
 from fly.eval.timed import Setting, Times, draft_runners, synchronize, timed
-from fly.kernels.library import split
 from fly.models import LlamaConfig
 from fly.models.llama import KV
-from fly.types import SamplingParams, Stats
+from fly.request import Stats
+from fly.types import SamplingParams
 
 __all__ = [
     "Forward",

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 
+from fly.backends.cpu import compiled
 from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
 from fly.eval.timed import draft_runners
-from fly.kernels import compiled
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 import math
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
+from fly.backends.cpu.library import Sure
 from fly.drafts.base import Continuation, DraftStrategy, Wrapper
-from fly.kernels.library import Sure
-from fly.types import Draft, Sequence, Target
+from fly.request import Sequence
+from fly.types import Draft, Target
 
 if TYPE_CHECKING:
-    from fly.kernels.llama import Spent
+    from fly.backends.cpu.model import Spent
 
 __all__ = ["AdaptiveDraft"]
 
@@ -249,17 +250,17 @@ class _Stretch:
 _Places = list[tuple[int, int]]  # rows by their id, and how many tokens they have
 
 
-def _places(rows: Rows[Sequence]) -> _Places:
+def _places(rows: abc.Sequence[Sequence]) -> _Places:
     return [(row.id, len(row.tokens)) for row in rows]
 
 
-def _rest(rows: Rows[Sequence], known: list[_Row]) -> int:
+def _rest(rows: abc.Sequence[Sequence], known: list[_Row]) -> int:
     """Rounds for which nothing needs to be thought about; those that are never drafted for keep nobody from it."""
     drafted = [row for row, own in zip(known, rows) if own.k]
     return min((row.rest if row.beside == len(rows) else 0 for row in drafted), default=0)
 
 
-def _behind(rows: Rows[Sequence], known: list[_Row]) -> list[int]:
+def _behind(rows: abc.Sequence[Sequence], known: list[_Row]) -> list[int]:
     """Tokens that the strategy would have to catch up with."""
     return [max(len(own.tokens) - row.seen - _LATE, 0) for own, row in zip(rows, known)]
 
@@ -324,7 +325,7 @@ class AdaptiveDraft(Wrapper):
         self._last: tuple[_Places, float] = [], 0.0  # rows after their stretch, and when that was over
         self._decided: tuple[_Places, list[int]] | None = None  # what to ask for in rows, should it come to ``propose``
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         known, count = self._known(rows), len(rows)
         self._silent, self._stretch = True, None
         if _rest(rows, known):
@@ -357,7 +358,7 @@ class AdaptiveDraft(Wrapper):
             self._round = _Round(costs, before, late, verified, begin, self.clock())
         return draft
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         """Rounds without a draft for as long as nothing pays, or some of the same lengths, of a strategy that allows
         it."""
         count, none = len(rows), [0] * len(rows)
@@ -387,17 +388,17 @@ class AdaptiveDraft(Wrapper):
             return inner._replace(most=most, worth=base / count, spare=spare, spent=this.spent)
         return Continuation(None, none, Sure(), None, rounds or _MEASURED, spent=this.spent)
 
-    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         if not self._silent:
             begin = self.clock()
             super().observe(rows, draft, target)
             if self._round is not None:
                 self._round.listening += self.clock() - begin
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         if (stretch := self._stretch) is not None:
             self._stretch, now = None, self.clock()
             if any(n for *_, n in stretch.rows):
@@ -423,7 +424,7 @@ class AdaptiveDraft(Wrapper):
             self._stretch = None
         super().release(row)
 
-    def _known(self, rows: Rows[Sequence]) -> list[_Row]:
+    def _known(self, rows: abc.Sequence[Sequence]) -> list[_Row]:
         return [self._rows.get(row.id) or self._new(row) for row in rows]
 
     def _go_on(self, known: list[_Row], rounds: int) -> None:
@@ -437,7 +438,7 @@ class AdaptiveDraft(Wrapper):
         known = self._rows[row.id] = _Row(math.log(astray / (1 - astray)))
         return known
 
-    def _settle(self, rows: Rows[Sequence], this: _Round, now: float) -> None:
+    def _settle(self, rows: abc.Sequence[Sequence], this: _Round, now: float) -> None:
         """Learn from a round that was over at ``now``, but for the strategy's own commit."""
         after = {row.id: row for row in rows}
         if any(id_ not in after or len(after[id_].tokens) <= before for id_, before, _ in this.rows):
@@ -547,7 +548,7 @@ class AdaptiveDraft(Wrapper):
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _POT * base)
 
     def _lengths(
-        self, costs: _Costs, known: list[_Row], behind: list[int], max_len: Rows[int], at_once: bool = False
+        self, costs: _Costs, known: list[_Row], behind: list[int], max_len: abc.Sequence[int], at_once: bool = False
     ) -> list[int]:
         """How many tokens to ask for in each row, in this round or in several that are taken ``at_once``."""
         count, self._trying = len(known), False
@@ -599,7 +600,7 @@ class AdaptiveDraft(Wrapper):
         costs: _Costs,
         known: list[_Row],
         behind: list[int],
-        max_len: Rows[int],
+        max_len: abc.Sequence[int],
         lengths: list[int],
         price: float,
         base: float,

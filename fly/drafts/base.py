@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Sequence as Rows
+from collections import abc
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
 from fly.cache import BlockAllocator
 from fly.models.tokenizer import Tokenizer
-from fly.types import Draft, Sequence, Target
+from fly.request import Sequence
+from fly.types import Draft, Target
 
 if TYPE_CHECKING:
+    from fly.backends.cpu.library import Lookup, Sure
+    from fly.backends.cpu.model import Spent
     from fly.engine import Runner
-    from fly.kernels.library import Lookup, Sure
-    from fly.kernels.llama import Spent
 
 __all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
 
@@ -55,29 +56,30 @@ class DraftStrategy(ABC):
         Raises ``ValueError`` if it cannot draft for this target, with the reason.
         """
 
-    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         """The target takes in each row up to its first so many tokens, of a prompt that comes in by chunks. A strategy
         may do the same, so that it need not take in all at once when it first drafts. The default waits until then."""
 
     @abstractmethod
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
         last token.
 
-        Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the law it was drawn from. How
-        much it proposes must not depend on what it drew, other than by ending after a token that ends the row.
+        Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the distribution it was drawn
+        from. How much it proposes must not depend on what it drew, other than by ending after a token that ends the
+        row.
         """
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         """Where ``propose`` would just go on with what a model says of each row, or with its text, whatever the target
         says: that. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other
         strategy."""
         return None
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         """The rows' tokens are now the truth: roll own state back to it. The default has no state.
 
         Called after every round in which something was asked of it, and at times after others."""
@@ -102,7 +104,7 @@ class Wrapper(DraftStrategy):
     """A strategy over others, its ``members``: what concerns them all is passed on to each. With a single one it has
     its vocabulary and its limits."""
 
-    def __init__(self, members: Rows[DraftStrategy]) -> None:
+    def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         self.members = list(members)
         if len(self.members) == 1:
             (member,) = self.members
@@ -113,16 +115,16 @@ class Wrapper(DraftStrategy):
         for member in self.members:
             member.attach(target)
 
-    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         for member in self.members:
             member.prefill(parts)
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """Every member hears of the whole block: what the target said of it is true whoever proposed it."""
         for member in self.members:
             member.observe(rows, draft, target)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for member in self.members:
             member.commit(rows)
 
@@ -147,12 +149,12 @@ def until_end(tokens: list[int], row: Sequence) -> list[int]:
     return tokens[: next(ends, len(tokens))]
 
 
-def pad(drafts: Rows[list[int]], device: torch.device | str = "cpu") -> Draft:
+def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> Draft:
     """A deterministic ``Draft`` of ragged token lists, which are copied."""
     return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
-def pad_trees(drafts: Rows[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:
+def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:
     """A deterministic ``Draft`` of ragged trees: the tokens of each row, and their parents."""
     draft = pad([tokens for tokens, _ in drafts], device)
     _, longest = draft.shape

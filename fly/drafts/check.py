@@ -8,8 +8,9 @@ ask it to: batches, rows that end, rolled-back speculation, forks, caches withou
 
 Shape legend: B rows, K longest draft, V vocabulary, N samples, G groups of tokens.
 
-That the tokens were drawn from the law that is claimed is tested over many seeds, by sums of squares over the claimed
-laws. The seeds are fixed, so a verdict repeats; the threshold is such that a right strategy fails in one of a billion.
+That the tokens were drawn from the distribution that is claimed is tested over many seeds, by sums of squares over the
+claimed distributions. The seeds are fixed, so a verdict repeats; the threshold is such that a right strategy fails in
+one of a billion.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ import copy
 import dataclasses
 import itertools
 import random
-from collections import deque
+from collections import abc, deque
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 import torch
@@ -31,16 +31,17 @@ from fly.drafts.base import DraftStrategy
 from fly.engine import Model, Runner
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
+from fly.ops import Stream, uniforms
 from fly.policies import Exact
-from fly.sampling import Stream, uniforms
+from fly.request import Sequence
 from fly.testing import ConformanceError, Report, run_checks
-from fly.types import Draft, SamplingParams, Sequence, depths
+from fly.types import Draft, SamplingParams, depths
 
 __all__ = ["DRAFT_CHECKS", "check_draft"]
 
-_SEEDS = 4000  # at which a draft is drawn to compare it with the law it claims
+_SEEDS = 4000  # at which a draft is drawn to compare it with the distribution it claims
 _CHANCE = 1e-9  # of a right strategy to fail one comparison
-_LAW = 1e-3  # how far a claimed law may be from one that sums to 1, or from the same law of a fresh strategy
+_APART = 1e-3  # how far a claimed distribution may be from one that sums to 1, or from that of a fresh strategy
 _VOCABULARY = 24  # of the toy target, for a strategy that has none of its own
 _POSITIONS = 128  # of the toy target
 _LONGEST = 4096  # tokens of a row to which a strategy's context is tried out
@@ -85,7 +86,7 @@ class _Proposal:
     """One row's share of a draft."""
 
     tokens: list[int]
-    laws: Tensor | None  # [length, V]; None where the draft is deterministic
+    distributions: Tensor | None  # [length, V]; None where the draft is deterministic
     parents: list[int] | None  # None is a chain
 
     @property
@@ -116,7 +117,7 @@ class _Stage:
         self.runner = Runner(model, PagedKVCache.for_model(model, tokens))
         strategy.attach(self.runner)
 
-    def prime(self, rows: Rows[Sequence]) -> None:
+    def prime(self, rows: abc.Sequence[Sequence]) -> None:
         """Let the target have seen all but the last token of each row, as it has whenever the engine wants a draft."""
         self.runner.commit(rows)
         limit = self.runner.model.config.max_position_embeddings
@@ -124,14 +125,14 @@ class _Stage:
         if new := [row for row in new if self.runner.pending(row)]:
             self.runner.feed(new, [[]] * len(new))
 
-    def draft(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def draft(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.prime(rows)
         return self.strategy.propose(rows, max_len)
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> list[_Proposal]:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Proposal]:
         return _split(self.draft(rows, max_len))
 
-    def round(self, rows: Rows[Sequence], max_len: Rows[int], kept: int, token: int) -> None:
+    def round(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int], kept: int, token: int) -> None:
         """Draft, have the target look at it, keep at most ``kept`` tokens of the first path and add ``token``."""
         draft = self.draft(rows, max_len)
         target, _ = self.runner.score(rows, draft)
@@ -140,11 +141,11 @@ class _Stage:
             row.tokens += [*_first_path(proposal)[:kept], token]
         self.commit(rows)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
         self.strategy.commit(rows)
 
-    def release(self, rows: Rows[Sequence]) -> None:
+    def release(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             self.runner.release(row)
             self.strategy.release(row)
@@ -284,30 +285,36 @@ def _show(row: Sequence, most: int) -> str:
 
 
 def _same(row: Sequence, one: _Proposal, other: _Proposal) -> bool:
-    """Whether two proposals for ``row`` are the same tokens by the same laws (at temperature 0: the same tokens)."""
+    """Whether two proposals for ``row`` are the same tokens by the same distributions (at temperature 0: the same
+    tokens)."""
     if (one.tokens, one.parents) != (other.tokens, other.parents):
         return False
-    if row.greedy or not one.tokens or (one.laws is None and other.laws is None):
+    if row.greedy or not one.tokens or (one.distributions is None and other.distributions is None):
         return True
-    laws = [
-        _one_hot(p.tokens, part) if p.laws is None else p.laws for p, part in ((one, other.laws), (other, one.laws))
+    distributions = [
+        _one_hot(p.tokens, part) if p.distributions is None else p.distributions
+        for p, part in ((one, other.distributions), (other, one.distributions))
     ]
-    return torch.allclose(laws[0], laws[1], atol=_LAW)
+    return torch.allclose(distributions[0], distributions[1], atol=_APART)
 
 
 def _one_hot(tokens: list[int], like: Tensor | None) -> Tensor:
-    """[length, V]: the laws of tokens that are certain."""
+    """[length, V]: the distributions of tokens that are certain."""
     assert like is not None
     return torch.zeros_like(like).scatter_(1, torch.tensor(tokens).unsqueeze(1), 1.0)
 
 
 def _compare(
-    rows: Rows[Sequence], max_len: Rows[int], found: Rows[_Proposal], fresh: Rows[_Proposal], how: str
+    rows: abc.Sequence[Sequence],
+    max_len: abc.Sequence[int],
+    found: abc.Sequence[_Proposal],
+    fresh: abc.Sequence[_Proposal],
+    how: str,
 ) -> None:
     """Raise ``ConformanceError`` at the first row whose proposal differs from the one it should be; ``how`` it came."""
     for row, most, one, other in zip(rows, max_len, found, fresh):
         if not _same(row, one, other):
-            what = "the same tokens by other laws" if one.tokens == other.tokens else f"{one.tokens}"
+            what = "the same tokens by other distributions" if one.tokens == other.tokens else f"{one.tokens}"
             raise ConformanceError(f"{how} drafts {what}, not {other.tokens}, for {_show(row, most)}")
 
 
@@ -316,7 +323,9 @@ def _to_one_length(one: _Proposal, other: _Proposal) -> tuple[_Proposal, _Propos
     if one.parents is not None or other.parents is not None:
         return one, other
     n = min(len(one.tokens), len(other.tokens))
-    first, second = (_Proposal(p.tokens[:n], None if p.laws is None else p.laws[:n], None) for p in (one, other))
+    first, second = (
+        _Proposal(p.tokens[:n], None if p.distributions is None else p.distributions[:n], None) for p in (one, other)
+    )
     return first, second
 
 
@@ -335,15 +344,17 @@ def check_shapes_and_ranges(kit: _Kit) -> str:
     return f"{drafted} tokens drafted for {total} rows" if drafted else "note: nothing was drafted for any row"
 
 
-def _check_format(kit: _Kit, stage: _Stage, draft: Draft, rows: Rows[Sequence], max_len: Rows[int]) -> None:
+def _check_format(
+    kit: _Kit, stage: _Stage, draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]
+) -> None:
     """Raise ``ConformanceError`` for a draft that is none."""
-    tokens, lengths, laws, parents = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.parents_BK
+    tokens, lengths, distributions, parents = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.parents_BK
     asked = "; ".join(_show(row, most) for row, most in zip(rows, max_len))
     columns: list[tuple[str, Tensor | None, tuple[int, ...], bool]] = [
         ("lengths_B", lengths, (len(rows),), False),
         ("tokens_BK", tokens, (len(rows), tokens.shape[-1]), False),
         ("parents_BK", parents, tuple(tokens.shape), False),
-        ("probs_BKV", laws, (*tokens.shape, kit.vocab), True),
+        ("probs_BKV", distributions, (*tokens.shape, kit.vocab), True),
     ]
     for name, tensor, shape, real in columns:
         if tensor is None:
@@ -359,7 +370,7 @@ def _check_format(kit: _Kit, stage: _Stage, draft: Draft, rows: Rows[Sequence], 
         raise ConformanceError(
             f"tokens_BK {tokens.tolist()} (padding included) are not all in 0..{kit.vocab - 1}, for {asked}"
         )
-    if laws is not None and not bool(torch.isfinite(laws).all()):
+    if distributions is not None and not bool(torch.isfinite(distributions).all()):
         raise ConformanceError(f"probs_BKV (padding included) is not finite, for {asked}")
     for row, most, proposal in zip(rows, max_len, _split(draft)):
         told = f"{proposal.tokens} for {_show(row, most)}"
@@ -369,7 +380,7 @@ def _check_format(kit: _Kit, stage: _Stage, draft: Draft, rows: Rows[Sequence], 
         if (longest := 1 + max(proposal.depths, default=-1)) > most:
             raise ConformanceError(f"drafted {longest} tokens where at most {most} were asked: {told}")
         pairs = list(zip(proposal.parents or (), proposal.tokens))
-        if proposal.laws is None and len(set(pairs)) < len(pairs):
+        if proposal.distributions is None and len(set(pairs)) < len(pairs):
             raise ConformanceError(
                 f"two siblings of a deterministic tree are the same, parents {proposal.parents}: {told}"
             )
@@ -615,45 +626,50 @@ def check_full_caches(kit: _Kit) -> str:
     return f"{refused} of {3 * caches} times refused" if caches else "no caches of its own"
 
 
-def check_claimed_law(kit: _Kit) -> str:
-    """Claimed laws are laws, drafted tokens have mass in them, and over many seeds are drawn from them.
+def check_claimed_distribution(kit: _Kit) -> str:
+    """Claimed distributions are distributions, drafted tokens have mass in them, and over many seeds are drawn from
+    them.
 
-    What is drawn at random must claim its law; how much is drafted must not depend on what was drawn.
+    What is drawn at random must claim its distribution; how much is drafted must not depend on what was drawn.
     """
     for rows, max_len in kit.batches():
         for row, most, proposal in zip(rows, max_len, kit.stage().propose(rows, max_len)):
-            for j, (token, law_V) in enumerate(zip(proposal.tokens, () if proposal.laws is None else proposal.laws)):
-                total = float(law_V.double().sum())
-                if float(law_V.min()) < 0 or abs(total - 1) > _LAW:
-                    least = f"sums to {total:.4f} with a least entry of {float(law_V.min()):.2g}"
-                    raise ConformanceError(f"the law of drafted token {j} {least}, for {_show(row, most)}")
-                if not float(law_V[token]):
+            for j, (token, probs_V) in enumerate(
+                zip(proposal.tokens, () if proposal.distributions is None else proposal.distributions)
+            ):
+                total = float(probs_V.double().sum())
+                if float(probs_V.min()) < 0 or abs(total - 1) > _APART:
+                    least = f"sums to {total:.4f} with a least entry of {float(probs_V.min()):.2g}"
+                    raise ConformanceError(f"the distribution of drafted token {j} {least}, for {_show(row, most)}")
+                if not float(probs_V[token]):
                     raise ConformanceError(
-                        f"token {token} at {j} was drafted, and its law excludes it, for {_show(row, most)}"
+                        f"token {token} at {j} was drafted, and its distribution excludes it, for {_show(row, most)}"
                     )
     chances = []
     for number, params in enumerate(_PARAMS):
         proposals = kit.drawn(number)
         told = f"{_SEEDS} seeds at temperature {params.temperature}, top_k {params.top_k}"
         row = kit.row(kit.texts(9)[5], params)
-        certain = {tuple(p.tokens) for p in proposals if p.laws is None}
+        certain = {tuple(p.tokens) for p in proposals if p.distributions is None}
         if len(certain) > 1 and not kit.learns:
             few = [list(tokens) for tokens in sorted(certain)[:2]]
-            raise ConformanceError(f"drafts {few} by the seed, but claims no law (probs_BKV), for {_show(row, 3)}")
+            raise ConformanceError(
+                f"drafts {few} by the seed, but claims no distribution (probs_BKV), for {_show(row, 3)}"
+            )
         lengths = {len(p.tokens) for p in proposals if p.parents is None}
         if len(lengths) > 1 and not kit.learns:
             raise ConformanceError(f"the seed decides how much is drafted, {sorted(lengths)} tokens: {_show(row, 3)}")
         for j in range(3):
-            tokens_N, laws_NV, _ = _drawn_at(proposals, j)
+            tokens_N, probs_NV, _ = _drawn_at(proposals, j)
             if not len(tokens_N):
                 continue
-            expected_V = laws_NV.sum(0)
+            expected_V = probs_NV.sum(0)
             observed_V = torch.bincount(tokens_N, minlength=kit.vocab).double()
             if (chance := _chance(observed_V, expected_V)) < _CHANCE:
                 worst = int((observed_V - expected_V).abs().argmax())
                 share, claimed = (float(counts[worst]) / len(tokens_N) for counts in (observed_V, expected_V))
                 raise ConformanceError(
-                    f"token {j} of the draft is {worst} in {share:.3f} of {told}; the laws it claims say {claimed:.3f} "
+                    f"token {j} of the draft is {worst} in {share:.3f} of {told}; it claims {claimed:.3f} "
                     f"(chance {chance:.0e}), for {_show(row, 3)}"
                 )
             chances.append(chance)
@@ -679,7 +695,7 @@ def check_rounds_are_independent(kit: _Kit) -> str:
         chance = _dependence(groups_V[one[0][at_one]], other[0][at_other], other[1][at_other])
         if chance < _CHANCE:
             raise ConformanceError(
-                f"over {len(both)} seeds the first token of {told} depend on each other more than their laws say "
+                f"over {len(both)} seeds the first token of {told} depend on each other more than they claim "
                 f"(chance {chance:.0e}): the same randomness is used twice"
             )
         chances.append(chance)
@@ -694,10 +710,10 @@ def check_independent_of_the_verdict(kit: _Kit) -> str:
     draws = uniforms(seeds_N, torch.full_like(seeds_N, position), Stream.SAMPLE, 1)
     chances = []
     for told, j, noise_N in (("coin 0", 0, coins[:, 0]), ("coin 1", 1, coins[:, 1]), ("the draw", 0, draws[:, 0])):
-        tokens_N, laws_NV, at_N = _drawn_at(proposals, j)
+        tokens_N, probs_NV, at_N = _drawn_at(proposals, j)
         if not len(tokens_N):
             continue
-        chance = _dependence((noise_N[at_N] * 6).long(), tokens_N, laws_NV)
+        chance = _dependence((noise_N[at_N] * 6).long(), tokens_N, probs_NV)
         if chance < _CHANCE:
             raise ConformanceError(
                 f"token {j} of the draft depends on {told} of its own verdict (chance {chance:.0e}): draw with a seed "
@@ -707,18 +723,26 @@ def check_independent_of_the_verdict(kit: _Kit) -> str:
     return f"least chance {min(chances):.2g}" if chances else "nothing is drawn"
 
 
-def _drawn_at(proposals: Rows[_Proposal], j: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tokens [N], claimed laws [N, V] float64 and numbers [N] of the proposals that drew a token ``j``.
+def _drawn_at(proposals: abc.Sequence[_Proposal], j: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens [N], claimed distributions [N, V] float64 and numbers [N] of the proposals that drew a token ``j``.
 
-    Of a tree that is its first token alone: how the others came about, their laws do not say.
+    Of a tree that is its first token alone: how the others came about, their distributions do not say.
     """
     at = [
-        i for i, p in enumerate(proposals) if len(p.tokens) > j and p.laws is not None and (p.parents is None or j == 0)
+        i
+        for i, p in enumerate(proposals)
+        if len(p.tokens) > j and p.distributions is not None and (p.parents is None or j == 0)
     ]
     if not at:
         return torch.zeros(0, dtype=torch.int64), torch.zeros(0, 0), torch.zeros(0, dtype=torch.int64)
-    laws = torch.stack([laws[j] for i in at if (laws := proposals[i].laws) is not None]).double()
-    return torch.tensor([proposals[i].tokens[j] for i in at]), laws / laws.sum(-1, keepdim=True), torch.tensor(at)
+    distributions = torch.stack(
+        [distributions[j] for i in at if (distributions := proposals[i].distributions) is not None]
+    ).double()
+    return (
+        torch.tensor([proposals[i].tokens[j] for i in at]),
+        distributions / distributions.sum(-1, keepdim=True),
+        torch.tensor(at),
+    )
 
 
 def _common(one_N: Tensor, other_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -733,11 +757,12 @@ def _groups(mass_V: Tensor) -> Tensor:
     return (before_V / mass_V.sum() * 6).long().clamp(0, 5)
 
 
-def _dependence(bins_N: Tensor, tokens_N: Tensor, laws_NV: Tensor) -> float:
-    """The chance that tokens drawn from their laws, whatever their bins (0 to 5), fall on the bins as these did."""
-    groups_V = _groups(laws_NV.sum(0))
-    laws_NG = torch.zeros(len(tokens_N), 6, dtype=laws_NV.dtype).index_add_(1, groups_V, laws_NV)
-    expected_GG = torch.zeros(6, 6, dtype=laws_NV.dtype).index_add_(0, bins_N, laws_NG)
+def _dependence(bins_N: Tensor, tokens_N: Tensor, probs_NV: Tensor) -> float:
+    """The chance that tokens drawn from their distributions, whatever their bins (0 to 5), fall on the bins as these
+    did."""
+    groups_V = _groups(probs_NV.sum(0))
+    probs_NG = torch.zeros(len(tokens_N), 6, dtype=probs_NV.dtype).index_add_(1, groups_V, probs_NV)
+    expected_GG = torch.zeros(6, 6, dtype=probs_NV.dtype).index_add_(0, bins_N, probs_NG)
     observed_GG = torch.bincount(bins_N * 6 + groups_V[tokens_N], minlength=36).double()
     return _chance(observed_GG, expected_GG.flatten())
 
@@ -745,7 +770,7 @@ def _dependence(bins_N: Tensor, tokens_N: Tensor, laws_NV: Tensor) -> float:
 def _chance(observed_G: Tensor, expected_G: Tensor) -> float:
     """Chance of counts at least as far from the expected ones, by Pearson's chi-square; rare outcomes count together.
 
-    The expected counts may be sums over draws with different laws, which makes the true chance larger only.
+    The expected counts may be sums over draws with different distributions, which makes the true chance larger only.
     """
     order = expected_G.argsort()
     observed, expected = observed_G[order], expected_G[order]
@@ -801,7 +826,7 @@ DRAFT_CHECKS: tuple[Callable[[_Kit], str], ...] = (
     check_release_frees_all,
     check_context_limit,
     check_full_caches,
-    check_claimed_law,
+    check_claimed_distribution,
     check_rounds_are_independent,
     check_independent_of_the_verdict,
     check_speculation_equals_autoregression,

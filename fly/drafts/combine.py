@@ -5,7 +5,7 @@ Shape legend: B rows, K longest draft, V vocabulary, N tokens of one piece.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -13,8 +13,9 @@ from torch import Tensor
 
 from fly.drafts.base import DraftStrategy, Wrapper, pad
 from fly.engine import common_prefix
-from fly.sampling import derive
-from fly.types import Draft, Sequence
+from fly.ops import derive
+from fly.request import Sequence
+from fly.types import Draft
 
 __all__ = ["RelayDraft", "UnionDraft"]
 
@@ -24,13 +25,13 @@ class _Piece:
     """What one strategy proposed for one row."""
 
     tokens: list[int]
-    law_NV: Tensor | None  # that each was drawn from; None = deterministic
+    probs_NV: Tensor | None  # that each was drawn from; None = deterministic
 
 
 class _Combined(Wrapper):
     """Chains of several strategies that speak one vocabulary, made into one."""
 
-    def __init__(self, members: Rows[DraftStrategy]) -> None:
+    def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         name = type(self).__name__
         if not members:
             raise ValueError(f"{name} needs at least one strategy")
@@ -53,16 +54,16 @@ class _Combined(Wrapper):
         contexts = [member.context for member in members if member.context is not None]
         self.context = max(contexts) if len(contexts) == len(members) else None
 
-    def _ask(self, member: DraftStrategy, rows: Rows[Sequence], max_len: Rows[int]) -> list[_Piece]:
+    def _ask(self, member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Piece]:
         draft = member.propose(rows, max_len)
         if draft.parents_BK is not None:
             raise ValueError(f"{type(member).__name__} proposed a tree; {type(self).__name__} combines chains only")
         probs_BKV = draft.probs_BKV
         pieces = []
         for b, (row, tokens) in enumerate(zip(rows, draft.chains)):
-            # Nothing is drawn for a row at temperature 0, whatever its law says beside those of other rows.
-            law_NV = None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)]
-            pieces.append(_Piece(tokens, law_NV))
+            # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
+            probs_NV = None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)]
+            pieces.append(_Piece(tokens, probs_NV))
         return pieces
 
 
@@ -72,13 +73,14 @@ class RelayDraft(_Combined):
 
     ``RelayDraft([(SingleDraft(small), 4), (NGramDraft(), 8)])`` drafts up to 12 tokens. Each stage proposes up to its
     own number of tokens to follow what stands so far, however many that are, unless the row has ended. Where any
-    stage gave laws, each token keeps the law it was drawn from, and those of deterministic stages have all mass on
-    themselves. How much a stage proposes may depend on what earlier ones drew (a lookup may find nothing there), but
+    stage gave distributions, each token keeps the distribution it was drawn from, and those of deterministic stages
+    have all mass on themselves. How much a stage proposes may depend on what earlier ones drew (a lookup may find
+    nothing there), but
     not on its own draws: whether a position is drafted is known before its token, which is all that losslessness
     needs. In the paper lengths are searched for; here they are given, and a stage is any strategy of chains.
     """
 
-    def __init__(self, stages: Rows[tuple[DraftStrategy, int]]) -> None:
+    def __init__(self, stages: abc.Sequence[tuple[DraftStrategy, int]]) -> None:
         for stage in stages:
             if not (isinstance(stage, tuple) and len(stage) == 2 and isinstance(stage[0], DraftStrategy)):
                 raise ValueError(f"stage {stage!r} of a relay is no pair of a strategy and its number of tokens")
@@ -88,7 +90,7 @@ class RelayDraft(_Combined):
             if not isinstance(k, int) or k < 1:
                 raise ValueError(f"k {k!r} of stage {number} must be an integer of at least 1")
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         drafted: list[list[_Piece]] = [[] for _ in rows]
         tokens = [list(row.tokens) for row in rows]  # with what stands so far
         active = [b for b, most in enumerate(max_len) if most > 0]
@@ -166,8 +168,9 @@ class UnionDraft(_Combined):
     expected accepted tokens, the cheapest among equals; a strategy is not even asked for a row if it cannot be
     expected to offer more than a cheaper one already does. What a strategy costs counts by its place alone.
 
-    Drawn tokens never decide. To look at them and then drop them would change their law, and with it that of the
-    text. So a proposal with a law stands once it is drawn (above temperature 0), and whether to draw it is decided
+    Drawn tokens never decide. To look at them and then drop them would change their distribution, and with it that of
+    the text. So a proposal with a distribution stands once it is drawn (above temperature 0), and whether to draw it is
+    decided
     before: if more is expected of that strategy than is offered so far, and than of any that comes later.
     Deterministic proposals are free to be compared.
 
@@ -180,7 +183,7 @@ class UnionDraft(_Combined):
 
     learns = True
 
-    def __init__(self, strategies: Rows[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
+    def __init__(self, strategies: abc.Sequence[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
         super().__init__(strategies)
         for name, value in (("rate", rate), ("prior", prior)):
             if not 0 < value <= 1:
@@ -188,9 +191,9 @@ class UnionDraft(_Combined):
         self._overall = [_Average(rate, prior) for _ in strategies]
         self._averages: dict[int, list[_Average]] = {}  # by row
         self._rounds: dict[int, _Round] = {}  # by row
-        self._draws = [False] * len(strategies)  # whether it has ever given a law
+        self._draws = [False] * len(strategies)  # whether it has ever given a distribution
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         chosen: list[list[_Piece]] = [[] for _ in rows]
         offers = [0.0] * len(rows)
         open_rows = [b for b, most in enumerate(max_len) if most > 0]
@@ -209,7 +212,7 @@ class UnionDraft(_Combined):
                     continue
                 n = len(piece.tokens)
                 offer = self._averages[row.id][number].of_length(n).expected(n)
-                if piece.law_NV is not None:
+                if piece.probs_NV is not None:
                     self._draws[number] = True
                     open_rows.remove(b)
                 elif offer <= offers[b]:
@@ -217,7 +220,7 @@ class UnionDraft(_Combined):
                 chosen[b], offers[b] = [piece], offer
         return _join(chosen)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             done = self._rounds.pop(row.id, None)
             if done is None or len(row.tokens) <= done.start:  # given up: nothing is known
@@ -240,20 +243,23 @@ class UnionDraft(_Combined):
         return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
 
 
-def _join(pieces: Rows[list[_Piece]]) -> Draft:
-    """A ``Draft`` of each row's pieces, one after the other; deterministic ones get one-hot laws if any has a law."""
+def _join(pieces: abc.Sequence[list[_Piece]]) -> Draft:
+    """A ``Draft`` of each row's pieces, one after the other; deterministic ones get one-hot distributions if any has a
+    distribution."""
     tokens = [[token for piece in row for token in piece.tokens] for row in pieces]
-    law = next((piece.law_NV for row in pieces for piece in row if piece.law_NV is not None), None)
-    if law is None:
+    distribution = next((piece.probs_NV for row in pieces for piece in row if piece.probs_NV is not None), None)
+    if distribution is None:
         return pad(tokens)
-    proposal = pad(tokens, law.device)
-    probs_BKV = torch.zeros(*proposal.tokens_BK.shape, law.shape[-1], dtype=law.dtype, device=law.device)
+    proposal = pad(tokens, distribution.device)
+    probs_BKV = torch.zeros(
+        *proposal.tokens_BK.shape, distribution.shape[-1], dtype=distribution.dtype, device=distribution.device
+    )
     for b, row in enumerate(pieces):
         start = 0
         for piece in row:
             end = start + len(piece.tokens)
-            if piece.law_NV is not None:
-                probs_BKV[b, start:end] = piece.law_NV.to(law.device)
+            if piece.probs_NV is not None:
+                probs_BKV[b, start:end] = piece.probs_NV.to(distribution.device)
             else:
                 probs_BKV[b, range(start, end), piece.tokens] = 1.0
             start = end

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 import sys
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -17,19 +17,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from fly.backends.cpu import compiled
+from fly.backends.cpu.library import Lookup, Sure
 from fly.bundled import resolve_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
+from fly.constraints import constrain, constrains
 from fly.drafts.base import Continuation, DraftStrategy, Wrapper, pad, until_end
 from fly.drafts.ngram import NGramDraft
 from fly.engine import Model, Runner, judge
-from fly.kernels import compiled
-from fly.kernels.library import Lookup, Sure
 from fly.models import load_model
 from fly.models.tokenizer import Tokenizer, read_eos_ids
+from fly.ops import Stream, argmax, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, Exact
-from fly.sampling import Law, Stream, constrain, constrains, derive, draw, uniforms
-from fly.types import Draft, Guarantee, Sequence
-from fly.vocabulary import argmax
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+from fly.types import Draft, Guarantee
 
 __all__ = ["CascadeDraft", "SingleDraft"]
 
@@ -77,14 +79,14 @@ class SingleDraft(DraftStrategy):
         draft: who proposes for this model; None for nobody. Where the model can draft in one call (compiled kernels)
             and its policy is lossless, that call does itself what an ``NGramDraft`` would; another ``draft`` is asked,
             at temperature 0, only while that is measured to take less time.
-        policy: how this model verifies its own draft. A rule that is not lossless changes the law of what it
+        policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
         confidence: it stops before a token if none has at least this probability there (usually 0.4; 0 never stops).
         entropy: it stops before a token if the entropy there exceeds this many nats (SVIP, arXiv 2411.18462, stops
-            where a function of the draft's entropy exceeds a threshold; infinity never stops). Both look at the law
-            that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a lossless rule
-            stays lossless.
+            where a function of the draft's entropy exceeds a threshold; infinity never stops). Both look at the
+            distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a
+            lossless rule stays lossless.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
         load: what loads it: ``load(directory, dtype, device)``.
@@ -175,7 +177,7 @@ class SingleDraft(DraftStrategy):
         level._lookup = level._lookup_at_once()
         return level
 
-    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         left = [(row, min(end, self.context) - len(self.runner.begin(row))) for row, end in parts if row.k]
         if left := [(row, n) for row, n in left if n > 0]:
             # without room for it now, the row is caught up with when it is drafted for
@@ -185,7 +187,7 @@ class SingleDraft(DraftStrategy):
         if self.draft is not None:
             self.draft.prefill(parts)
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         most = [
             max(0, min(n, self.context - len(row.tokens), n if self.k is None else self.k))
             for row, n in zip(rows, max_len)
@@ -194,7 +196,7 @@ class SingleDraft(DraftStrategy):
         if not active:
             return Draft.empty(len(rows), self.runner.model.device)
         if self.policy.guarantee is not Guarantee.LOSSLESS and not all(rows[b].greedy for b in active):
-            raise ValueError(f"a draft level verified by {self.policy} has no known law above temperature 0")
+            raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         self._attach_below()  # where nobody attached this level itself
         way, begin = None, 0.0
         if self._may_go_at_once([rows[b] for b in active]):
@@ -211,12 +213,12 @@ class SingleDraft(DraftStrategy):
         scratch = [row.fork(self.policy, self._seed(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
-        laws: list[list[Tensor]] = [[] for _ in rows]  # per row, the law [V] of each of its tokens
+        distributions: list[list[Tensor]] = [[] for _ in rows]  # per row, the distribution [V] of each of its tokens
         while active:
             left = [starts[b] + most[b] - len(scratch[b].tokens) for b in active]
-            new_laws, sure = self._advance([scratch[b] for b in active], left, None if alone else self.draft)
-            for b, row_laws in zip(active, new_laws):
-                laws[b] += row_laws
+            new_distributions, sure = self._advance([scratch[b] for b in active], left, None if alone else self.draft)
+            for b, row_distributions in zip(active, new_distributions):
+                distributions[b] += row_distributions
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
             active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
         if way is not None:
@@ -226,14 +228,14 @@ class SingleDraft(DraftStrategy):
         if all(row.greedy for row in rows):
             return proposal
         probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.vocab_size, device=self.runner.model.device)
-        for b, (row, row_laws) in enumerate(zip(rows, laws)):
+        for b, (row, row_distributions) in enumerate(zip(rows, distributions)):
             if row.greedy:
                 probs_BKV[b].scatter_(1, proposal.tokens_BK[b].unsqueeze(1), 1.0)
-            elif row_laws:
-                probs_BKV[b, : len(row_laws)] = torch.stack(row_laws)
+            elif row_distributions:
+                probs_BKV[b, : len(row_distributions)] = torch.stack(row_distributions)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         plain = type(self) is SingleDraft and (self.draft is None or self._lookup is not None)
         known = (
             all(row.greedy for row in rows) or self.policy.guarantee is Guarantee.LOSSLESS
@@ -243,7 +245,7 @@ class SingleDraft(DraftStrategy):
         most = [sys.maxsize if self.k is None else self.k] * len(rows)
         return Continuation(self.runner, most, self._least, self._lookup)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
         if self.draft is not None and self._lookup is None:  # whose index catches up where it is ever needed
             self.draft.commit(rows)
@@ -267,7 +269,7 @@ class SingleDraft(DraftStrategy):
 
         return translated(draft, self.tokenizer, self.vocab_size)
 
-    def _may_go_at_once(self, rows: Rows[Sequence]) -> bool:
+    def _may_go_at_once(self, rows: abc.Sequence[Sequence]) -> bool:
         """Whether one call of the model gives what ``_advance`` comes to, over and over."""
         if getattr(self.runner.model, "draft", None) is None or any(map(constrains, rows)):
             return False
@@ -281,32 +283,32 @@ class SingleDraft(DraftStrategy):
             return None
         return Lookup.from_buffer_copy(draft.compiled)  # it learns from what this level sees
 
-    def _at_once(self, rows: Rows[Sequence], active: list[int], most: list[int]) -> Draft | None:
+    def _at_once(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft | None:
         """The proposal in one call of the model, for rows ``active``; None where the cache has no room for it."""
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
-        law, uniform_BK = None, None
+        distribution, uniform_BK = None, None
         if not all(row.greedy for row in rows):
-            law = Law.of([row.params for row in going])
+            distribution = BatchSampling.of([row.params for row in going])
             longest, starts_B1 = max(wanted), torch.tensor([[len(row.tokens)] for row in going])
             seeds_B1 = torch.tensor([[self._seed(row)] for row in going]).expand(-1, longest)
             steps_BK = (starts_B1 + torch.arange(longest)).flatten()
             uniform_BK = uniforms(seeds_B1.flatten(), steps_BK, Stream.SAMPLE, 1).view(len(going), longest)
         sure = self._least if self._stops else None
-        if (found := self.runner.draft(going, wanted, law, uniform_BK, self._lookup, sure)) is None:
+        if (found := self.runner.draft(going, wanted, distribution, uniform_BK, self._lookup, sure)) is None:
             return None
         drafted: list[list[int]] = [[] for _ in rows]
         for b, tokens in zip(active, found[0]):
             drafted[b] = tokens
-        proposal, laws_AKV = Draft.of(drafted), found[1]
-        if laws_AKV is None:
+        proposal, probs_AKV = Draft.of(drafted), found[1]
+        if probs_AKV is None:
             return proposal
-        laws_AKV = laws_AKV[:, : proposal.tokens_BK.shape[1]]
+        probs_AKV = probs_AKV[:, : proposal.tokens_BK.shape[1]]
         if len(active) < len(rows):
-            probs_BKV = laws_AKV.new_zeros(len(rows), *laws_AKV.shape[1:])
-            probs_BKV[active] = laws_AKV
-            laws_AKV = probs_BKV
-        return Draft(proposal.tokens_BK, proposal.lengths_B, laws_AKV)
+            probs_BKV = probs_AKV.new_zeros(len(rows), *probs_AKV.shape[1:])
+            probs_BKV[active] = probs_AKV
+            probs_AKV = probs_BKV
+        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_AKV)
 
     @staticmethod
     def _seed(row: Sequence) -> int:
@@ -317,8 +319,8 @@ class SingleDraft(DraftStrategy):
         self, rows: list[Sequence], left: list[int], draft: DraftStrategy | None
     ) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to where this level is unsure; by what ``draft``
-        proposes, if it is to be asked. Returns the laws they were drawn from (sampling only), and whether it was sure
-        all the way."""
+        proposes, if it is to be asked. Returns the distributions they were drawn from (sampling only), and whether it
+        was sure all the way."""
         if draft is not None:
             return self._round(rows, left, draft)
         logits_BV = constrain(self.runner.feed(rows, [[]] * len(rows)), rows, [[]] * len(rows))[:, 0]
@@ -328,18 +330,18 @@ class SingleDraft(DraftStrategy):
                 row.tokens += [token] * stands
             return [[] for _ in rows], sure
         device = logits_BV.device
-        law = Law.of([row.params for row in rows], device)
-        probs_BV = law.probs(logits_BV.unsqueeze(1))[:, 0]
+        distribution = BatchSampling.of([row.params for row in rows], device)
+        probs_BV = distribution.probs(logits_BV.unsqueeze(1))[:, 0]
         seed_B = torch.tensor([row.seed for row in rows], device=device)
         round_B = torch.tensor([len(row.tokens) for row in rows], device=device)
         tokens = draw(probs_BV, uniforms(seed_B, round_B, Stream.SAMPLE, 1).squeeze(1)).tolist()
-        sure = self._sure(logits_BV, torch.where(law.greedy_B.unsqueeze(1), logits_BV.softmax(-1), probs_BV))
+        sure = self._sure(logits_BV, torch.where(distribution.greedy_B.unsqueeze(1), logits_BV.softmax(-1), probs_BV))
         for row, token, stands in zip(rows, tokens, sure):
             row.tokens += [token] * stands
-        return [[law_V] * stands for law_V, stands in zip(probs_BV, sure)], sure
+        return [[probs_V] * stands for probs_V, stands in zip(probs_BV, sure)], sure
 
     def _sure(self, logits_NV: Tensor, probs_NV: Tensor | None) -> list[bool]:
-        """Whether to draft on, by the law at each of N places: ``probs_NV``, or that of the logits."""
+        """Whether to draft on, by the distribution at each of N places: ``probs_NV``, or that of the logits."""
         if not self._stops:
             return [True] * len(logits_NV)
         if probs_NV is None:
@@ -356,7 +358,7 @@ class SingleDraft(DraftStrategy):
         target, _ = self.runner.score(rows, below)
         draft.observe(rows, below, target)
         proposed, device = below.chains, target.logits_BKV.device
-        laws: list[list[Tensor]] = [[] for _ in rows]
+        distributions: list[list[Tensor]] = [[] for _ in rows]
         surely = [True] * len(rows)
         for numbers, verdict in judge(rows, target, below):
             paths, following = verdict.paths(), verdict.told.following
@@ -372,10 +374,10 @@ class SingleDraft(DraftStrategy):
                     new = new if surely[b] else new[: sure.index(False)]
                 rows[b].tokens += new
                 if probs_NV is not None:
-                    laws[b] += list(probs_NV)[: len(new)]
+                    distributions[b] += list(probs_NV)[: len(new)]
         self.runner.commit(rows)
         draft.commit(rows)
-        return laws, surely
+        return distributions, surely
 
 
 class CascadeDraft(Wrapper):
@@ -390,7 +392,7 @@ class CascadeDraft(Wrapper):
     model's own bit for bit.
     """
 
-    def __init__(self, levels: Rows[DraftStrategy]) -> None:
+    def __init__(self, levels: abc.Sequence[DraftStrategy]) -> None:
         if not levels:
             raise ValueError("a cascade needs at least one level")
         if len(set(map(id, levels))) < len(levels):
@@ -406,8 +408,8 @@ class CascadeDraft(Wrapper):
         super().__init__([top])
         self.top = top
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return self.top.propose(rows, max_len)
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         return self.top.continuation(rows) if type(self) is CascadeDraft else None

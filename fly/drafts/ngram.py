@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from fly.backends.cpu.library import Lookup, Sure
 from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
 from fly.engine import common_prefix
-from fly.kernels.library import Lookup, Sure
-from fly.types import Draft, Sequence
+from fly.request import Sequence
+from fly.types import Draft
 
 __all__ = ["NGramDraft"]
 
@@ -39,7 +40,7 @@ class NGramDraft(DraftStrategy):
         self.longest, self.shortest, self.k = longest, shortest, k
         self._indices: dict[int, _Index] = {}
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
@@ -48,7 +49,7 @@ class NGramDraft(DraftStrategy):
         """The settings, as compiled code takes them."""
         return Lookup(*(min(value, 2**31 - 1) for value in (self.longest, self.shortest, self.k)))
 
-    def continuation(self, rows: Rows[Sequence]) -> Continuation | None:
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         return Continuation(None, [self.k] * len(rows), Sure(), self.compiled) if type(self) is NGramDraft else None
 
     def release(self, row: Sequence) -> None:

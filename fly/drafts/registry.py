@@ -9,8 +9,8 @@ import ast
 import inspect
 import os
 import re
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from functools import cache
 from importlib.metadata import entry_points
 from types import UnionType
@@ -209,7 +209,12 @@ class _Reader:
             given: list[ast.expr] = list(call.args)
             first = hints.get(next(iter(parameters), ""), None)
             listed = len(given) == 1 and isinstance(given[0], ast.List)
-            if given and not listed and get_origin(first) in (Rows, list, tuple) and _mentions(first, DraftStrategy):
+            if (
+                given
+                and not listed
+                and get_origin(first) in (abc.Sequence, list, tuple)
+                and _mentions(first, DraftStrategy)
+            ):
                 given = [ast.List(given, ast.Load())]
             bound = inspect.signature(make).bind(*given, **named)
             for name, nodes in bound.arguments.items():

@@ -5,7 +5,7 @@ Shape legend: T packed tokens, C hidden width, V vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from functools import partial
 from typing import Protocol, cast
 
@@ -18,7 +18,8 @@ from fly.engine import Runner
 from fly.models import LlamaConfig
 from fly.models.llama import KV
 from fly.policies import Exact
-from fly.types import Draft, Sequence
+from fly.request import Sequence
+from fly.types import Draft
 
 __all__ = ["LayerSkipDraft", "expected_speedup"]
 
@@ -36,7 +37,9 @@ class _Layered(Protocol):
     @property
     def device(self) -> torch.device: ...
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Rows[int] | None = None) -> Tensor: ...
+    def __call__(
+        self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: abc.Sequence[int] | None = None
+    ) -> Tensor: ...
 
     def logits(self, hidden_TC: Tensor) -> Tensor: ...
 
@@ -95,7 +98,7 @@ class LayerSkipDraft(SingleDraft):
 
     def __init__(
         self,
-        skip: Rows[int] | None = None,
+        skip: abc.Sequence[int] | None = None,
         k: int | None = None,
         confidence: float = 0.0,
         entropy: float = float("inf"),
@@ -123,7 +126,7 @@ class LayerSkipDraft(SingleDraft):
         self.vocab_size, self.context = model.config.vocab_size, model.config.max_position_embeddings
         self._use(self.skip or ())
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         if self._target is None:
             raise ValueError("this strategy drafts with the layers of a target, and is attached to none")
         if self.skip is None:
@@ -143,10 +146,10 @@ class LayerSkipDraft(SingleDraft):
             self.runner.commit(drafted)  # back to what the target knows of
             self.runner.forget(drafted)
 
-    def prefill(self, parts: Rows[tuple[Sequence, int]]) -> None:
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         """The cache is the target's, which takes in its prompts itself."""
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         """The cache is the target's, which rolls it back itself."""
 
     def release(self, row: Sequence) -> None:
@@ -187,7 +190,7 @@ class LayerSkipDraft(SingleDraft):
         self._use(self.skip)
         return tried
 
-    def _use(self, skip: Rows[int]) -> None:
+    def _use(self, skip: abc.Sequence[int]) -> None:
         assert self._target is not None
         layers = [number for number in range(self._llama.config.num_hidden_layers) if number not in skip]
         # what it caches behind a row is of some layers only

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, abc, deque
 from collections.abc import Iterator
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fly.drafts.base import DraftStrategy, pad, until_end
 from fly.engine import common_prefix
-from fly.types import Draft, Sequence
+from fly.request import Sequence
+from fly.types import Draft
 
 if TYPE_CHECKING:
     from fly.engine import Runner
@@ -92,8 +92,8 @@ class SuffixDraft(DraftStrategy):
     draft, so a repetition is continued. It proposes chains, no trees.
 
     A lookup and a new token cost the same in any context, but for comparing the text with what is known of it.
-    Outputs are shared, so where a request's rounds begin, and with them a seeded sample (never its law), depends on
-    what finished before; ``shared_tokens`` 0 makes requests independent.
+    Outputs are shared, so where a request's rounds begin, and with them a seeded sample (never its distribution),
+    depends on what finished before; ``shared_tokens`` 0 makes requests independent.
 
     Args:
         depth: longest match, in tokens.
@@ -143,11 +143,11 @@ class SuffixDraft(DraftStrategy):
         if self.shared_tokens:
             self.vocab_size = size
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, found)])
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
             self._sync(row)
 

@@ -8,7 +8,7 @@ String-level exact match (SLEM) and token-level intersection (TLI) are of arXiv 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence as Rows
+from collections import abc
 from copy import copy
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -25,8 +25,9 @@ from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.engine import Model, Runner, common_prefix
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
-from fly.sampling import derive
-from fly.types import Draft, SamplingParams, Sequence, Target, first_branch
+from fly.ops import derive
+from fly.request import Sequence
+from fly.types import Draft, SamplingParams, Target, first_branch
 
 __all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
 
@@ -73,7 +74,7 @@ class _Speller:
         leading = takewhile(lambda pair: pair[1], zip(encoding.ids, encoding.special_tokens_mask))
         self.begin = [i for i, _ in leading]  # what the tokenizer puts before every text
 
-    def text(self, ids: Rows[int]) -> str:
+    def text(self, ids: abc.Sequence[int]) -> str:
         """The text of plain ``ids``, unfinished characters as lone surrogates (or replacement marks)."""
         if self.byte_level:
             return b"".join(self.bytes_of[i] for i in ids).decode("utf-8", "surrogateescape")
@@ -270,9 +271,10 @@ class _Context:
 
 
 class _Restricted:
-    """A model that cannot say some tokens: their logits are -inf, so every law made of them is one of the others."""
+    """A model that cannot say some tokens: their logits are -inf, so every distribution made of them is one of the
+    others."""
 
-    def __init__(self, model: Model, allowed: Rows[int]) -> None:
+    def __init__(self, model: Model, allowed: abc.Sequence[int]) -> None:
         self._model, self.config = model, model.config
         self._banned_V = torch.ones(model.config.vocab_size, dtype=torch.bool, device=model.device)
         self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=model.device)] = False
@@ -297,18 +299,18 @@ class TranslatedDraft(Wrapper):
     """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
 
     In the modes ``padded`` and ``tokens`` (see ``Vocabularies``) each drafted token is one of the target's. The model's
-    law is restricted to the shared tokens and renormalised before temperature, top-k, top-p and min-p are applied and
-    a token is drawn, and ``probs_BKV`` holds just the law it was drawn from, with 0 for all the target alone has. What
-    is claimed is what was drawn from, hence every lossless rule stays lossless. (Restricted after the filters instead,
-    a nucleus without any shared token would leave no law at all.)
+    distribution is restricted to the shared tokens and renormalised before temperature, top-k, top-p and min-p are
+    applied and a token is drawn, and ``probs_BKV`` holds just the distribution it was drawn from, with 0 for all the
+    target alone has. What is claimed is what was drawn from, hence every lossless rule stays lossless. (Restricted
+    after the filters instead, a nucleus without any shared token would leave no distribution at all.)
 
     In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a
     deterministic draft (``probs_BKV`` None). That is lossless whatever is proposed and whoever proposes it, as long as
     the coins of the round are independent of it: for one fixed token x, keeping x with chance target(x) and else
     drawing from target without x emits exactly target; a proposal from an independent source is one fixed token for
-    every outcome of that source, and an average of equal laws is that law. Drafting by a draw would be lossless too,
-    but x ~ draft is kept with chance sum(draft · target), which is at most that of the target's own favourite, and
-    the draft's favourite is the best guess at it.
+    every outcome of that source, and an average of equal distributions is that distribution. Drafting by a draw would
+    be lossless too, but x ~ draft is kept with chance sum(draft · target), which is at most that of the target's own
+    favourite, and the draft's favourite is the best guess at it.
 
     What the draft model reads is a function of the row's tokens alone, kept up with piece by piece. Characters of
     which only some bytes are there go over byte by byte where both tokenizers are byte-level; otherwise the row is
@@ -316,7 +318,7 @@ class TranslatedDraft(Wrapper):
 
     The draft's cache may need more tokens for a row than the target's, which those who admit requests cannot know.
     Where it is full nothing is proposed to any row of the round: that costs time, and changes which tokens a seed
-    gives, but no law.
+    gives, but no distribution.
 
     Args:
         draft: a ``SingleDraft``, or a ``CascadeDraft`` whose last level is one, with a tokenizer.
@@ -358,7 +360,7 @@ class TranslatedDraft(Wrapper):
         if (size := target.model.config.vocab_size) != self.vocab_size:
             raise ValueError(f"this draft is translated to {self.vocab_size} tokens, the target has {size}")
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         own = [self._own(row) for row in rows]
         most = [n if self._may_draft(row, mine) else 0 for row, mine, n in zip(rows, own, max_len)]
         try:
@@ -375,17 +377,17 @@ class TranslatedDraft(Wrapper):
         probs_BKV[..., self._target_N] = own_BKV[..., self._own_N]
         return Draft(tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target says is said in its own vocabulary."""
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self._commit([self._own(row) for row in rows if row.id in self._contexts])
 
     def release(self, row: Sequence) -> None:
         self._contexts.pop(row.id, None)
         self.draft.release(row)
 
-    def _commit(self, own: Rows[Sequence]) -> None:
+    def _commit(self, own: abc.Sequence[Sequence]) -> None:
         self.draft.commit([mine for mine in own if mine.tokens])
         for mine in own:
             if not mine.tokens:  # a row of which the draft model can read nothing
@@ -416,7 +418,9 @@ class TranslatedDraft(Wrapper):
         only_ends = row.generated < row.params.min_tokens and self.vocabularies.to_target.keys() <= own.stop_ids
         return bool(own.tokens) and not only_ends
 
-    def _retokenised(self, rows: Rows[Sequence], own: Rows[Sequence], draft: Draft, max_len: Rows[int]) -> Draft:
+    def _retokenised(
+        self, rows: abc.Sequence[Sequence], own: abc.Sequence[Sequence], draft: Draft, max_len: abc.Sequence[int]
+    ) -> Draft:
         """What was drafted, spelled by the target: text up to the first special token, and that one if it is shared."""
         vocabularies, to_target = self.vocabularies, self.vocabularies.to_target
         drafts = []
@@ -432,7 +436,7 @@ class TranslatedDraft(Wrapper):
         return pad(drafts, self._to_target_V.device)
 
 
-def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:
+def _restricted(level: SingleDraft, allowed: abc.Sequence[int]) -> SingleDraft:
     """The same level, with a cache of its own and a model that says ``allowed`` tokens only."""
     level = copy(level)
     level._model = _Restricted(level._model, allowed)
@@ -443,8 +447,8 @@ def _restricted(level: SingleDraft, allowed: Rows[int]) -> SingleDraft:
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
-    """Without what is said by the target's ids or about its tokens. The draft's law needs nothing of it: the target's
-    has it, and decides."""
+    """Without what is said by the target's ids or about its tokens. The draft's distribution needs nothing of it: the
+    target's has it, and decides."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
     return params.model_copy(update={**off, "bad_words": ()}) if params.penalises else params
 

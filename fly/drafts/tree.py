@@ -6,8 +6,8 @@ Shape legend: B rows, J places of a row, V vocabulary, W candidates for a place.
 from __future__ import annotations
 
 import heapq
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 
+from fly.constraints import constrain
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
 from fly.engine import Model
 from fly.models import load_model
-from fly.sampling import constrain
-from fly.types import Draft, Sequence, Target
-from fly.vocabulary import top
+from fly.ops import top
+from fly.request import Sequence
+from fly.types import Draft, Target
 
 __all__ = ["RecyclingDraft", "TreeDraft"]
 
@@ -65,7 +66,7 @@ class TreeDraft(SingleDraft):
         nodes: int = 16,
         depth: int = 12,
         width: int = 2,
-        branching: Rows[int] | None = None,
+        branching: abc.Sequence[int] | None = None,
         k: int | None = None,
         cache_tokens: int | None = None,
         block_size: int | None = None,
@@ -93,7 +94,7 @@ class TreeDraft(SingleDraft):
     def spare(self) -> int:  # type: ignore[override]  # a row's longest path may be a single token
         return max(self.nodes, self.depth * self.width) if self.branching is None else self.nodes
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         device = self.runner.model.device
         most = [
             max(0, min(n, self.depth, self.context - len(row.tokens), n if self.k is None else self.k))
@@ -161,10 +162,10 @@ class RecyclingDraft(DraftStrategy):
         self._shape = _static_tree(nodes, depth, width, decay)
         self._after: dict[int, list[int]] = {}
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return pad_trees([self._tree(row, most) for row, most in zip(rows, max_len)])
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         likeliest_BJW = top(target.logits_BKV, self.width).indices.tolist()
         for row, drafted, likeliest in zip(rows, draft.chains, likeliest_BJW):
             for token, successors in zip([row.tokens[-1], *drafted], likeliest):

@@ -8,7 +8,8 @@ from typing import TypeVar
 
 from fly.bundled.tasks import Problem, check_many
 from fly.eval.timed import Setting, Times, timed
-from fly.types import SamplingParams, Stats
+from fly.request import Stats
+from fly.types import SamplingParams
 
 __all__ = ["Result", "compare", "decode", "in_turns"]
 

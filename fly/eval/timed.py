@@ -15,7 +15,8 @@ from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.engine import Runner
 from fly.llm import LLM, Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.types import SamplingParams, Summed
+from fly.request import Summed
+from fly.types import SamplingParams
 
 __all__ = ["Clock", "Setting", "Times", "draft_runners", "synchronize", "timed"]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fly.kernels.llama import CompiledLlama
+from fly.backends.cpu.model import CompiledLlama
 from fly.models import Llama
 from fly.models.llama import KV
 from fly.parallel.logits import VocabularyShards

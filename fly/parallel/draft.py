@@ -8,8 +8,8 @@ from __future__ import annotations
 import statistics
 import sys
 import time
+from collections import abc
 from collections.abc import Callable, Iterable, Iterator
-from collections.abc import Sequence as Rows
 from contextlib import suppress
 from functools import partial
 from typing import Any, Literal, Protocol, get_args
@@ -23,7 +23,8 @@ from fly.parallel.logits import VocabularyShards
 from fly.parallel.model import load
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
-from fly.types import Draft, Sequence, Target
+from fly.request import Sequence
+from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]
 
@@ -147,7 +148,7 @@ class FirstDraft(DraftStrategy):
 
         self.ranks.together(attach, "the draft")
 
-    def propose(self, rows: Rows[Sequence], max_len: Rows[int]) -> Draft:
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self._follow((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         draft: Draft | None = None
         told: Any = None
@@ -158,15 +159,23 @@ class FirstDraft(DraftStrategy):
                 told = error
             else:
                 parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
-                law = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
-                told = (draft.tokens_BK.tolist(), draft.lengths_B.tolist(), parents, law, str(draft.tokens_BK.device))
+                distribution = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
+                told = (
+                    draft.tokens_BK.tolist(),
+                    draft.lengths_B.tolist(),
+                    parents,
+                    distribution,
+                    str(draft.tokens_BK.device),
+                )
         told = self.ranks.share(told)
         if isinstance(told, Exception):
             raise told
-        tokens, lengths, parents, law, device = told
+        tokens, lengths, parents, distribution, device = told
         probs_BKV = None
-        if law is not None:
-            probs_BKV = torch.empty(law[0], dtype=law[1], device=device) if draft is None else draft.probs_BKV
+        if distribution is not None:
+            probs_BKV = (
+                torch.empty(distribution[0], dtype=distribution[1], device=device) if draft is None else draft.probs_BKV
+            )
             assert probs_BKV is not None
             probs_BKV = self.ranks.spread(probs_BKV)
         shape = len(lengths), len(tokens[0]) if tokens else 0
@@ -177,13 +186,13 @@ class FirstDraft(DraftStrategy):
         lengths_B = torch.tensor(lengths, dtype=torch.int64, device=device)
         return Draft(numbers(tokens), lengths_B, probs_BKV, None if parents is None else numbers(parents))
 
-    def observe(self, rows: Rows[Sequence], draft: Draft, target: Target) -> None:
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         if self._observes and isinstance(target.logits_BKV, VocabularyShards):
             target.logits_BKV.gathered()  # by all; what the first rank then looks at is its own
         if self.strategy is not None:
             self.strategy.observe(rows, draft, target)
 
-    def commit(self, rows: Rows[Sequence]) -> None:
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self._follow((row, len(row.tokens)) for row in rows)
         if self.strategy is not None:
             self.strategy.commit(rows)

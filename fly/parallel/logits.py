@@ -1,6 +1,6 @@
 """Logits of which every rank holds the tokens of its part of the vocabulary: gathered only where somebody needs all.
 
-Knows nothing of policies. The passes of ``fly.vocabulary`` (the largest, the n largest, the one of a token, the mass of
+Knows nothing of policies. The passes of ``fly.ops`` (the largest, the n largest, the one of a token, the mass of
 all) exchange a few numbers a position; positions are picked without exchanging any; whatever else is done to such a
 tensor is done to the whole of it, which is gathered first, as many positions as are left of it.
 
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from fly import vocabulary
+from fly.ops import Top, vocabulary
 from fly.parallel.ranks import Ranks
-from fly.vocabulary import Top
 
 __all__ = ["VocabularyShards"]
 

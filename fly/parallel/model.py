@@ -16,9 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.kernels import CompiledLlama, chosen, compiled
-from fly.kernels.library import TORCH
-from fly.kernels.llama import refusal
+from fly.backends.cpu import CompiledLlama, chosen, compiled
+from fly.backends.cpu.library import TORCH
+from fly.backends.cpu.model import refusal
 from fly.models import Llama, LlamaConfig, load_model
 from fly.parallel.compiled import CompiledPart
 from fly.parallel.logits import VocabularyShards

@@ -13,8 +13,8 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fly.ops import draw
 from fly.policies.conditions import Block, Condition, expression
-from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 
 __all__ = [
@@ -31,7 +31,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Bound:
-    """How far the law of one emitted token may be from the target's: at most ``value`` in ``measure``.
+    """How far the distribution of one emitted token may be from the target's: at most ``value`` in ``measure``.
 
     ``kl`` is KL(emitted || target) in nats, ``tv`` the total variation distance in [0, 1].
     """
@@ -48,7 +48,7 @@ class AcceptancePolicy(ABC):
     every row decided by itself, vectorised over the batch, no host synchronisation.
 
     A subclass gives ``accept_probs``; it may excuse mismatches (``relax``, or a ``relaxation`` made of
-    conditions) and change the law of the correction (``residual``). ``verify`` does the rest.
+    conditions) and change the distribution of the correction (``residual``). ``verify`` does the rest.
 
     ``name`` is what the policy is called in texts and configurations (default: the class name). ``guarantee`` is
     LOSSLESS, BOUNDED (then ``bound`` says by what) or HEURISTIC; ``fly check`` holds a policy to it.
@@ -84,7 +84,7 @@ class AcceptancePolicy(ABC):
         return self.relaxation.holds(Block(target, draft, agree_BK))
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """[B, V] law of the correction after a rejection, up to a factor: max(target - draft, 0).
+        """[B, V] distribution of the correction after a rejection, up to a factor: max(target - draft, 0).
 
         (Leviathan et al. 2023, eq. 2; Chen et al. 2023.) For a deterministic draft ``draft_BV`` is one-hot, which
         leaves the target without the rejected token.
@@ -92,9 +92,9 @@ class AcceptancePolicy(ABC):
         return (target_BV - draft_BV).clamp_min(0)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """[B, V] law, up to a factor, of the correction where the draft's token number ``at_B`` was rejected.
+        """[B, V] distribution, up to a factor, of the correction where the draft's token number ``at_B`` was rejected.
 
-        Override it, instead of ``residual``, if the law depends on which token was rejected.
+        Override it, instead of ``residual``, if the distribution depends on which token was rejected.
         """
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
         target_BV = target.probs_at(rows_B, at_B)
@@ -273,15 +273,16 @@ def verdict_of(
 
 
 def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
-    """The bonus from the target's own law, or the correction from the policy's residual law."""
+    """The bonus from the target's own distribution, or the correction from the policy's residual distribution."""
     if target.all_greedy:
         return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
-    law_BV = target.probs_at(rows_B, accepted_B)
+    probs_BV = target.probs_at(rows_B, accepted_B)
     if draft.tokens_BK.shape[1]:
         at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
         residual_BV = policy.correction(target, draft, at_B)
-        # Equal laws leave no residual mass; a rejection is then a rounding matter, and the target's law is right.
+        # Equal distributions leave no residual mass; a rejection is then a rounding matter, and the target's
+        # distribution is right.
         rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
-        law_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, law_BV)
-    return draw(law_BV, noise.sample_B)
+        probs_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV)
+    return draw(probs_BV, noise.sample_B)

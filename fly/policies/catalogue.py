@@ -3,11 +3,11 @@
 What they have in common:
 
 - A token to which the target gives no mass never stands, whatever a rule's formula says: bans, top-k and top-p bind
-  every rule. "No mass" is 0 in the processed law, and a logit of -inf at temperature 0.
-- At temperature 0 the processed law is one-hot. Rules that *reshape or bound* it take it as it is; rules that
-  *gate* on how probable the token is look at the raw law softmax(logits) there, and keep the target's own choice in
-  any case. A correction at temperature 0 is always the target's most likely token.
-- A deterministic draft (no law) counts as one-hot on its token.
+  every rule. "No mass" is 0 in the processed distribution, and a logit of -inf at temperature 0.
+- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it take it as it is; rules that
+  *gate* on how probable the token is look at the raw distribution softmax(logits) there, and keep the target's own
+  choice in any case. A correction at temperature 0 is always the target's most likely token.
+- A deterministic draft (no distribution) counts as one-hot on its token.
 
 ``CATALOGUE`` and ``GATES`` list the policies and the conditions; all can be built with their defaults.
 
@@ -25,11 +25,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fly.ops import draw, pick, top
 from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs, verdict_of
 from fly.policies.conditions import Block, Condition
-from fly.sampling import draw
 from fly.types import Draft, Guarantee, Noise, Target, Verdict
-from fly.vocabulary import pick, top
 
 __all__ = [
     "CATALOGUE",
@@ -89,8 +88,8 @@ def _possible(target: Target, draft: Draft) -> Tensor:
     return torch.where(_per_row(target), open_BK, target.probs_of(draft.tokens_BK) > 0)
 
 
-def _gate_law(target: Target) -> Tensor:
-    """[B, K, V] the law a gate looks at: processed, raw at temperature 0."""
+def _gate_distribution(target: Target) -> Tensor:
+    """[B, K, V] the distribution a gate looks at: processed, raw at temperature 0."""
     if not target.some_greedy:
         return target.probs_BKV[:, :-1]
     raw_BKV = target.logits_BKV[:, :-1].softmax(-1)
@@ -100,7 +99,7 @@ def _gate_law(target: Target) -> Tensor:
 
 
 def _gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
-    """[B, K] twice, of the law a gate looks at: its probability of the token, and of the likeliest token."""
+    """[B, K] twice, of the distribution a gate looks at: its probability of the token, and of the likeliest token."""
     tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
     if not target.some_greedy:
         return target.probs_of(tokens_BK), target.probs_of(choice_BK)
@@ -122,10 +121,11 @@ def _gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 class _Gate(AcceptancePolicy):
-    """Rules that do not weigh the target's law against the draft's: after a rejection the target draws afresh."""
+    """Rules that do not weigh the target's distribution against the draft's: after a rejection the target draws
+    afresh."""
 
     def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
-        """The target's own law."""
+        """The target's own distribution."""
         return target_BV
 
     def keep(self, target: Target, draft: Draft, stands_BK: Tensor) -> Tensor:
@@ -134,22 +134,22 @@ class _Gate(AcceptancePolicy):
 
 
 class _Reshaped(AcceptancePolicy):
-    """Speculative sampling against another law than the target's: keep x with probability min(1, law(x)/draft(x)),
-    else draw from max(law - draft, 0)."""
+    """Speculative sampling against another distribution than the target's: keep x with probability min(1,
+    distribution(x)/draft(x)), else draw from max(distribution - draft, 0)."""
 
     @abstractmethod
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
-        """[N, V] the law aimed at (not at temperature 0, where it is the target's own)."""
+        """[N, V] the distribution aimed at (not at temperature 0, where it is the target's own)."""
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """max(law - draft, 0). For a deterministic draft every reshaped law here leaves the target without the
-        rejected token."""
+        """max(distribution - draft, 0). For a deterministic draft every reshaped distribution here leaves the target
+        without the rejected token."""
         if draft.probs_BKV is None:
             return super().correction(target, draft, at_B)
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
         target_BV, draft_BV = target.probs_at(rows_B, at_B), draft.probs_BKV[rows_B, at_B]
-        law_BV = self.reshape(target_BV, draft_BV, draft.tokens_BK[rows_B, at_B])
-        return (torch.where(_per_row(target), target_BV, law_BV) - draft_BV).clamp_min(0)
+        probs_BV = self.reshape(target_BV, draft_BV, draft.tokens_BK[rows_B, at_B])
+        return (torch.where(_per_row(target), target_BV, probs_BV) - draft_BV).clamp_min(0)
 
 
 # ---- lossless --------------------------------------------------------------------------------------------------
@@ -162,8 +162,8 @@ class ExactSample(AcceptancePolicy):
     n-gram engines: sample from the target, compare.)
 
     Whatever the draft proposes, the emitted text is the one that sampling without a draft would give from the same
-    coins. Coin j draws position j by inverting the cumulative law; the bonus has its own. At temperature 0: exact
-    match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic.
+    coins. Coin j draws position j by inverting the cumulative distribution; the bonus has its own. At temperature 0:
+    exact match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic.
     Draws at all K positions: costs K passes over the vocabulary.
     """
 
@@ -175,18 +175,18 @@ class ExactSample(AcceptancePolicy):
         return _drafted(exact_accept_probs(target, Draft(draft.tokens_BK, draft.lengths_B)), draft)
 
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
-        """The target without the rejected token: the law of its sample, given that it was another one."""
+        """The target without the rejected token: the distribution of its sample, given that it was another one."""
         return super().correction(target, Draft(draft.tokens_BK, draft.lengths_B), at_B)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         if target.all_greedy:
             return super().verdict(target, draft, noise)
         rows, longest = draft.tokens_BK.shape
-        law_BKV = target.probs_BKV
-        own_BK = draw(law_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(rows, longest)
+        probs_BKV = target.probs_BKV
+        own_BK = draw(probs_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(rows, longest)
         agree_BK = (own_BK == draft.tokens_BK) & draft.mask_BK()
         accepted_B = agree_BK.long().cumprod(-1).sum(-1)
-        bonus_B = draw(law_BKV[torch.arange(rows, device=law_BKV.device), accepted_B], noise.sample_B)
+        bonus_B = draw(probs_BKV[torch.arange(rows, device=probs_BKV.device), accepted_B], noise.sample_B)
         own_BJ = torch.cat([own_BK, bonus_B.unsqueeze(1)], dim=1)
         next_token_B = torch.where(accepted_B < draft.lengths_B, pick(own_BJ, accepted_B), bonus_B)
         return verdict_of(accepted_B, next_token_B, agree_BK, draft)
@@ -231,10 +231,10 @@ class BlockVerification(AcceptancePolicy):
         if draft.probs_BKV is None:
             spare_BK = own_BK[:, :-1] * (1 - target_BK[:, 1:]).clamp_min(0)
         else:
-            law_BKV = target.probs_BKV
-            spare_BK = (own_BK[:, :-1, None] * law_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
+            probs_BKV = target.probs_BKV
+            spare_BK = (own_BK[:, :-1, None] * probs_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
         below_BK = spare_BK + (1 - own_BK[:, :-1])
-        # Nothing to spare and nothing short (0/0): the laws are equal from here, and keeping on is right.
+        # Nothing to spare and nothing short (0/0): the distributions are equal from here, and keeping on is right.
         early_BK = torch.where(below_BK > 0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny), 1.0)
         last_BK = torch.arange(1, longest + 1, device=mask_BK.device) == draft.lengths_B.unsqueeze(1)
         chance_BK = torch.where(last_BK, own_BK, torch.nn.functional.pad(early_BK, (0, 1))[:, :longest])
@@ -243,17 +243,17 @@ class BlockVerification(AcceptancePolicy):
         # an accepted column carries all before it
         kept_BK = stands_BK.flip(-1).cummax(-1).values.flip(-1) if longest else stands_BK
         accepted_B = kept_BK.long().sum(-1)
-        law_BV = target.probs_at(rows_B, accepted_B)
+        probs_BV = target.probs_at(rows_B, accepted_B)
         if longest:
             at_B = accepted_B.clamp_max(longest - 1)
-            scaled_BV = law_BV * pick(reach_BJ, accepted_B).unsqueeze(1)
+            scaled_BV = probs_BV * pick(reach_BJ, accepted_B).unsqueeze(1)
             if draft.probs_BKV is None:
                 residual_BV = scaled_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
             else:
                 residual_BV = (scaled_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
             rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
-            law_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, law_BV)
-        return verdict_of(accepted_B, draw(law_BV, noise.sample_B), kept_BK, draft)
+            probs_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV)
+        return verdict_of(accepted_B, draw(probs_BV, noise.sample_B), kept_BK, draft)
 
 
 # ---- the token-wise test, loosened -----------------------------------------------------------------------------
@@ -265,7 +265,7 @@ class AdditiveSlack(AcceptancePolicy):
 
     ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins it differs from ``Exact`` only where a coin falls
     into the slack, a chance of at most eps, so TV(emitted, target) <= eps a token. At temperature 0 the same on the
-    one-hot law: a mismatch stands with probability eps.
+    one-hot distribution: a mismatch stands with probability eps.
     """
 
     name: ClassVar[str] = "slack"
@@ -349,7 +349,8 @@ class Thresholds(AcceptancePolicy):
         return _drafted(chance_BK, draft)
 
 
-# ---- gates on the target's law ---------------------------------------------------------------------------------
+# ---- gates on the target's distribution
+# ---------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -357,7 +358,8 @@ class Typical(_Gate):
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): keep x if target(x) > min(eps, delta·exp(-H)),
     H the entropy of the target in nats; else the target draws afresh.
 
-    Usual values: eps 0.09, delta 0.3 (Medusa: delta = sqrt(eps)). At temperature 0 on the raw law, and the argmax
+    Usual values: eps 0.09, delta 0.3 (Medusa: delta = sqrt(eps)). At temperature 0 on the raw distribution, and the
+        argmax
     stands in any case.
     """
 
@@ -371,10 +373,10 @@ class Typical(_Gate):
         _check("delta", self.delta, 0, 1)
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        law_BKV = _gate_law(target)
-        entropy_BK = -torch.special.xlogy(law_BKV, law_BKV).sum(-1)
+        probs_BKV = _gate_distribution(target)
+        entropy_BK = -torch.special.xlogy(probs_BKV, probs_BKV).sum(-1)
         threshold_BK = (self.delta * (-entropy_BK).exp()).clamp_max(self.eps)
-        return self.keep(target, draft, pick(law_BKV, draft.tokens_BK) > threshold_BK)
+        return self.keep(target, draft, pick(probs_BKV, draft.tokens_BK) > threshold_BK)
 
 
 @dataclass(frozen=True)
@@ -383,7 +385,7 @@ class RelaxedTopN(_Gate):
     ``n`` most likely tokens and target(x) >= max target - delta; else the target draws afresh.
 
     Usual values: n 10, delta 0.6, there only while a model thinks. Tokens as likely as the n-th count as among them.
-    At temperature 0 on the raw law, and the argmax stands in any case.
+    At temperature 0 on the raw distribution, and the argmax stands in any case.
     """
 
     name: ClassVar[str] = "topn"
@@ -399,7 +401,7 @@ class RelaxedTopN(_Gate):
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = _gate_probs(target, draft)
-        logits_BKV = target.logits_BKV[:, :-1]  # their order is that of the law, without a softmax
+        logits_BKV = target.logits_BKV[:, :-1]  # their order is that of the distribution, without a softmax
         among_BK = pick(logits_BKV, draft.tokens_BK) >= top(logits_BKV, self.n).values[..., -1]
         near_BK = (token_BK >= peak_BK - self.delta) & (token_BK > 0)
         return self.keep(target, draft, among_BK & near_BK)
@@ -411,7 +413,7 @@ class BiLD(_Gate):
     likely token; else keep it. After a rejection the target draws afresh.
 
     ``r`` >= 0, usually 2 to 5; 0 keeps only tokens the target is certain of, and its choice. When the drafter hands
-    over (its fallback policy) is the strategy's business. At temperature 0 on the raw law.
+    over (its fallback policy) is the strategy's business. At temperature 0 on the raw distribution.
     """
 
     name: ClassVar[str] = "bild"
@@ -428,15 +430,15 @@ class BiLD(_Gate):
 
 @dataclass(frozen=True)
 class Fuzzy(_Gate):
-    """Fuzzy speculative decoding (arXiv 2502.20704): keep x, whatever it is, where the target's and the draft's laws
-    are near, divergence <= threshold; else the target draws afresh.
+    """Fuzzy speculative decoding (arXiv 2502.20704): keep x, whatever it is, where the target's and the draft's
+    distributions are near, divergence <= threshold; else the target draws afresh.
 
     ``divergence``: ``"js"`` (Jensen-Shannon, at most ln 2), ``"kl"`` (KL(draft || target), infinite where the draft
     may propose what the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned for a pair.
 
-    Above temperature 0 a token's emitted law is the draft's where the two are near, else the target's, so within the
-    threshold of it; at temperature 0 the raw law is measured against the draft's, with no such promise: HEURISTIC.
-    The argmax stands there in any case.
+    Above temperature 0 a token's emitted distribution is the draft's where the two are near, else the target's, so
+    within the threshold of it; at temperature 0 the raw distribution is measured against the draft's, with no such
+    promise: HEURISTIC. The argmax stands there in any case.
     """
 
     name: ClassVar[str] = "fuzzy"
@@ -453,7 +455,7 @@ class Fuzzy(_Gate):
             token_BK, _ = _gate_probs(target, draft)
             apart_BK = self._from_one_hot(token_BK)
         else:
-            apart_BK = self._between(_gate_law(target), draft.probs_BKV)
+            apart_BK = self._between(_gate_distribution(target), draft.probs_BKV)
         return self.keep(target, draft, (apart_BK <= self.threshold) & _possible(target, draft))
 
     def _between(self, target_NV: Tensor, draft_NV: Tensor) -> Tensor:
@@ -475,20 +477,21 @@ class Fuzzy(_Gate):
         return ((1 - token_N) * math.log(2) + shared_N) / 2
 
 
-# ---- reshaped laws ---------------------------------------------------------------------------------------------
+# ---- reshaped distributions
+# ---------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cascade(_Reshaped):
     """Speculative cascades (Narasimhan et al., arXiv 2405.19261): speculative sampling against the target where the
-    drafter should defer to it, against the draft's own law (so keep x) where not.
+    drafter should defer to it, against the draft's own distribution (so keep x) where not.
 
     ``rule`` ``"chow"`` defers if max draft < 1 - alpha, ``"diff"`` if max draft < max target - alpha. ``alpha`` in
     [0, 1], usually 0.2; chow with 0 always defers and is ``Exact``.
 
     max draft stands for how likely the drafter is to be right. A one-hot draft's certainty says nothing about that,
     so there, and at temperature 0, it is target(x) itself that is compared (the paper's token-specific rule), on the
-    raw law at temperature 0.
+    raw distribution at temperature 0.
     """
 
     name: ClassVar[str] = "cascade"
@@ -525,16 +528,17 @@ class Cascade(_Reshaped):
 
 @dataclass(frozen=True)
 class Cactus(_Reshaped):
-    """Cactus, constrained acceptance (arXiv 2604.04987): speculative sampling against the law h that gives the
+    """Cactus, constrained acceptance (arXiv 2604.04987): speculative sampling against the distribution h that gives the
     drafted x more, gamma = min(1, t + sqrt(2·delta·t·(1 - t))) with t = target(x), and scales the others down.
 
     Keep x with probability min(1, gamma/draft(x)), else draw from max(h - draft, 0). ``delta`` >= 0, usually 1; 0 is
     ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
 
     HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation, and it is one of h, which
-    changes with x, not of the emitted law: many unlikely tokens, each raised within the budget, add up. (With n
-    tokens of target probability t and n·sqrt(2·delta·t) near 1 the draft's law is emitted untouched, at a divergence
-    near ln(2·delta/t)/2, which has no limit.)
+    changes with x, not of the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With
+        n
+    tokens of target probability t and n·sqrt(2·delta·t) near 1 the draft's distribution is emitted untouched, at a
+    divergence near ln(2·delta/t)/2, which has no limit.)
     """
 
     name: ClassVar[str] = "cactus"
@@ -567,26 +571,27 @@ _MOST = 30.0  # of -ln alpha: a token of which the draft makes e^30 times as muc
 _LEAST = 1e-300  # keeps float64 quotients finite
 
 
-def _normalised(law_NV: Tensor) -> Tensor:
-    """float64 with mass 1: a float32 law's error of 1e-7 would pass for a divergence."""
-    law_NV = law_NV.double()
-    return law_NV / law_NV.sum(-1, keepdim=True)
+def _normalised(probs_NV: Tensor) -> Tensor:
+    """float64 with mass 1: a float32 distribution's error of 1e-7 would pass for a divergence."""
+    probs_NV = probs_NV.double()
+    return probs_NV / probs_NV.sum(-1, keepdim=True)
 
 
 @dataclass(frozen=True)
 class Mentored(_Reshaped):
     """Mentored decoding (Tran-Thien 2023, huggingface.co/blog/vivien/optimal-lossy-variant-of-speculative-decoding):
-    the law that keeps most drafted tokens while its divergence from the target is at most ``budget``.
+    the distribution that keeps most drafted tokens while its divergence from the target is at most ``budget``.
 
     Keep x with probability min(1, target(x)/(alpha·draft(x))), else draw from max(target/beta - draft, 0), with
-    alpha <= 1 <= beta: the emitted law is the draft's, held between target/beta and target/alpha. beta follows from
-    alpha (mass 1), alpha is the least for which the divergence keeps to the budget, by bisection. ``budget`` in nats,
-    usually 0.1 to 0.5; 0 is ``Exact``, and where the draft's own law is within the budget every token stands.
+    alpha <= 1 <= beta: the emitted distribution is the draft's, held between target/beta and target/alpha. beta follows
+    from alpha (mass 1), alpha is the least for which the divergence keeps to the budget, by bisection. ``budget`` in
+    nats, usually 0.1 to 0.5; 0 is ``Exact``, and where the draft's own distribution is within the budget every token
+    stands.
 
     Bounded: KL(emitted || target) <= budget a token, by construction. (The blog measures KL(target || emitted). The
-    best law has the same form, and this direction stays finite, and is what ``Bound`` states.) At temperature 0 no
-    other law than the target's is within a finite budget: exact match. Costs a sort of the vocabulary a position,
-    except for deterministic drafts.
+    best distribution has the same form, and this direction stays finite, and is what ``Bound`` states.) At temperature
+    0 no other distribution than the target's is within a finite budget: exact match. Costs a sort of the vocabulary a
+    position, except for deterministic drafts.
     """
 
     name: ClassVar[str] = "mentored"
@@ -613,8 +618,8 @@ class Mentored(_Reshaped):
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
         alpha_N, beta_N = self._limits(target_NV, draft_NV)
         exact_NV = target_NV.double()
-        law_NV = draft_NV.double().maximum(exact_NV / beta_N.unsqueeze(-1)).minimum(exact_NV / alpha_N.unsqueeze(-1))
-        return law_NV.to(target_NV.dtype)
+        probs_NV = draft_NV.double().maximum(exact_NV / beta_N.unsqueeze(-1)).minimum(exact_NV / alpha_N.unsqueeze(-1))
+        return probs_NV.to(target_NV.dtype)
 
     def _raised(self, token_N: Tensor) -> Tensor:
         """For a one-hot draft: the largest a >= t with a·ln(a/t) + (1-a)·ln((1-a)/(1-t)) <= budget."""
@@ -646,7 +651,7 @@ class Mentored(_Reshaped):
         rising_NV = -lifted_NV
 
         def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
-            """ln beta, and the divergence of the law that alpha = exp(-raise) gives."""
+            """ln beta, and the divergence of the distribution that alpha = exp(-raise) gives."""
             low_N1 = torch.searchsorted(ratio_NV, (-raise_N1).exp())  # tokens before it are cut to target/alpha
             cut_N1 = targets.gather(-1, low_N1) * raise_N1.exp()
             missing_N1 = (drafts.gather(-1, low_N1) - cut_N1).clamp_min(0)

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fly.ops import log_mass, top, top_at
 from fly.types import Draft, Target
-from fly.vocabulary import log_mass, top, top_at
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -298,8 +298,8 @@ class EntropyGate(Condition):
 
     ``entropy`` is ``"top3"``, -sum p ln p over the three most likely tokens, not renormalised, in nats (at most
     3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in their
-    text). It is taken on the processed law if ``processed``, else on the raw logits; rows at temperature 0 always use
-    the raw logits, since their processed law is one-hot.
+    text). It is taken on the processed distribution if ``processed``, else on the raw logits; rows at temperature 0
+    always use the raw logits, since their processed distribution is one-hot.
     """
 
     name: ClassVar[str] = "entropy"

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import (
     AgreeingWindow,
@@ -24,7 +25,6 @@ from fly.policies.conditions import (
     Room,
 )
 from fly.types import Draft, Guarantee, Target
-from fly.vocabulary import pick
 
 __all__ = ["Exact", "FLy", "LossySampling"]
 
@@ -34,7 +34,7 @@ class Exact(ExactCore):
     """Lossless speculative sampling: keep x with probability min(1, target(x)/draft(x)), else draw from
     norm(max(target - draft, 0)) (Leviathan et al. 2023, alg. 1; Chen et al. 2023, alg. 2).
 
-    ``draft`` is the processed law the drafter sampled from, one-hot for deterministic drafts. At temperature 0
+    ``draft`` is the processed distribution the drafter sampled from, one-hot for deterministic drafts. At temperature 0
     this is: keep x while it is the target's argmax, else emit the argmax.
 
     ``Exact() | condition`` excuses mismatches under the condition (``Relaxed``).
@@ -85,7 +85,7 @@ class FLy(ExactCore):
     - the token is no control token (ours).
 
     ``entropy``: ``"top3"`` (nats over the three likeliest tokens) or ``"normalized"`` (full, over ln V).
-    ``processed``: take it on the processed law (raw logits at temperature 0 in any case).
+    ``processed``: take it on the processed distribution (raw logits at temperature 0 in any case).
 
     Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` the formula in
     their text, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
@@ -105,7 +105,7 @@ class FLy(ExactCore):
 
     @classmethod
     def reference(cls) -> FLy:
-        """AMD-AGI/FLy's code: top-3 entropy of the raw law, five agreeing tokens, six held back."""
+        """AMD-AGI/FLy's code: top-3 entropy of the raw distribution, five agreeing tokens, six held back."""
         return cls("top3", 0.3, window=5, hold=6, processed=False)
 
     @classmethod
@@ -115,7 +115,7 @@ class FLy(ExactCore):
 
     @classmethod
     def vllm(cls) -> FLy:
-        """AMD's port in vLLM: top-3 entropy of the processed law, six agreeing tokens."""
+        """AMD's port in vLLM: top-3 entropy of the processed distribution, six agreeing tokens."""
         return cls()
 
     @property

@@ -109,8 +109,8 @@ class AtMost(Condition):
 class NatsBudget(Condition):
     """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; exact for the rest.
 
-    A relaxed token x replaces the target's law by certainty, at a cost of KL(x || target) = -ln target(x), taken
-    on the unprocessed law. Costs add up over the output (chain rule of the KL divergence).
+    A relaxed token x replaces the target's distribution by certainty, at a cost of KL(x || target) = -ln target(x),
+    taken on the unprocessed distribution. Costs add up over the output (chain rule of the KL divergence).
     """
 
     name: ClassVar[str] = "nats"

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
+from fly.ops import draw, pick
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly, exact_accept_probs
 from fly.policies.conditions import Block, HostBlock
-from fly.sampling import ProcessedLaw, draw
+from fly.sampling import ProcessedDistribution
 from fly.types import Draft, Guarantee, Noise, Target, Told, ToldVerdict, Verdict, Why, first_branch
-from fly.vocabulary import pick
 
 __all__ = ["verify"]
 
@@ -27,8 +27,8 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     longest prefix, draw the correction or the bonus, and say why each token stands.
 
     Args:
-        target: laws of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token, one draw
-            a row; None where none decides anything, at temperature 0 of a policy that ``accepts_exactly``.
+        target: distributions of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token,
+            one draw a row; None where none decides anything, at temperature 0 of a policy that ``accepts_exactly``.
 
     Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children.
 
@@ -70,7 +70,7 @@ def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, nois
     Between two forwards of a model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
     """
     rows, longest = draft.shape
-    logits_BKV, law, relaxation = target.logits_BKV, target.lazy_law, policy.relaxation
+    logits_BKV, distribution, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
     if not rows or logits_BKV.device.type != "cpu" or type(logits_BKV) is not Tensor:  # which may be in shards
         return None
     chains = draft.chains
@@ -107,10 +107,10 @@ def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, nois
     if target.all_greedy:
         following = [row[n] for row, n in zip(target.choices, accepted)]
     else:
-        assert noise is not None and isinstance(law, ProcessedLaw)
+        assert noise is not None and isinstance(distribution, ProcessedDistribution)
         following = []
         for b, (chain, n, uniform) in enumerate(zip(chains, accepted, noise.sample_B.tolist())):
-            following.append(law.follow(b, n, chain[n] if n < len(chain) else None, draft, uniform))
+            following.append(distribution.follow(b, n, chain[n] if n < len(chain) else None, draft, uniform))
     return ToldVerdict(Told(accepted, following, why, asked, held))
 
 
@@ -119,20 +119,21 @@ def _kept(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise |
     if target.all_greedy:
         rows = zip(draft.chains, target.choices)
         return [[token == choice for token, choice in zip(chain, choices)] for chain, choices in rows]
-    law = target.lazy_law
-    if noise is None or not isinstance(law, ProcessedLaw) or not draws_exactly(policy):
+    distribution = target.lazy_distribution
+    if noise is None or not isinstance(distribution, ProcessedDistribution) or not draws_exactly(policy):
         return None
-    return law.keeps(draft, noise.accept_BK, policy.relaxation is not None)
+    return distribution.keeps(draft, noise.accept_BK, policy.relaxation is not None)
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
     """The verdict on a tree: siblings are tried in order, and the accepted path goes from one that stands to the next.
 
     Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the rule in the place of the p/q
-    test: each sibling is a draft of one token, and a rejection leaves the rule's correction as the law that the next
+    test: each sibling is a draft of one token, and a rejection leaves the rule's correction as the distribution that
+        the next
     one is tried against, and that the correction is drawn from in the end. Where the rule is lossless for one token,
-    each of these steps replaces a law by "keep the token, or go on with what is left of the law", so the tree is
-    lossless too, whatever was drafted.
+    each of these steps replaces a distribution by "keep the token, or go on with what is left of the distribution", so
+    the tree is lossless too, whatever was drafted.
 
     A relaxation is asked along every path as if it were a chain; a token it excuses stands only if the rule keeps none
     of its siblings. The shape of a tree is looked up on the host.
@@ -142,7 +143,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
     child_RBM = _children(trees, longest).to(device)
-    kept_BK, exact_BK, law_BMV = _try_siblings(policy, target, draft, noise, child_RBM)
+    kept_BK, exact_BK, probs_BMV = _try_siblings(policy, target, draft, noise, child_RBM)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
     path_BD, accepted_B = _walk(trees, kept_BK, excused_BK)
 
@@ -154,10 +155,10 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     last_B = ((path_BD + 1) * stands_BD).amax(1) if path_BD.shape[1] else torch.zeros_like(accepted_B)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
-    if law_BMV is None:
+    if probs_BMV is None:
         next_token_B = pick(target.argmax_BK, last_B)
     else:
-        next_token_B = draw(law_BMV[torch.arange(rows, device=device), last_B], noise.sample_B)
+        next_token_B = draw(probs_BMV[torch.arange(rows, device=device), last_B], noise.sample_B)
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses, path_BD)
 
 
@@ -212,11 +213,12 @@ def _try_siblings(
     policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, child_RBM: Tensor
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Which tokens the rule and which the exact rule keeps, once those before them among their siblings are rejected
-    ([B, K] bool), and the law [B, M, V] at each place when all that follow it are rejected (None at temperature 0)."""
+    ([B, K] bool), and the distribution [B, M, V] at each place when all that follow it are rejected (None at
+    temperature 0)."""
     rows, longest = draft.tokens_BK.shape
     places = longest + 1
     logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
-    law_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
+    probs_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
     row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
     row_numbers = [b for b in range(rows) for _ in range(places)]
     kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=row_N.device) for _ in range(2))
@@ -228,8 +230,8 @@ def _try_siblings(
             there_N.long(),
             None if draft.probs_BKV is None else draft.probs_BKV[row_N, node_N].unsqueeze(1),
         )
-        law_N2V = None if law_NV is None else law_NV.unsqueeze(1).expand(-1, 2, -1)
-        block = target.about(row_N, logits_N2V, law_N2V, row_numbers)
+        probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
+        block = target.about(row_N, logits_N2V, probs_N2V, row_numbers)
         coin_N = noise.accept_BK[row_N, node_N]
         keeps_N = there_N & (coin_N < policy.accept_probs(block, one).squeeze(1))
         exact_N = keeps_N
@@ -237,12 +239,13 @@ def _try_siblings(
             exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
         for found_BK, found_N in ((kept_BK, keeps_N), (exact_BK, exact_N)):
             found_BK[row_N[there_N], node_N[there_N]] = found_N[there_N]
-        if law_NV is not None:
+        if probs_NV is not None:
             rest_NV = policy.correction(block, one, torch.zeros_like(node_N))
             mass_N1 = rest_NV.sum(-1, keepdim=True)
-            # Equal laws leave no mass; a rejection is then a rounding matter, and the law as it was is right.
-            law_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, law_NV)
-    return kept_BK, exact_BK, None if law_NV is None else law_NV.unflatten(0, (rows, places))
+            # Equal distributions leave no mass; a rejection is then a rounding matter, and the distribution as it was
+            # is right.
+            probs_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, probs_NV)
+    return kept_BK, exact_BK, None if probs_NV is None else probs_NV.unflatten(0, (rows, places))
 
 
 def _excuse(

@@ -9,8 +9,9 @@ from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from fly.request import Stats, Token
 from fly.serve.turns import Load
-from fly.types import Stats, Token, Why
+from fly.types import Why
 
 __all__ = ["Metrics"]
 

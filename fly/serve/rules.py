@@ -34,7 +34,7 @@ class Speculation:
     draft: str  # "none" where nothing is drafted
 
     def as_dict(self) -> dict[str, Any]:
-        """As it stands in an answer: ``guarantee`` is what the policy promises about the law of the text."""
+        """As it stands in an answer: ``guarantee`` is what the policy promises about the distribution of the text."""
         bound = self.policy.bound
         return {
             "policy": str(self.policy),

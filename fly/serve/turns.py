@@ -8,12 +8,13 @@ other ranks are in ``fly.parallel.follow(ranks, Turns(llm))``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Rows
+from collections import abc
 from dataclasses import dataclass, field
 
 from fly.llm import LLM, Output, Request
 from fly.policies import AcceptancePolicy
-from fly.types import SamplingParams, Token
+from fly.request import Token
+from fly.types import SamplingParams
 
 __all__ = ["Answer", "Cancel", "Event", "Load", "Message", "News", "Submit", "Turns"]
 
@@ -95,7 +96,7 @@ class Turns:
     llm: LLM
     _open: dict[int, list[_Completion]] = field(default_factory=dict)
 
-    def __call__(self, messages: Rows[Message]) -> list[Event]:
+    def __call__(self, messages: abc.Sequence[Message]) -> list[Event]:
         """One turn. Whatever is wrong with one job is an event of that job."""
         events: list[Event] = []
         for message in messages:

@@ -12,8 +12,8 @@ import itertools
 import logging
 import threading
 import time
+from collections import abc
 from collections.abc import Callable
-from collections.abc import Sequence as Rows
 from dataclasses import dataclass, field
 
 from fly.policies import AcceptancePolicy
@@ -73,7 +73,7 @@ class Worker:
 
     def __init__(
         self,
-        turn: Callable[[Rows[Message]], list[Event]],
+        turn: Callable[[abc.Sequence[Message]], list[Event]],
         load: Callable[[], Load],
         metrics: Metrics,
         max_waiting: int,

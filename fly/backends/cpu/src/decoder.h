@@ -2,7 +2,7 @@
 // ``Vec`` of ``W`` floats, its products ``micro`` and what it makes of stored keys and values. Threads run the same code side by side, each on its
 // part, and meet at barriers.
 //
-// The law of this file: a value is computed by the same operations in the same order, however many tokens, rows and
+// The distribution of this file: a value is computed by the same operations in the same order, however many tokens, rows and
 // threads there are, and wherever the row's pages lie. A product is summed over its inputs in ascending order; a
 // token's attention over the stored tokens it sees, in ascending order, those it does not see adding exact zeros.
 
@@ -918,7 +918,7 @@ inline float least_kept(const float* logits, const float* mass, int room, float 
     return of_rank((int32_t)high);
 }
 
-// What ``how`` keeps of logits (fly/sampling.py: ProcessedLaw): the largest, the least that is kept, the mass of those.
+// What ``how`` keeps of logits (fly/sampling.py: ProcessedDistribution): the largest, the least that is kept, the mass of those.
 struct Kept {
     float peak, least, total;
 };
@@ -973,7 +973,7 @@ void kept(const float* logits, int rows, int each, int vocab, const Sampling* ho
     }
 }
 
-// How sure a law is: its largest probability, and its entropy in nats.
+// How sure a distribution is: its largest probability, and its entropy in nats.
 struct Surety {
     float peak, entropy;
 };
@@ -987,20 +987,20 @@ inline Surety surety(const Kept& kept, float temperature, int vocab, const float
     return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
 }
 
-// A token drawn from a law [V] that need not sum to 1 (fly/sampling.py: draw); -1 where that has no mass.
-inline int64_t pick(const float* law, int vocab, float uniform) {
+// A token drawn from a distribution [V] that need not sum to 1 (fly/sampling.py: draw); -1 where that has no mass.
+inline int64_t pick(const float* distribution, int vocab, float uniform) {
     double whole = 0, so_far = 0;
-    for (int v = 0; v < vocab; v++) whole += law[v];
+    for (int v = 0; v < vocab; v++) whole += distribution[v];
     const double wanted = (double)uniform * whole;
     for (int v = 0; v < vocab && whole > 0; v++) {
-        so_far += law[v];
+        so_far += distribution[v];
         if (so_far > wanted) return v;
     }
     return -1;
 }
 
-// The law that ``how`` makes of logits, which is then in the second half of ``spread`` [2, V padded].
-inline float* law_of(const Sampling& how, const float* given, int vocab, float* spread, Surety* sure = nullptr) {
+// The distribution that ``how`` makes of logits, which is then in the second half of ``spread`` [2, V padded].
+inline float* distribution_of(const Sampling& how, const float* given, int vocab, float* spread, Surety* sure = nullptr) {
     const int room = padded(vocab);
     const Kept kept = keep(how, given, vocab, spread);
     if (sure) *sure = surety(kept, how.temperature, vocab, spread);
@@ -1010,18 +1010,18 @@ inline float* law_of(const Sampling& how, const float* given, int vocab, float* 
     return mass;
 }
 
-// The same into ``law`` [V], and a token drawn from it.
-inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* law, float* spread,
+// The same into ``distribution`` [V], and a token drawn from it.
+inline int64_t sample(const Sampling& how, const float* given, int vocab, float uniform, float* distribution, float* spread,
                       Surety* sure) {
-    memcpy(law, law_of(how, given, vocab, spread, sure), vocab * sizeof(float));
-    const int64_t token = pick(law, vocab, uniform);
+    memcpy(distribution, distribution_of(how, given, vocab, spread, sure), vocab * sizeof(float));
+    const int64_t token = pick(distribution, vocab, uniform);
     return token < 0 ? 0 : token;
 }
 
 // Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
-// that it does not keep, or of ``all``. ``laws`` [count, V] is what they were drawn from; null is a deterministic draft.
+// that it does not keep, or of ``all``. ``distributions`` [count, V] is what they were drawn from; null is a deterministic draft.
 // Returns the number of that first token, or ``count``; ``keeps`` [count] or null tells of each.
-int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* laws,
+int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* distributions,
             const float* coins, bool all, float* spread, uint8_t* keeps) {
     int first = count;
     for (int j = 0; j < count && (all || first == count); j++, logits += vocab) {
@@ -1029,8 +1029,8 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
         bool kept;
         if (how->temperature > 0) {
             constexpr float least = 1.17549435e-38f;
-            const float target = law_of(*how, logits, vocab, spread)[token];
-            const float draft = laws ? laws[(long)j * vocab + token] : 1;
+            const float target = distribution_of(*how, logits, vocab, spread)[token];
+            const float draft = distributions ? distributions[(long)j * vocab + token] : 1;
             kept = coins[j] < target / (draft > least ? draft : least);
         } else {
             kept = best(logits, vocab) == token;
@@ -1041,19 +1041,19 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
     return first;
 }
 
-// The token behind those that stand: drawn from the target's law or, if a drafted one was ``rejected`` there (else -1),
-// from what is left of it without the draft's ``law`` [V] (null: that one token).
-int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* law, float uniform,
+// The token behind those that stand: drawn from the target's distribution or, if a drafted one was ``rejected`` there (else -1),
+// from what is left of it without the draft's ``distribution`` [V] (null: that one token).
+int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
                float* spread) {
     if (!(how->temperature > 0)) return best(logits, vocab);
-    float *target = law_of(*how, logits, vocab, spread), *left = spread;
+    float *target = distribution_of(*how, logits, vocab, spread), *left = spread;
     if (rejected >= 0) {
         for (int v = 0; v < vocab; v++) {
-            const float rest = target[v] - (law ? law[v] : v == rejected);
+            const float rest = target[v] - (distribution ? distribution[v] : v == rejected);
             left[v] = rest > 0 ? rest : 0;
         }
         const int64_t token = pick(left, vocab, uniform);
-        if (token >= 0) return token;  // else the laws are equal: a rejection is a rounding matter, and the law is right
+        if (token >= 0) return token;  // else the distributions are equal: a rejection is a rounding matter, and the distribution is right
     }
     const int64_t token = pick(target, vocab, uniform);
     return token < 0 ? 0 : token;
@@ -1068,7 +1068,7 @@ inline int64_t next_token(Call* call, int b, const float* logits) {
     int64_t token;
     if (call->sampling && call->sampling[b].temperature > 0) {
         const long at = (long)b * call->most + call->drafted_count[b];
-        token = sample(call->sampling[b], logits, vocab, call->uniform[at], call->laws + at * vocab, spread,
+        token = sample(call->sampling[b], logits, vocab, call->uniform[at], call->distributions + at * vocab, spread,
                        asks ? &sure : nullptr);
     } else {
         token = best(logits, vocab);
@@ -1077,9 +1077,9 @@ inline int64_t next_token(Call* call, int b, const float* logits) {
             sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
         }
         if (call->sampling) {
-            float* law = call->laws + ((long)b * call->most + call->drafted_count[b]) * vocab;
-            memset(law, 0, vocab * sizeof(float));
-            law[token] = 1;
+            float* distribution = call->distributions + ((long)b * call->most + call->drafted_count[b]) * vocab;
+            memset(distribution, 0, vocab * sizeof(float));
+            distribution[token] = 1;
         }
     }
     return asks && !(sure.peak >= call->sure.confidence && sure.entropy <= call->sure.entropy) ? -1 : token;

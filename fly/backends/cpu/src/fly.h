@@ -105,7 +105,7 @@ struct Cache {
     int32_t type, page;
 };
 
-// How a row draws (fly/sampling.py: Law). At temperature 0 it takes the most likely.
+// How a row draws (fly/sampling.py: Distribution). At temperature 0 it takes the most likely.
 struct Sampling {
     float temperature, top_p, floor;  // floor: temperature · ln min_p, -inf where that is off
     int32_t top_k;                    // 0 is off
@@ -155,7 +155,7 @@ struct Call {
     int32_t* drafted_count; // [B] out
     const Sampling* sampling;  // [B]; null where every row takes the most likely
     const float* uniform;      // [B, most] in [0, 1)
-    float* laws;               // [B, most, V] out: what each token was drawn from
+    float* distributions;               // [B, most, V] out: what each token was drawn from
     Lookup* lookup;            // null looks up nothing
     Sure sure;
     // shared by the threads
@@ -187,8 +187,8 @@ struct Variant {
     void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
                  float* least, float* total);
     int (*accepts)(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count,
-                   const float* laws, const float* coins, bool all, float* spread, uint8_t* keeps);
-    int64_t (*follow)(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* law,
+                   const float* distributions, const float* coins, bool all, float* spread, uint8_t* keeps);
+    int64_t (*follow)(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution,
                       float uniform, float* spread);
     int (*look_up)(const Lookup& lookup, int32_t* text, int length, int most);
 };

@@ -366,7 +366,7 @@ int32_t check(const Shape& shape, int vocab, const int64_t* token, const int64_t
 
 }  // namespace
 
-// What a forward is about, as the Python side lays it out (fly/kernels/library.py: Batch).
+// What a forward is about, as the Python side lays it out (fly/backends/cpu/library.py: Batch).
 struct Batch {
     int32_t rows, tokens;
     const int64_t *token, *position;  // [T]
@@ -568,7 +568,7 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     return error;
 }
 
-// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedLaw): at each position the largest
+// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedDistribution): at each position the largest
 // logit, the least that is kept, and ln of the mass kept, [B, J] each; of a row at temperature 0 as at 1.
 EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vocab, const Sampling* how, float* peak,
                     float* least, float* total) {
@@ -581,20 +581,20 @@ EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vo
 
 // Which of ``count`` drafted tokens the exact rule keeps (Variant: accepts), by logits [count, V]; -1 without memory.
 EXPORT int fly_accepts(int variant, const float* logits, int vocab, const Sampling* how, const int64_t* drafted,
-                       int count, const float* laws, const float* coins, int all, uint8_t* keeps) {
+                       int count, const float* distributions, const float* coins, int all, uint8_t* keeps) {
     float* spread = (float*)allocate(2L * padded(vocab) * 4);
     if (!spread) return -1;
-    const int first = variants[variant]->accepts(logits, vocab, how, drafted, count, laws, coins, all, spread, keeps);
+    const int first = variants[variant]->accepts(logits, vocab, how, drafted, count, distributions, coins, all, spread, keeps);
     free(spread);
     return first;
 }
 
 // The token behind those that stand (Variant: follow), by logits [V]; -1 without memory.
 EXPORT int64_t fly_follow(int variant, const float* logits, int vocab, const Sampling* how, int64_t rejected,
-                          const float* law, float uniform) {
+                          const float* distribution, float uniform) {
     float* spread = (float*)allocate(2L * padded(vocab) * 4);
     if (!spread) return -1;
-    const int64_t token = variants[variant]->follow(logits, vocab, how, rejected, law, uniform, spread);
+    const int64_t token = variants[variant]->follow(logits, vocab, how, rejected, distribution, uniform, spread);
     free(spread);
     return token;
 }
@@ -636,12 +636,12 @@ EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* f
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
 // up to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for
 // count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
-// ``uniform`` from what ``laws`` [B, most, V] shows then, with zeros behind the last. They are the same with a ``lookup``
+// ``uniform`` from what ``distributions`` [B, most, V] shows then, with zeros behind the last. They are the same with a ``lookup``
 // (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are causal, at the
 // positions behind those.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
-                     const float* uniform, float* laws, Lookup* lookup, const int32_t* const* texts, const Sure* sure) {
+                     const float* uniform, float* distributions, Lookup* lookup, const int32_t* const* texts, const Sure* sure) {
     const int rows = batch->rows;
     long copies = !lookup ? 0 : (long)rows * (lookup->most < most ? lookup->most : most);
     copies = copies < MAX_COPIES ? copies : MAX_COPIES;
@@ -657,7 +657,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     if (!error && rows) {
         call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
         call.drafted = drafted, call.drafted_count = drafted_count;
-        call.sampling = sampling, call.uniform = uniform, call.laws = laws;
+        call.sampling = sampling, call.uniform = uniform, call.distributions = distributions;
         call.lookup = lookup;
         call.sure = *sure;
         call.live = arena.take<Row>(rows);
@@ -685,7 +685,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
             patience_for(model, batch->tokens + (long)rows * most, most));
         const long vocab = model->shape.vocab;
         for (int b = 0; sampling && b < rows; b++)
-            memset(laws + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
+            memset(distributions + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
     }
     pthread_mutex_unlock(&model->lock);
     return error;
@@ -707,7 +707,7 @@ struct Ask {
     double nats;
 };
 
-// A row of several rounds (fly/kernels/library.py: Going).
+// A row of several rounds (fly/backends/cpu/library.py: Going).
 struct Going {
     int32_t length, room;         // tokens of the row; how many its pages hold
     int32_t left;                 // tokens it may still emit
@@ -719,7 +719,7 @@ struct Going {
     int32_t* copied;              // [room + 1] the tokens for a lookup, or null
 };
 
-// Rounds of some rows: what goes in, and where it comes to (fly/kernels/library.py: Rounds).
+// Rounds of some rows: what goes in, and where it comes to (fly/backends/cpu/library.py: Rounds).
 struct Rounds {
     Going* going;               // [B]; ``length`` and ``left`` are out as before the last round
     int32_t k, most;            // the most tokens that any row drafts a round; rounds
@@ -736,7 +736,7 @@ struct Rounds {
     int32_t* accepted;          // [B, most] out: drafted tokens that stand
     int64_t* following;         // [B, most] out: the token behind them
     const Sampling* sampling;   // [B] how rows draw; null where all take the most likely
-    float* laws;                // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
+    float* distributions;                // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
     float* spread;              // [2, V padded] for what is drawn
     int32_t variant;            // which of them judges what is drawn, and what a clause asks
     const Clause* clause;
@@ -897,7 +897,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
                     uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
             }
             if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
-                                            it->sampling ? drawing : nullptr, coins, it->laws, lookup, texts, &it->sure))
+                                            it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, &it->sure))
                 return error;
             for (int i = 0; i < asked; i++) {
                 const int b = draft.row[i], n = drafts[b] = proposed[i];
@@ -928,13 +928,13 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const int64_t* drafted = it->drafted + place * k;
             const float* logits = it->logits + (long)at * vocab;
             const bool draws = it->sampling && it->sampling[b].temperature > 0;
-            const float* laws = nullptr;
-            if (i < asked && draft.row[i] == b) laws = it->laws ? it->laws + (long)i * longest * vocab : nullptr, i++;
+            const float* distributions = nullptr;
+            if (i < asked && draft.row[i] == b) distributions = it->distributions ? it->distributions + (long)i * longest * vocab : nullptr, i++;
             memcpy(it->choice + place * (k + 1), choice + at, (drafts[b] + 1) * sizeof(int32_t));
             int32_t n = 0;
             if (draws) {
                 uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
-                n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], laws, coins, false, it->spread,
+                n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, it->spread,
                                    nullptr);
             } else {
                 while (n < drafts[b] && drafted[n] == choice[at + n]) n++;
@@ -951,7 +951,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
                 uniforms(row.seed, row.length, SAMPLE, 1, coins);
                 it->following[place] = judge->follow(logits + (long)n * vocab, vocab, it->sampling + b,
                                                      n < drafts[b] ? drafted[n] : -1,
-                                                     laws ? laws + (long)n * vocab : nullptr, coins[0], it->spread);
+                                                     distributions ? distributions + (long)n * vocab : nullptr, coins[0], it->spread);
             }
             over |= n < 0 || n + 1 >= row.left;
             const int32_t next = row.left - n - 2;  // drafted in the next round, at most

@@ -121,7 +121,7 @@ class Rounds(ctypes.Structure):
         *((name, c_void_p) for name in ("stop", "stop_at", "hurry")),
         *((name, c_int64) for name in ("nanoseconds", "plain", "spare")),
         *((name, c_void_p) for name in ("logits", "drafted", "drafted_count", "choice", "accepted", "following")),
-        *((name, c_void_p) for name in ("sampling", "laws", "spread")),
+        *((name, c_void_p) for name in ("sampling", "distributions", "spread")),
         ("variant", c_int32),
         *((name, c_void_p) for name in ("clause", "control", "ask")),
         *((name, c_int32) for name in ("most_asks", "asks")),

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from fly.cache import PagedBatch, PagedKVCache
-from fly.kernels.library import (
+from fly.backends.cpu.library import (
     ASK,
     TORCH,
     Ask,
@@ -37,9 +36,10 @@ from fly.kernels.library import (
     split,
     usual,
 )
+from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
 from fly.models.llama import KV, Layer, rotary_frequencies
-from fly.sampling import Law
+from fly.sampling import BatchSampling
 
 __all__ = ["Asked", "CompiledLlama", "Ran", "Round", "Spent", "compiled", "int8_weights"]
 
@@ -99,12 +99,13 @@ class Round(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """A round of which the exact rule does not keep the whole draft. The next one writes over its logits and laws."""
+    """A round of which the exact rule does not keep the whole draft. The next one writes over its logits and
+    distributions."""
 
     drafted: list[int]
     choices: list[int]
     logits_1JV: Tensor
-    laws_1KV: Tensor | None  # what the drafts were drawn from, where they were
+    probs_1KV: Tensor | None  # what the drafts were drawn from, where they were
 
 
 class Spent(NamedTuple):
@@ -138,7 +139,7 @@ class CompiledLlama:
 
     Args:
         model: on the CPU, in float32 or bfloat16.
-        variant: the name of a variant that runs here (``fly.kernels.available``), or of one on int8 weights, with
+        variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
             ``-int8`` behind, or with activations of 8 bits too, ``-w8a8``.
         consume: take the model's matrices away as they are packed.
     """
@@ -282,7 +283,7 @@ class CompiledLlama:
         kv: KV,
         most: Sequence[int],
         stop_ids: Sequence[Collection[int]],
-        law: Law | None = None,
+        distribution: BatchSampling | None = None,
         uniform_BK: Tensor | None = None,
         layers: Sequence[int] | None = None,
         lookup: Lookup | None = None,
@@ -293,8 +294,9 @@ class CompiledLlama:
         ``most[b]`` of them (at least 1) or one of ``stop_ids[b]``: the tokens of each row, and what they were drawn
         from.
 
-        Without a ``law`` a token is the most likely one (the lowest id among equals). With one, it is drawn by
-        ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the law that ``law``
+        Without a ``distribution`` a token is the most likely one (the lowest id among equals). With one, it is drawn by
+        ``uniform_BK`` (float32, K the largest of ``most``) as ``fly.sampling.draw`` would from the distribution that
+        ``distribution``
         makes of the logits, which is then given as well: [B, K, V], zeros behind a row's last token.
 
         With a ``lookup``, whose settings are those of ``NGramDraft``, a forward is also fed what followed the last time
@@ -302,8 +304,8 @@ class CompiledLlama:
         drawn from and what is stored are the same, only sooner. ``texts`` then holds of each row the tokens that are
         stored (an array of int32 each).
 
-        A row ends before a token that it is not ``sure`` of, by the law it draws from (at temperature 0, that of the
-        logits).
+        A row ends before a token that it is not ``sure`` of, by the distribution it draws from (at temperature 0, that
+        of the logits).
 
         ``kv`` is a causal batch of the tokens fed, at the positions behind what is stored, and the rows must have room
         for ``most[b]`` - 1 tokens behind them; of what a row drafts, all but the last is stored then (all, where it was
@@ -317,14 +319,14 @@ class CompiledLlama:
             at.append(len(stops))
         drafted, counts = array("q", bytes(8 * rows * longest)), array("i", bytes(4 * rows))
         addresses: list[int | None] = [_at(values) for values in (limits, stops, at, drafted, counts)]
-        laws_BKV: Tensor | None = None
-        if law is None:
+        probs_BKV: Tensor | None = None
+        if distribution is None:
             addresses += [None, None, None]
         else:
             assert uniform_BK is not None and uniform_BK.shape == (rows, longest)
-            sampling, uniform_BK = law.compiled, uniform_BK.contiguous()
-            laws_BKV = torch.empty(rows, longest, self.config.vocab_size)
-            addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), laws_BKV.data_ptr()]
+            sampling, uniform_BK = distribution.compiled, uniform_BK.contiguous()
+            probs_BKV = torch.empty(rows, longest, self.config.vocab_size)
+            addresses += [ctypes.addressof(sampling), uniform_BK.data_ptr(), probs_BKV.data_ptr()]
         if lookup is None:
             addresses += [None, None]
         else:
@@ -335,7 +337,7 @@ class CompiledLlama:
             addresses += [ctypes.addressof(lookup), _at(told)]
         addresses.append(ctypes.addressof(sure))
         self._done(self._library.fly_draft(self._model, ctypes.byref(batch), longest, *addresses))
-        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], laws_BKV
+        return [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)], probs_BKV
 
     def rounds(
         self,
@@ -349,7 +351,7 @@ class CompiledLlama:
         context: int = 2**31 - 1,
         lookup: Lookup | None = None,
         sure: Sure = _ALWAYS,
-        law: Law | None = None,
+        distribution: BatchSampling | None = None,
         seeds: Sequence[int] = (),
         clauses: Sequence[Sequence[tuple[str, bool, int, float]]] = (),
         control_V: Tensor | None = None,
@@ -373,7 +375,8 @@ class CompiledLlama:
                 to a ``lookup``, which copies (``NGramDraft``); or decodes autoregressively.
             k: tokens it drafts a round for each row, at most, until a text of ``context``; empty is none. As for
                 ``draft``, with its ``lookup`` and ``sure``.
-            law, seeds: how each row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most likely.
+            distribution, seeds: how each row draws, as ``fly.engine.judge`` and ``SingleDraft`` do; None takes the most
+                likely.
             clauses, control_V: of each row, what excuses a mismatch, if there are any and all hold, where nothing is
                 drawn: each a kind (``Clause.KINDS``), whether it is negated, a number of tokens, a threshold of entropy
                 in nats; and which tokens are control tokens. Empty is nothing for all.
@@ -428,11 +431,11 @@ class CompiledLlama:
             None if hurry is None else _at(hurry), int(1e9 * seconds), int(1e9 * worth), int(1e9 * spare),
             logits_NV.data_ptr(), _at(drafted), _at(counts), _at(choices), _at(accepted), _at(following), sure=sure,
         )  # fmt: skip
-        laws_BKV: Tensor | None = None
-        if law is not None or clauses:
-            call.variant = number(usual())  # that of ``ProcessedLaw.keeps`` and ``top_at``
+        probs_BKV: Tensor | None = None
+        if distribution is not None or clauses:
+            call.variant = number(usual())  # that of ``ProcessedDistribution.keeps`` and ``top_at``
         if clauses:
-            drawn = [False] * count if law is None else (~law.greedy_B).tolist()
+            drawn = [False] * count if distribution is None else (~distribution.greedy_B).tolist()
             if control_V is None or decide is not None or any(own and draws for own, draws in zip(clauses, drawn)):
                 raise ValueError("clauses need control_V, rows that draw nothing, and nobody else who decides")
             listed: list[Clause] = []
@@ -444,14 +447,14 @@ class CompiledLlama:
             call.clause, call.control = ctypes.addressof(known), control_V.data_ptr()
             call.ask = ctypes.addressof(ctypes.c_char.from_buffer(asks))
             call.most_asks = len(asks) // ASK.size
-        if law is not None:
+        if distribution is not None:
             for b, seed in enumerate(seeds):
                 going[b].seed = seed
             spread = torch.empty(2, self.vocab + 64)
-            call.sampling, call.spread = ctypes.addressof(law.compiled), spread.data_ptr()
+            call.sampling, call.spread = ctypes.addressof(distribution.compiled), spread.data_ptr()
             if drafter is not None:
-                laws_BKV = torch.empty(count, widest, self.vocab)
-                call.laws = laws_BKV.data_ptr()
+                probs_BKV = torch.empty(count, widest, self.vocab)
+                call.distributions = probs_BKV.data_ptr()
         told, error = 0, None
         answer = array("i", [0])  # not in ``call``, which would then hold itself by its callback
         call.stands = _at(answer)
@@ -474,8 +477,8 @@ class CompiledLlama:
                 assert decide is not None
                 *before, (chain, said, *_) = made(0, told, this + 1)
                 told, n = this + 1, len(chain)
-                laws = None if laws_BKV is None else laws_BKV[:, :n]
-                stands = decide(before, Asked(chain, said, logits_NV[: n + 1].unsqueeze(0), laws))
+                distributions = None if probs_BKV is None else probs_BKV[:, :n]
+                stands = decide(before, Asked(chain, said, logits_NV[: n + 1].unsqueeze(0), distributions))
                 answer[0], following[this] = (-1, 0) if stands is None else stands
             except BaseException as raised:  # compiled code cannot be left by an error
                 error, answer[0] = raised, -1

@@ -75,8 +75,8 @@ def top(values: Tensor, n: int) -> Top:
 
 @cache
 def compiled(name: str, lets_go: bool = False) -> Any:
-    """A short call of the compiled kernels (``fly.kernels.library.short``); None where there are none."""
-    from fly.kernels import library  # which is of models, and so of what this is for
+    """A short call of the compiled kernels (``fly.backends.cpu.library.short``); None where there are none."""
+    from fly.backends.cpu import library  # which is of models, and so of what this is for
 
     return library.short(name, lets_go)
 
@@ -146,8 +146,8 @@ def log_mass(
     totals = [logits_RV.new_empty(0)]
     for start in range(0, positions, step):
         rows = slice(start, min(start + step, positions))
-        scaled_NV, law_NV = buffers[:, : rows.stop - start]
+        scaled_NV, probs_NV = buffers[:, : rows.stop - start]
         scale(torch.index_select(logits_RV, 0, at_N[rows], out=scaled_NV), rows)
         # The fused softmax is the fastest sum there is; the peak's share of it, exp(0) / sum, gives it away.
-        totals.append(-torch.softmax(scaled_NV, -1, out=law_NV).amax(-1).log())
+        totals.append(-torch.softmax(scaled_NV, -1, out=probs_NV).amax(-1).log())
     return torch.cat(totals)

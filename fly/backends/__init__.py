@@ -1,0 +1,1 @@
+"""What runs a model: one folder or file a kind of device."""

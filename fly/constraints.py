@@ -1,0 +1,78 @@
+"""What a request lets each place of a draft say: penalties, biases, bans and its form. Knows nothing of models.
+
+Shape legend: B rows, J positions of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, abc
+
+import torch
+from torch import Tensor
+
+from fly.request import Sequence
+
+__all__ = ["constrain", "constrains"]
+
+
+def constrains(row: Sequence) -> bool:
+    """Whether ``constrain`` may change anything for a row, now or later in its draft."""
+    early = bool(row.stop_ids) and row.generated < row.params.min_tokens
+    return early or row.params.penalises or row.matcher is not None
+
+
+def constrain(
+    logits_BJV: Tensor,
+    rows: abc.Sequence[Sequence],
+    drafts: abc.Sequence[list[int]],
+    parents: abc.Sequence[list[int]] | None = None,
+) -> Tensor:
+    """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
+
+    Last come the bans of a row's grammar, which are right at every place (``fly.structured.Matcher``).
+
+    Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
+    path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
+    and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are.
+    """
+    constrained = logits_BJV
+    for b, (row, draft) in enumerate(zip(rows, drafts)):
+        if not constrains(row):
+            continue
+        early = row.stop_ids and row.generated < row.params.min_tokens
+        constrained = logits_BJV.clone() if constrained is logits_BJV else constrained
+        tree = range(-1, len(draft) - 1) if parents is None else parents[b]
+        texts = [row.tokens[row.prompt_length :]]
+        if early or row.params.penalises:
+            for token, parent in zip(draft, tree):
+                texts.append([*texts[parent + 1], token])
+            for logits_V, text in zip(constrained[b], texts):
+                if row.params.penalises:
+                    _penalise(logits_V, row, text)
+                if early and len(text) < row.params.min_tokens:
+                    logits_V[sorted(row.stop_ids)] = -torch.inf
+        if row.matcher is not None:
+            raw_JV = logits_BJV[b] if early or row.bad else None
+            row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV)
+    return constrained
+
+
+def _penalise(logits_V: Tensor, row: Sequence, text: list[int]) -> None:
+    """Apply what a request says about single tokens to the logits after ``text``, in place."""
+    params, device = row.params, logits_V.device
+    counts = Counter(text)
+    if params.repetition_penalty != 1:
+        seen = torch.tensor(sorted({*row.tokens[: row.prompt_length], *counts}), device=device)
+        old = logits_V[seen]
+        logits_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
+    if counts and (params.frequency_penalty or params.presence_penalty):
+        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=device)
+        penalty = params.frequency_penalty * times + params.presence_penalty
+        logits_V[torch.tensor(list(counts), device=device)] -= penalty
+    if params.logit_bias:
+        biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
+        logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
+    if row.bad:
+        whole = row.tokens[: row.prompt_length] + text if any(len(bad) > 1 for bad in row.bad) else text
+        ends = [bad[-1] for bad in row.bad if len(bad) == 1 or tuple(whole[1 - len(bad) :]) == bad[:-1]]
+        logits_V[ends] = -torch.inf

@@ -1,0 +1,81 @@
+"""Randomness as data, and drawing by it.
+
+Every random number is a hash of (seed of the request, where its round began, stream, index): a row's output
+depends on its own seed and text alone, never on the batch, and a round that is computed again draws the same.
+
+Shape legend: B rows, V vocabulary, N uniforms.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fly.ops.vocabulary import compiled
+
+__all__ = ["Stream", "derive", "draw", "uniforms"]
+
+
+class Stream(IntEnum):
+    """Independent sources of randomness within a round."""
+
+    ACCEPT = 0
+    SAMPLE = 1
+
+
+_MIX = (-7046029254386353131, -4658895280553007687, -7723592293110705685)  # splitmix64, as signed 64-bit
+_UNSIGNED = tuple(mix % 2**64 for mix in _MIX)
+
+
+def _scramble(x: Tensor) -> Tensor:
+    """The finaliser of splitmix64 (Steele, Lea, Flood 2014) on int64 with wrap-around."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * _MIX[1]
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * _MIX[2]
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
+    """Uniform float32 in [0, 1) of shape [B, n] for each row's ``seed_B`` and ``round_B`` (int64 [B])."""
+    if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
+        given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
+        raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
+    if seed_B.device.type == round_B.device.type == "cpu" and (fill := compiled("fly_uniforms")) is not None:
+        seed_B, round_B = seed_B.contiguous(), round_B.contiguous()
+        uniform_BN = torch.empty(len(seed_B), n)
+        fill(seed_B.data_ptr(), round_B.data_ptr(), len(seed_B), stream, n, uniform_BN.data_ptr())
+        return uniform_BN
+    return _uniforms_by_tensors(seed_B, round_B, stream, n)
+
+
+def _uniforms_by_tensors(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
+    key_B = _scramble(_scramble(seed_B + _MIX[0]) + round_B * _MIX[0] + stream)
+    index_N = torch.arange(1, n + 1, device=seed_B.device)
+    bits_BN = _scramble(key_B.unsqueeze(1) + index_N * _MIX[0])
+    return ((bits_BN >> 40) & 0xFFFFFF).to(torch.float32) * 2.0**-24
+
+
+def _scramble_one(x: int) -> int:
+    x = ((x ^ (x >> 30)) * _UNSIGNED[1]) % 2**64
+    x = ((x ^ (x >> 27)) * _UNSIGNED[2]) % 2**64
+    return x ^ (x >> 31)
+
+
+def derive(seed: int, position: int) -> int:
+    """The seed of a strategy that speculates from ``position`` on: independent of the row's own randomness, and
+    of what the same strategy drew in another round."""
+    mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
+    found = _scramble_one(mixed % 2**64)
+    return found - 2**64 if found >= 2**63 else found
+
+
+def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:
+    """One token a row, int64 [B], by inverting the cumulative distribution at ``uniform_B`` in [0, 1).
+
+    ``probs_BV`` need not be normalised; a token of mass zero is never drawn. A row without any mass gives token 0.
+    """
+    cumulative = probs_BV.double().cumsum(-1)
+    total_B = cumulative[:, -1]
+    at = torch.searchsorted(cumulative, (uniform_B.double() * total_B).unsqueeze(1), right=True).squeeze(1)
+    return torch.where(total_B > 0, at, 0)

@@ -1,0 +1,191 @@
+"""One request: its tokens so far, why each stands, and what speculation did for it. Knows nothing of models."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping
+from copy import copy
+from dataclasses import dataclass, field, fields, replace
+from typing import NamedTuple, Protocol, Self
+
+from torch import Tensor
+
+from fly.policies.base import AcceptancePolicy
+from fly.types import SamplingParams, Why
+
+__all__ = ["Form", "Gate", "Sequence", "Stats", "Token"]
+
+
+class Form(Protocol):
+    """The form that an output must have, followed token by token (``fly.structured.Matcher``)."""
+
+    def constrain(
+        self, logits_JV: Tensor, text: list[int], draft: list[int], tree: range | list[int], raw_JV: Tensor | None
+    ) -> None:
+        """Ban, in place, what may not follow each place of a draft."""
+
+    def check(self, place: int) -> None:
+        """Raises ``ValueError`` where the form cannot go on."""
+
+    def fresh(self) -> Form:
+        """The same form, at its start."""
+
+
+class Token(NamedTuple):
+    """Provenance of one emitted token."""
+
+    id: int
+    why: Why
+    clause: str | None = None  # for a relaxed token: the conditions that excused it
+    target_choice: int | None = None  # the target's most likely token there
+    # Of the target's unprocessed distribution there, where ``SamplingParams.explain`` asks for them:
+    prob: float | None = None  # of this token
+    choice_prob: float | None = None  # of the most likely one
+    entropy: float | None = None  # in nats
+
+
+@dataclass
+class Summed:
+    """Numbers that add up field by field."""
+
+    def __add__(self, other: Self) -> Self:
+        return type(self)(*(getattr(self, field.name) + getattr(other, field.name) for field in fields(self)))
+
+
+@dataclass
+class Gate(Summed):
+    """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
+    it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
+    stand because it held, ``refused`` ones fell because it alone did not."""
+
+    asked: int = 0
+    passed: int = 0
+    excused: int = 0
+    refused: int = 0
+
+
+@dataclass
+class Stats:
+    """What speculation did for one request (or, added up, for many). Only emitted tokens count as accepted.
+
+    ``rounds`` counts target forwards after the prompt's; ``tau`` is the mean number of tokens a round emits.
+    """
+
+    prompt_tokens: int = 0
+    cached: int = 0  # prompt tokens that were in the cache already, from other requests
+    preempted: int = 0  # times it had to make room for others and start again from its tokens
+    generated: int = 0
+    rounds: int = 0
+    emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
+    drafted: int = 0
+    accepted: int = 0
+    relaxed: int = 0
+    nats: float = 0.0  # sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution
+    gates: dict[str, Gate] = field(default_factory=dict)  # by clause
+
+    @property
+    def tau(self) -> float:
+        """Mean acceptance length: tokens emitted per target forward, at most K+1; 0 before the first round."""
+        return self.emitted / self.rounds if self.rounds else 0.0
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Share of drafted tokens that were emitted; 0 if none was drafted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def silent_gates(self) -> list[str]:
+        """Clauses that were asked at least 20 times and never held: a gate that never opens relaxes nothing."""
+        return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
+
+    def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
+        """Note what clauses said of a mismatch (``held``), or of ``times`` such, whether that ``excused`` it, and which
+        of them decided it (``Condition.deciding``)."""
+        for name, passed in held.items():
+            gate = self.gates.setdefault(name, Gate())
+            gate.asked += times
+            gate.passed += times * passed
+            if name in turns:
+                gate.excused += times * excused
+                gate.refused += times * (not excused)
+
+    def __add__(self, other: Stats) -> Stats:
+        gates = {name: replace(gate) for name, gate in self.gates.items()}
+        for name, gate in other.gates.items():
+            gates[name] = gates.get(name, Gate()) + gate
+        return Stats(
+            self.prompt_tokens + other.prompt_tokens,
+            self.cached + other.cached,
+            self.preempted + other.preempted,
+            self.generated + other.generated,
+            self.rounds + other.rounds,
+            self.emitted + other.emitted,
+            self.drafted + other.drafted,
+            self.accepted + other.accepted,
+            self.relaxed + other.relaxed,
+            self.nats + other.nats,
+            gates,
+        )
+
+
+_ids = itertools.count()
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One request in flight: its tokens so far, and everything that decides how it goes on.
+
+    ``tokens`` is the truth that every cache is rolled back to. A strategy that speculates further works on a
+    ``fork``, which shares the ``id`` (and so the caches) but not the list.
+    """
+
+    tokens: list[int]
+    prompt_length: int
+    params: SamplingParams
+    policy: AcceptancePolicy
+    seed: int
+    k: int
+    stop_ids: frozenset[int] = frozenset()  # tokens that end it: end-of-sequence and the request's own
+    id: int = field(default_factory=lambda: next(_ids))
+    provenance: list[Token] = field(default_factory=list)
+    logprobs: list[dict[int, float]] = field(default_factory=list)
+    stats: Stats = field(default_factory=Stats)
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
+    finish_reason: str | None = None
+    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
+    priority: int = 0  # smaller goes first
+    parent: Sequence | None = None  # has the same prompt, and prefills it for both
+    error: Exception | None = None  # what ended it, where that was an error
+    matcher: Form | None = None  # of the form its output must have; forks share it, since it goes by their tokens
+
+    @property
+    def generated(self) -> int:
+        """Tokens emitted so far."""
+        return len(self.tokens) - self.prompt_length
+
+    @property
+    def greedy(self) -> bool:
+        return self.params.temperature == 0
+
+    def sample(self, seed: int) -> Sequence:
+        """Another completion of the same request, which has just come in."""
+        return replace(
+            self,
+            id=next(_ids),
+            parent=self,
+            seed=seed,
+            tokens=list(self.tokens),
+            provenance=[],
+            logprobs=[],
+            drafts=[],
+            stats=replace(self.stats, gates={}),
+            matcher=None if self.matcher is None else self.matcher.fresh(),
+        )
+
+    def fork(self, policy: AcceptancePolicy, seed: int) -> Sequence:
+        """A scratch copy under the same id, to speculate on by another policy and another source of randomness."""
+        scratch = copy(self)  # a level does this every round, and ``replace`` takes four times as long
+        scratch.tokens, scratch.policy, scratch.seed = list(self.tokens), policy, seed
+        scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
+        scratch.stats, scratch.finish_reason = Stats(), None
+        return scratch
