@@ -564,6 +564,9 @@ class Engine:
         """Let steps, also one under way, take one round each while somebody waits for their end; from any thread."""
         self._hurry[0] = now
 
+    def enter_thread(self) -> None:
+        """Called once on the thread that will take all steps, before the first."""
+
     def release(self, row: Sequence) -> None:
         """Free everything ``row`` holds, in the target's cache and the strategy's."""
         self.runner.release(row)
