@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fly.backends.cpu import compiled
+from fly.backends.choice import LoadExecutor, load_executor
+from fly.backends.choice import load as load_model
 from fly.bundled import resolve_checkpoint
 from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
-from fly.engine import Engine, Model, Runner
-from fly.models import load_model
-from fly.models.invariant import invariant
+from fly.engine import Engine
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Bound, Exact
 from fly.request import Sequence, Stats, Token
+from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.structured import Grammars, Matcher
 from fly.types import Guarantee, SamplingParams
@@ -169,7 +169,7 @@ class LLM:
 
     def __init__(
         self,
-        model: str | Path | Model | LLM,
+        model: object,
         draft: str | Path | DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int = 15,
@@ -197,51 +197,51 @@ class LLM:
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
-        load: Any = load_model
+        by: LoadExecutor = load_executor
         if ranks is not None:
             from fly.parallel import LLAMA, LLAMA_WHOLE_SUMS, place_draft
-            from fly.parallel import load as load_any
+            from fly.parallel import load as load_part
 
-            load_part = partial(load_any, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, kernels=kernels)
-            load = partial(load_part, ranks=ranks)
+            by = partial(load_part, plan=LLAMA_WHOLE_SUMS if whole_sums else LLAMA, ranks=ranks)
         self._random: random.Random = random.SystemRandom() if ranks is None else ranks.random
-        if isinstance(model, (str, Path)):
-            directory = resolve_checkpoint(model)
-            loaded: Model = compiled(load(directory, dtype, device), kernels, consume=True)
-            self.tokenizer = Tokenizer.load(directory)
-            self.eos_ids = read_eos_ids(directory, loaded.config.vocab_size)
-            self.default_params = read_sampling_defaults(directory)
-        elif isinstance(model, LLM):
+        if isinstance(model, LLM):
             self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
-            loaded = model.engine.runner.model
+            executor = model.engine.runner.executor
         else:
-            loaded = model
+            executor, self.tokenizer, _ = load_model(model, dtype, device, kernels, by)
+            if isinstance(model, (str, Path)):
+                directory = resolve_checkpoint(model)
+                self.eos_ids = read_eos_ids(directory, executor.config.vocab_size)
+                self.default_params = read_sampling_defaults(directory)
         if deterministic:
-            loaded = invariant(loaded)
-        config = loaded.config
+            executor = executor.deterministic()
+        config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
         given = draft
 
-        def make_draft(load: Any = load_model) -> DraftStrategy | None:
+        def make_draft(by: LoadExecutor = load_executor) -> DraftStrategy | None:
             made: Any = given
             if isinstance(given, (str, Path)):
-                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels, load=load)
-            return None if made is None else translated(made, self.tokenizer, config.vocab_size)
+                made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
+            if made is None:
+                return None
+            made.resolve(partial(load_model, by=by))
+            return translated(made, self.tokenizer, config.vocab_size)
 
-        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, load_part)
-        block_size = block_size_for(loaded.device) if block_size is None else block_size
+        draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)
+        block_size = block_size_for(executor.device) if block_size is None else block_size
         most_tokens = 8 * config.max_position_embeddings
         if cache_share is not None:
             if not 0 < cache_share <= 1:
                 raise ValueError(f"cache_share {cache_share} must be in (0, 1]")
             if cache_tokens is not None:
                 raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
-            cache_bytes, most_tokens = int(cache_share * free_memory(loaded.device)), sys.maxsize
+            cache_bytes, most_tokens = int(cache_share * free_memory(executor.device)), sys.maxsize
         if cache_tokens is None:
-            each = PagedKVCache.bytes_per_token(config, getattr(loaded, "dtype", torch.float32))
+            each = PagedKVCache.bytes_per_token(config, executor.dtype)
             each += 0 if draft is None else draft.bytes_per_token()
             affordable = cache_bytes // each // block_size * block_size
             if (cache_tokens := min(most_tokens, affordable)) < 1:
@@ -253,10 +253,10 @@ class LLM:
             cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
             draft.reserve(cache_tokens)
-        cache = PagedKVCache.for_model(loaded, cache_tokens, block_size)
+        cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self._open: dict[int, Request] = {}  # of all unfinished calls
-        self.engine = Engine(Runner(loaded, cache, control, share=prefix_reuse), draft)
+        self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
         # What fails on one rank alone is no request's fault: the others would wait for it.
         told = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **told)
@@ -432,7 +432,7 @@ class LLM:
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
-        config = self.engine.runner.model.config
+        config = self.engine.runner.executor.config
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("this model has no tokenizer; give prompts as lists of token ids")
@@ -488,7 +488,7 @@ class LLM:
     def _grammars(self) -> Grammars:
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
-        return Grammars(self.tokenizer, self.engine.runner.model.config.vocab_size, self.eos_ids)
+        return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Follows the grammar of a request, if it has one."""

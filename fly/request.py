@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections import abc
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
@@ -13,19 +14,37 @@ from torch import Tensor
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["Form", "Gate", "Sequence", "Stats", "Token"]
+__all__ = ["Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
+
+
+def common_prefix(a: list[int], b: list[int]) -> int:
+    """Length of the longest common prefix of two token lists."""
+    shorter = min(len(a), len(b))
+    # the usual case, at C speed, without a copy of the one that is a prefix
+    if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
+        return shorter
+    # They differ near the end, as a rule: what comes before is compared at C speed as well.
+    start, window = shorter, 32
+    while start and a[:start] != b[:start]:
+        start, window = max(shorter - window, 0), 8 * window
+    return next(i for i in range(start, shorter) if a[i] != b[i])
 
 
 class Form(Protocol):
     """The form that an output must have, followed token by token (``fly.structured.Matcher``)."""
 
     def constrain(
-        self, logits_JV: Tensor, text: list[int], draft: list[int], tree: range | list[int], raw_JV: Tensor | None
+        self,
+        logits_JV: Tensor,
+        text: list[int],
+        draft: list[int],
+        parents: abc.Sequence[int],
+        raw_JV: Tensor | None = None,
     ) -> None:
-        """Ban, in place, what may not follow each place of a draft."""
+        """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
 
     def check(self, place: int) -> None:
-        """Raises ``ValueError`` where the form cannot go on."""
+        """Raises ``ValueError`` if a text that stands up to ``place``, as last asked about, cannot go on."""
 
     def fresh(self) -> Form:
         """The same form, at its start."""

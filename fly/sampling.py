@@ -5,24 +5,20 @@ Shape legend: B rows, J positions of a row, V vocabulary, N uniforms.
 
 from __future__ import annotations
 
-import ctypes
-import math
-from array import array
 from collections import abc
 from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from fly.ops import SMALL, argmax, compiled, log_mass, pick, top
-from fly.types import Draft, SamplingParams
+from fly.ops import argmax, log_mass, pick, top
+from fly.types import SamplingParams
 
 __all__ = ["BatchSampling", "ProcessedDistribution"]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class BatchSampling:
     """The sampling parameters of a batch as columns, and what they make of logits.
 
@@ -44,20 +40,7 @@ class BatchSampling:
     @staticmethod
     def of(params: abc.Sequence[SamplingParams], device: torch.device | str = "cpu") -> BatchSampling:
         """Columns of ``params``, one row each."""
-        return _distribution(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), torch.device(device))
-
-    @cached_property
-    def compiled(self) -> Any:
-        """What ``fly.backends.cpu`` take, an array of a row each; only of columns on the CPU."""
-        from fly.backends.cpu.library import Sampling  # which is of models, and so of what this is for
-
-        columns = self.temperature_B, self.top_p_B, self.min_p_B, self.top_k_B, self.greedy_B
-        rows = list(zip(*(column.tolist() for column in columns)))
-        made = (Sampling * len(rows))()
-        for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
-            row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
-            row.floor = temperature * math.log(min_p) if min_p else -math.inf
-        return made
+        return _columns(tuple((p.temperature, p.top_k, p.top_p, p.min_p) for p in params), torch.device(device))
 
     @staticmethod
     def _of(params: tuple[tuple[float, int, float, float], ...], device: torch.device) -> BatchSampling:
@@ -94,7 +77,7 @@ class BatchSampling:
         return self.on(logits_BJV).dense()
 
 
-_distribution = lru_cache(64)(BatchSampling._of)  # a batch asks for the same round after round
+_columns = lru_cache(64)(BatchSampling._of)  # a batch asks for the same round after round
 
 
 class ProcessedDistribution:
@@ -104,8 +87,8 @@ class ProcessedDistribution:
     numbers.
     """
 
-    def __init__(self, distribution: BatchSampling, logits_BJV: Tensor) -> None:
-        self.distribution, self.logits_BJV = distribution, logits_BJV
+    def __init__(self, sampling: BatchSampling, logits_BJV: Tensor) -> None:
+        self.sampling, self.logits_BJV = sampling, logits_BJV
         self._found: tuple[Tensor, Tensor | None, Tensor] | None = None
 
     def dense(self) -> Tensor:
@@ -119,9 +102,9 @@ class ProcessedDistribution:
         """[N, V], the distribution at some positions of some rows."""
         logits_NV = self.logits_BJV[rows_N, positions_N]
         probs_NV = self._share(logits_NV, rows_N, positions_N)
-        if self.distribution.some_greedy:
+        if self.sampling.some_greedy:
             one_hot_NV = torch.zeros_like(logits_NV).scatter_(1, argmax(logits_NV).unsqueeze(1), 1.0)
-            probs_NV = torch.where(self.distribution.greedy_B[rows_N].unsqueeze(1), one_hot_NV, probs_NV)
+            probs_NV = torch.where(self.sampling.greedy_B[rows_N].unsqueeze(1), one_hot_NV, probs_NV)
         return probs_NV
 
     def of(self, tokens_BK: Tensor) -> Tensor:
@@ -129,83 +112,23 @@ class ProcessedDistribution:
         longest = tokens_BK.shape[1]
         logits_BKV = self.logits_BJV[:, :longest]
         probs_BK = self._share(pick(logits_BKV, tokens_BK).unsqueeze(-1)).squeeze(-1)
-        if self.distribution.some_greedy:
+        if self.sampling.some_greedy:
             one_hot_BK = (argmax(logits_BKV) == tokens_BK).float()
-            probs_BK = torch.where(self.distribution.greedy_B.unsqueeze(1), one_hot_BK, probs_BK)
+            probs_BK = torch.where(self.sampling.greedy_B.unsqueeze(1), one_hot_BK, probs_BK)
         return probs_BK
 
     def top(self, n: int) -> Tensor:
         """[B, J, min(n, V)], the largest probabilities at each position, largest first."""
         probs_BJN = self._share(top(self.logits_BJV, n).values)
-        if self.distribution.some_greedy:
+        if self.sampling.some_greedy:
             one_hot_BJN = torch.zeros_like(probs_BJN)
             one_hot_BJN[..., 0] = 1.0
-            probs_BJN = torch.where(self.distribution.greedy_B.view(-1, 1, 1), one_hot_BJN, probs_BJN)
+            probs_BJN = torch.where(self.sampling.greedy_B.view(-1, 1, 1), one_hot_BJN, probs_BJN)
         return probs_BJN
-
-    def keeps(self, draft: Draft, coins_BK: Tensor, all_: bool) -> list[list[bool]] | None:
-        """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``), those of a chain up to the
-        first that it does not keep, or ``all_`` of them; by compiled code. None where there is none for it."""
-        rows, places, width = self.logits_BJV.shape
-        distributions, floats = draft.probs_BKV, torch.float32
-        fits = distributions is None or (
-            distributions.dtype == floats and distributions.shape == (rows, places - 1, width)
-        )
-        flips = (coins_BK.dtype, coins_BK.device.type) == (floats, "cpu")
-        if not (self._on_host() and fits and flips and coins_BK.shape == draft.shape == (rows, places - 1)):
-            return None
-        if not all(0 <= token < width for chain in draft.chains for token in chain):
-            return None
-        if (accepts := compiled("fly_accepts", self.logits_BJV.numel() > _SOON)) is None:
-            return None
-        logits_BJV, coins_BK = self.logits_BJV.contiguous(), coins_BK.contiguous()
-        probs_BKV = None if draft.probs_BKV is None else draft.probs_BKV.contiguous()
-        how = self.distribution.compiled
-        found = []
-        for b, chain in enumerate(draft.chains):
-            drafted, kept = array("q", chain), array("b", bytes(len(chain)))
-            first = accepts(
-                logits_BJV.data_ptr() + 4 * b * places * width,
-                width,
-                ctypes.addressof(how[b]),
-                drafted.buffer_info()[0],
-                len(chain),
-                None if probs_BKV is None else probs_BKV[b].data_ptr(),
-                coins_BK[b].data_ptr(),
-                all_,
-                kept.buffer_info()[0],
-            )
-            if first < 0:
-                raise MemoryError(f"no memory for a distribution over {width} tokens")
-            found.append([keep != 0 for keep in kept])
-        return found
-
-    def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
-        """The token drawn at position ``j`` of row ``b``: from its distribution or, where the exact rule ``rejected`` a
-        drafted token, from what the draft's leaves of it (``max(target - draft, 0)``). Where ``keeps`` finds compiled
-        code."""
-        logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
-        if rejected is not None and draft.probs_BKV is not None:
-            probs_V = draft.probs_BKV[b, j].contiguous()
-        token: int = compiled("fly_follow")(
-            logits_V.data_ptr(),
-            len(logits_V),
-            ctypes.addressof(self.distribution.compiled[b]),
-            -1 if rejected is None else rejected,
-            None if probs_V is None else probs_V.data_ptr(),
-            uniform,
-        )
-        if token < 0:
-            raise MemoryError(f"no memory for a distribution over {len(logits_V)} tokens")
-        return token
-
-    def _on_host(self) -> bool:
-        logits_BJV = self.logits_BJV
-        return type(logits_BJV) is Tensor and logits_BJV.device.type == "cpu" and logits_BJV.dtype == torch.float32
 
     def rows(self, index_B: Tensor) -> ProcessedDistribution:
         """The distribution of some rows only, ``index_B`` int64."""
-        return ProcessedDistribution(self.distribution.rows(index_B), self.logits_BJV[index_B])
+        return type(self)(self.sampling.rows(index_B), self.logits_BJV[index_B])
 
     def _share(self, logits: Tensor, rows_N: Tensor | None = None, positions_N: Tensor | None = None) -> Tensor:
         """What each of the given logits has of the mass at its position: [N, ...] of those named, or [B, <= J, ...]."""
@@ -218,61 +141,41 @@ class ProcessedDistribution:
                 return values_BJ[:, : logits.shape[1], None]
             return values_BJ[rows_N, positions_N].unsqueeze(1)
 
-        shares = (logits - column(peak_BJ)).div_(
-            column(self.distribution.temperature_B.unsqueeze(1).expand_as(peak_BJ))
-        )
+        shares = (logits - column(peak_BJ)).div_(column(self.sampling.temperature_B.unsqueeze(1).expand_as(peak_BJ)))
         shares.sub_(column(total_BJ)).exp_()
         return shares if least_BJ is None else shares.masked_fill_(logits < column(least_BJ), 0.0)
 
     def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
         """[B, J] each: the largest logit, the least that is kept (None if all are), ln of the mass kept."""
-        distribution, (rows, positions, width) = self.distribution, self.logits_BJV.shape
-        if (found := self._find_at_once()) is not None:
-            return found
+        sampling, (rows, positions, width) = self.sampling, self.logits_BJV.shape
         logits_NV = self.logits_BJV.flatten(0, 1)
         peak_N = logits_NV.amax(-1)
 
         def per_position(column_B: Tensor) -> Tensor:
             return column_B.repeat_interleave(positions)
 
-        temperature_N = per_position(distribution.temperature_B)
+        temperature_N = per_position(sampling.temperature_B)
         least_N: Tensor | None = None
-        if distribution.most_k:
+        if sampling.most_k:
             # Compared as logits: softmax may round two different ones to the same probability.
-            top_k_N = per_position(distribution.top_k_B)
-            likeliest = top(logits_NV, distribution.most_k).values
+            top_k_N = per_position(sampling.top_k_B)
+            likeliest = top(logits_NV, sampling.most_k).values
             last_N = likeliest.gather(1, (top_k_N.clamp(1, width) - 1).unsqueeze(1)).squeeze(1)
             least_N = torch.where(top_k_N > 0, last_N, -torch.inf)
-        if distribution.top_p:
-            top_p_N = per_position(distribution.top_p_B)
+        if sampling.top_p:
+            top_p_N = per_position(sampling.top_p_B)
             total_N = log_mass(logits_NV, peak_N, temperature_N, least_N)
             nucleus_N = _nucleus(logits_NV, peak_N, temperature_N, total_N, top_p_N)
             nucleus_N = torch.where(top_p_N < 1, nucleus_N, -torch.inf)
             least_N = nucleus_N if least_N is None else least_N.maximum(nucleus_N)
-        if distribution.min_p:
-            floor_N = peak_N + temperature_N * per_position(distribution.min_p_B).log()
+        if sampling.min_p:
+            floor_N = peak_N + temperature_N * per_position(sampling.min_p_B).log()
             least_N = floor_N if least_N is None else least_N.maximum(floor_N)
         total_N = _kept_mass(logits_NV, peak_N, temperature_N, least_N)
         shape = (rows, positions)
         return peak_N.view(shape), None if least_N is None else least_N.view(shape), total_N.view(shape)
 
-    def _find_at_once(self) -> tuple[Tensor, Tensor | None, Tensor] | None:
-        """``_find`` by compiled code, for small vocabularies: it goes over all of one many times."""
-        distribution, logits_BJV = self.distribution, self.logits_BJV
-        rows, positions, width = logits_BJV.shape
-        lets_go = logits_BJV.numel() > _SOON
-        if not self._on_host() or width > SMALL or (find := compiled("fly_kept", lets_go)) is None:
-            return None
-        logits_BJV, found_3BJ = logits_BJV.contiguous(), torch.empty(3, rows, positions)
-        at, each = found_3BJ.data_ptr(), 4 * rows * positions
-        how = ctypes.addressof(distribution.compiled)
-        if find(logits_BJV.data_ptr(), rows, positions, width, how, at, at + each, at + 2 * each):
-            raise MemoryError(f"no memory for a distribution over {width} tokens")
-        peak_BJ, least_BJ, total_BJ = found_3BJ
-        return peak_BJ, least_BJ if distribution.most_k or distribution.top_p or distribution.min_p else None, total_BJ
 
-
-_SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
 _FIRST = 16  # most nuclei are within this many tokens
 
 

@@ -18,8 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from fly.engine import common_prefix
 from fly.models.tokenizer import Tokenizer
+from fly.request import common_prefix
 from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["Grammars", "Matcher", "StructuredError"]

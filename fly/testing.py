@@ -33,12 +33,13 @@ import torch
 from torch import Tensor
 
 from fly.errors import origin
+from fly.ops import depths
 from fly.policies import AcceptancePolicy, Exact, dump_policy, load_policy, parse_policy, verify
 from fly.policies.base import exact_accept_probs
 from fly.policies.registry import check_types
 from fly.request import Stats
 from fly.sampling import BatchSampling
-from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why, depths
+from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict, Why
 
 if TYPE_CHECKING:
     from fly.drafts.check import check_draft

@@ -5,33 +5,31 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+from collections import abc
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from functools import cached_property
-from typing import Annotated, Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from torch import Tensor
 
 from fly.ops import argmax, log_mass, pick, top
+from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
+    "Decision",
     "Draft",
     "Guarantee",
     "LazyDistribution",
+    "Mismatch",
     "Noise",
     "SamplingParams",
     "StructuredOutput",
     "Target",
-    "Told",
-    "ToldVerdict",
     "Verdict",
     "Why",
-    "depths",
-    "first_branch",
 ]
 
 
@@ -51,147 +49,6 @@ class Why(IntEnum):
     RELAXED = 2  # drafted, a mismatch the policy excused
     CORRECTION = 3  # the target's own, in place of the first rejected draft
     BONUS = 4  # the target's own, after a draft that stood whole (an empty one included)
-
-
-class StructuredOutput(BaseModel):
-    """The form that an output must have: exactly one of these.
-
-    ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
-    ``json_object``: any JSON object. ``regex``: a text that the whole regular expression matches (the syntax of Rust's
-    regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
-    variant of Lark's syntax.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    json_schema: str | None = None  # JSON text
-    json_object: bool = False
-    regex: str | None = None
-    grammar: str | None = None
-
-    @property
-    def kind(self) -> str:
-        """The name of the one field that is given."""
-        (kind,) = self._given()
-        return kind
-
-    def _given(self) -> list[str]:
-        return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
-
-    @field_validator("json_schema", mode="before")
-    @classmethod
-    def _schema_is_an_object(cls, value: object) -> object:
-        if value is None:
-            return None
-        try:
-            schema = json.loads(value) if isinstance(value, str) else value
-            if isinstance(schema, dict):
-                return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{value!r} is no JSON: {error}") from None
-        raise ValueError(f"a schema is an object, or the JSON text of one, not {value!r}")
-
-    @model_validator(mode="after")
-    def _one_form(self) -> StructuredOutput:
-        if len(given := self._given()) != 1:
-            raise ValueError(f"give exactly one of {list(type(self).model_fields)}, not {given}")
-        return self
-
-
-class SamplingParams(BaseModel):
-    """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
-
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
-    one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
-    ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
-    log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
-    the provenance how likely each token was, and how undecided the target.
-
-    ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
-    were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
-    positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
-    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way. They hold
-    in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
-
-    ``n`` is the number of completions; all but the first have seeds derived from that of the first.
-
-    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
-    every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
-    are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
-    under ``ignore_eos`` (which else keeps it going as long as the form allows) and before ``min_tokens``. So an output
-    has its form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it, as
-    ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
-    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
-    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
-    max_tokens: int = Field(default=256, ge=0)
-    min_tokens: int = Field(default=0, ge=0)
-    stop: tuple[str, ...] = ()
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = Field(default=None, ge=0)
-    explain: bool = False
-    presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
-    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
-    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
-    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(default_factory=dict)
-    bad_words: tuple[str, ...] = ()
-    n: int = Field(default=1, ge=1)
-    structured: StructuredOutput | None = None
-
-    @property
-    def penalises(self) -> bool:
-        """Whether logits depend on the text before them, or on the request, in any way but through the model."""
-        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        return any(penalties) or bool(self.logit_bias) or bool(self.bad_words)
-
-    @field_validator("bad_words")
-    @classmethod
-    def _bad_words_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in value:
-            raise ValueError("an empty bad word would forbid every output")
-        return value
-
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_string_is_a_list(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
-
-    @field_validator("stop")
-    @classmethod
-    def _stops_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in value:
-            raise ValueError("an empty stop string would end every output before it began")
-        return value
-
-    @model_validator(mode="after")
-    def _lengths_agree(self) -> SamplingParams:
-        if self.min_tokens > self.max_tokens:
-            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
-        return self
-
-
-def depths(parents: list[int]) -> list[int]:
-    """How many tokens of its tree come before each token: 0 for those that follow the row itself."""
-    found: list[int] = []
-    for parent in parents:
-        found.append(0 if parent < 0 else found[parent] + 1)
-    return found
-
-
-def first_branch(parents: list[int]) -> list[int]:
-    """Numbers of a tree's tokens along the branch that is tried first at every fork."""
-    branch: list[int] = []
-    for node, parent in enumerate(parents):
-        if parent == (branch[-1] if branch else -1):
-            branch.append(node)
-    return branch
 
 
 @dataclass(frozen=True)
@@ -432,6 +289,14 @@ class Target:
         peak_N = self.logits_BKV[rows_N, positions_N, self.argmax_BK[rows_N, positions_N]]
         return log_mass(logits_RV, peak_N, at_N=rows_N * positions + positions_N)
 
+    def nats_of(self, tokens: list[tuple[int, int, int]]) -> list[float]:
+        """-ln target(token), of the unprocessed distribution, of each token, given as its row, its position and its id.
+        Asks the host."""
+        b_N, at_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
+        log_NV = self.logits_BKV[b_N, at_N].log_softmax(-1)
+        nats: list[float] = (-pick(log_NV, token_N)).tolist()
+        return nats
+
     @property
     def generated_B(self) -> Tensor:
         """[B] int64, tokens each row has emitted before this block."""
@@ -500,16 +365,6 @@ class Noise:
         return Noise(self.accept_BK[index_B], self.sample_B[index_B])
 
 
-class Told(NamedTuple):
-    """What a ``Verdict`` says, as lists."""
-
-    accepted: list[int]
-    following: list[int]
-    why: list[list[int]]
-    asked: list[list[bool]]
-    held: dict[str, list[list[bool]]]
-
-
 @dataclass(frozen=True)
 class Verdict:
     """What stands of a block.
@@ -528,41 +383,28 @@ class Verdict:
 
     def paths(self) -> list[list[int]]:
         """For each row, the numbers of the drafted tokens that stand, in order. Asks the host."""
+        accepted = self.accepted_B.tolist()
         if self.path_BK is None:
-            return [list(range(n)) for n in self.told.accepted]
-        return [path[:n] for path, n in zip(self.path_BK.tolist(), self.told.accepted)]
-
-    @cached_property
-    def told(self) -> Told:
-        """All of it as lists, but for the paths. Asks the host, once."""
-        held = {name: held_BK.tolist() for name, held_BK in self.clauses.items()}
-        why, asked = self.why_BK.tolist(), self.asked_BK.tolist()
-        return Told(self.accepted_B.tolist(), self.next_token_B.tolist(), why, asked, held)
+            return [list(range(n)) for n in accepted]
+        return [path[:n] for path, n in zip(self.path_BK.tolist(), accepted)]
 
 
-class ToldVerdict(Verdict):
-    """A verdict that was worked out as lists on the host, and becomes tensors where somebody asks for them. It is made
-    of lists alone: ``dataclasses.replace`` cannot copy it."""
+class Mismatch(NamedTuple):
+    """A drafted token that the exact rule does not keep, on which the outcome of its block hung: one that is relaxed,
+    or of which a relaxation's conditions were asked."""
 
-    def __init__(self, told: Told) -> None:
-        self.__dict__["told"] = told
+    node: int  # its number in the draft
+    relaxed: bool  # whether it stands all the same
+    held: Mapping[str, bool]  # what each condition of the rule's relaxation said of it; empty if there are none
+    nats: float  # -ln target(token), of the unprocessed distribution, if it is relaxed
 
-    @cached_property
-    def accepted_B(self) -> Tensor:
-        return torch.tensor(self.told.accepted)
 
-    @cached_property
-    def next_token_B(self) -> Tensor:
-        return torch.tensor(self.told.following)
+class Decision(NamedTuple):
+    """What stands of one row's block, as plain values: the same whoever decided, tensors, the host or compiled code."""
 
-    @cached_property
-    def why_BK(self) -> Tensor:
-        return torch.tensor(self.told.why, dtype=torch.int8)
-
-    @cached_property
-    def asked_BK(self) -> Tensor:
-        return torch.tensor(self.told.asked, dtype=torch.bool)
-
-    @cached_property
-    def clauses(self) -> dict[str, Tensor]:
-        return {name: torch.tensor(held) for name, held in self.told.held.items()}
+    drafted: list[int]
+    path: abc.Sequence[int]  # numbers of the drafted tokens that stand, in order; in a chain 0, 1, 2, ...
+    next_token: int
+    bonus: bool  # whether nothing was drafted to follow the path; else the next token is a correction
+    choices: list[int]  # the target's most likely token after the row, and after each drafted token
+    mismatches: abc.Sequence[Mismatch] = ()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fly.backends.torch import TorchExecutor
 from fly.bench.limits import take_turns
 from fly.bench.plan import JUDGED, SMALL, Device, Link, Machines, Setting, forecast, share_of, step_seconds, weights
 from fly.bench.shapes import random_model, randomise
@@ -22,7 +23,6 @@ from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
-from fly.engine import Runner
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
@@ -31,6 +31,7 @@ from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence, Stats
+from fly.runner import Runner
 from fly.types import Draft, SamplingParams
 
 __all__ = ["Check", "check_here", "explain"]
@@ -200,11 +201,12 @@ def _part(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks | None, joined: 
 def _forward(model: Llama, tokens: int, context: int) -> Callable[[], None]:
     """A forward over ``tokens`` behind ``context``, and its most likely tokens."""
     row = Sequence([1, 2, 3, 4] * (context // 4), context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
-    runner = Runner(model, PagedKVCache.for_model(model, context + tokens + 64))
+    executor = TorchExecutor(model)
+    runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
     draft = [4] * (tokens - 1)
 
     def run() -> None:
-        argmax(runner.feed([row], [draft])).tolist()
+        argmax(runner.feed([row], [draft])[0]).tolist()
         runner.commit([row])
 
     return run
@@ -301,7 +303,7 @@ class _Slips(SingleDraft):
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         draft = super().propose(rows, max_len)
         tokens_BK = draft.tokens_BK.clone()
-        tokens_BK[:, tokens_BK.shape[1] // 2 :].add_(1).remainder_(self.vocab_size)
+        tokens_BK[:, tokens_BK.shape[1] // 2 :].add_(1).remainder_(self.executor.config.vocab_size)
         return replace(draft, tokens_BK=tokens_BK)
 
 
@@ -365,5 +367,7 @@ class _Run:
 
 
 def _is_sharded(llm: LLM) -> bool:
-    model = llm.draft.runner.model if isinstance(llm.draft, SingleDraft) else None
-    return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
+    executor = llm.draft.executor if isinstance(llm.draft, SingleDraft) else None
+    if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
+        return False
+    return model.lm_head.weight.shape[0] < model.config.vocab_size

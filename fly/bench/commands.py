@@ -59,7 +59,8 @@ def bench_speed(
 ) -> None:
     """The machine's limits, and every forward and every round held against them."""
     with cli._plain_errors(alone=True):
-        from fly.backends.cpu import chosen, compiled
+        from fly.backends import executor_of
+        from fly.backends.cpu import chosen
         from fly.backends.cpu.library import NARROW, split
         from fly.bench.limits import measure_limits
         from fly.bench.plot import check_plot
@@ -82,12 +83,12 @@ def bench_speed(
         plain = LLM(model, **options)
         fast = LLM(plain, draft=parse_draft(draft, trusted=True, **options), **options)
         levels = draft_runners(fast.draft)
-        target: Any = fast.engine.runner.model
-        if shape is None and hasattr(target, "kernels"):
+        target: Any = fast.engine.runner.executor
+        if shape is None and target.kernels != "torch":
             for kind in NARROW:
                 shapes.append(name := f"{SHAPE}:{kind}")
                 bits[name], configs[name] = kind, configs[SHAPE]
-        models = [(model, target)] + ([(draft, levels[0].model)] if len(levels) == 1 else [])
+        models = [(model, target)] + ([(draft, levels[0].executor)] if len(levels) == 1 else [])
         for name, config in {**{name: made.config for name, made in models}, **configs}.items():
             if config.max_position_embeddings < _CONTEXT + k + 1:
                 raise ValueError(
@@ -105,7 +106,7 @@ def bench_speed(
                 made = dict(models).get(name)
                 if made is None:
                     wanted = f"{split(chosen(kernels))[0]}-{bits[name]}" if bits[name] else kernels
-                    made = compiled(random_model(configs[name], target.dtype, target.device), wanted)
+                    made = executor_of(random_model(configs[name], target.dtype, target.device), wanted)
                 sweep = _sweep(made.config.max_position_embeddings, k)
                 room = 16 * (_CONTEXT + k + 17) + made.config.max_position_embeddings  # its last page may not be full
                 forwards = Forwards(name, made, room)

@@ -180,7 +180,7 @@ def measure_promise(
     them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times.
     """
     plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
-    target = plain.engine.runner.model
+    target = plain.engine.runner.executor
     vocabulary, rng = target.config.vocab_size, Random(0)
     prompts = {
         RANDOM: [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)],

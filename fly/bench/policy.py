@@ -13,13 +13,14 @@ from dataclasses import dataclass
 
 import torch
 
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts.base import pad
-from fly.engine import Runner, judge
 from fly.eval.timed import synchronize
 from fly.models import Llama, LlamaConfig
 from fly.policies import AcceptancePolicy
 from fly.request import Sequence as Row
+from fly.runner import Runner
 from fly.types import Draft, SamplingParams
 
 __all__ = ["Cost", "measure_decisions", "trunk_config"]
@@ -91,7 +92,7 @@ def _sharpen(model: Llama) -> None:
 def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context: int, repeats: int) -> Cost:
     vocab, device = model.config.vocab_size, model.device
     cache = PagedKVCache(model.config, rows * (-(-(context + k + 1) // 16)), 16, model.dtype, device)
-    runner = Runner(model, cache)
+    runner = Runner(TorchExecutor(model), cache)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocab, (rows, context), generator=generator).tolist()
 
@@ -121,7 +122,7 @@ def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context:
             runner.commit(batch)
 
         def run() -> None:
-            judge(batch, targets.pop(), draft)
+            runner.executor.judge(batch, targets.pop(), draft)
 
         return run
 

@@ -7,14 +7,11 @@ every call of a model, so that what is left is the round's own overhead. Knows n
 from __future__ import annotations
 
 import time
-from array import array
-from collections.abc import Callable, Sequence
+from collections import abc
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from fly.backends.cpu.library import split
 from fly.bench.limits import Limits, Timing, between, take_turns
@@ -22,11 +19,11 @@ from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
-from fly.engine import Model
 from fly.eval.timed import Setting, Times, draft_runners, synchronize, timed
+from fly.executor import Batch, DraftSpec, Executor
 from fly.models import LlamaConfig
-from fly.models.llama import KV
-from fly.request import Stats
+from fly.policies import Exact
+from fly.request import Sequence, Stats
 from fly.types import SamplingParams
 
 __all__ = [
@@ -112,29 +109,27 @@ class Forwards:
         tokens: most tokens in its cache, over all rows.
     """
 
-    def __init__(self, name: str, model: Model, tokens: int, block_size: int = 16) -> None:
-        self.name, self.model = name, model
-        self.dtype: torch.dtype = getattr(model, "dtype", torch.float32)
-        self.weight_bytes: int | None = getattr(model, "weight_bytes", None)
-        self.products = torch.int8 if split(getattr(model, "kernels", ""))[1] == "w8a8" else self.dtype
+    def __init__(self, name: str, model: Executor, tokens: int, block_size: int = 16) -> None:
+        self.name, self.executor, self.dtype, self.weight_bytes = name, model, model.dtype, model.weight_bytes
+        self.products = torch.int8 if split(model.kernels)[1] == "w8a8" else self.dtype
         self.cache = PagedKVCache.for_model(model, tokens, block_size)
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
 
     def measure(
         self,
-        shapes: Sequence[tuple[int, int, int]],
-        drafts: Sequence[tuple[int, int]] = (),
+        shapes: abc.Sequence[tuple[int, int, int]],
+        drafts: abc.Sequence[tuple[int, int]] = (),
         repeats: int = 15,
         advance: Callable[[], None] = lambda: None,
     ) -> list[Forward]:
         """A forward of every ``(rows, context, tokens)``, and step by step greedy decoding of every ``(context,
         tokens)``, all in turns. Rows of a forward must fit the model's context and the cache (``ValueError``)."""
         for rows, context, tokens in [*shapes, *((1, *draft) for draft in drafts)]:
-            if context + tokens > self.model.config.max_position_embeddings:
+            if context + tokens > self.executor.config.max_position_embeddings:
                 raise ValueError(
                     f"{context} and {tokens} tokens exceed {self.name}'s context of "
-                    f"{self.model.config.max_position_embeddings}"
+                    f"{self.executor.config.max_position_embeddings}"
                 )
             if rows * self.cache.allocator.blocks_for(context + tokens) > self.cache.allocator.num_blocks:
                 raise ValueError(f"{rows} rows of {context} and {tokens} tokens do not fit a cache of this size")
@@ -144,40 +139,33 @@ class Forwards:
     def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
         """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
         one. Logits are part of it."""
-        draft: Callable[..., Any] | None = getattr(self.model, "draft", None)
-        if drafting and draft is not None:
-            listed = _listed(*self._batch(1, context, 1, tokens))
-            return self._timed(partial(draft, *listed, [tokens], [()]), 1)
-        if drafting:
+        batch = self._batch(rows, context, 1 if drafting else tokens, tokens)
+        if not drafting:
+            return self._timed(lambda: self.executor.score(batch), rows) or 0.0
+        text = [0] * context + batch.tokens
+        row = Sequence(text, len(text), SamplingParams(temperature=0.0), Exact(), seed=0, k=tokens, id=0)
+        seconds = self._timed(lambda: self.executor.extend(batch, DraftSpec(), [row], [tokens]), 1)
+        if seconds is None:
             return sum(self.seconds(1, context + n, 1) for n in range(tokens))
-        batch = self._batch(rows, context, tokens, tokens)
-        if (score := getattr(self.model, "score", None)) is not None:
-            return self._timed(partial(score, *_listed(*batch)), rows)
-        return self._timed(lambda: self.model.logits(self.model(*batch)), rows)
+        return seconds
 
-    def _batch(self, rows: int, context: int, tokens: int, room: int) -> tuple[Tensor, Tensor, KV]:
+    def _batch(self, rows: int, context: int, tokens: int, room: int) -> Batch:
         ids = list(range(rows))
         for row in ids:
             self.cache.resize(row, context + room)
-        device = self.model.device
-        tokens_T = torch.randint(0, self.model.config.vocab_size, (rows * tokens,), device=device)
-        positions_T = torch.arange(context, context + tokens, device=device).repeat(rows)
-        return tokens_T, positions_T, self.cache.batch(ids, [context] * rows, [tokens] * rows, None)
+        new = torch.randint(0, self.executor.config.vocab_size, (rows, tokens)).tolist()
+        return Batch.of(new, self.cache.batch(ids, [context] * rows, [tokens] * rows))
 
-    def _timed(self, run: Callable[[], object], rows: int) -> float:
-        synchronize(self.model.device)
+    def _timed(self, run: Callable[[], object], rows: int) -> float | None:
+        """Seconds of a call; None where it did nothing."""
+        synchronize(self.executor.device)
         start = time.perf_counter()
-        run()
-        synchronize(self.model.device)
+        done = run()
+        synchronize(self.executor.device)
         seconds = time.perf_counter() - start
         for row in range(rows):
             self.cache.allocator.release(row)
-        return seconds
-
-
-def _listed(tokens_T: Tensor, positions_T: Tensor, kv: KV) -> tuple[array[int], array[int], KV]:
-    """A batch as the calls take it that a compiled model has of its own."""
-    return array("q", tokens_T.tolist()), array("q", positions_T.tolist()), kv
+        return None if done is None else seconds
 
 
 @dataclass(frozen=True)
@@ -193,16 +181,16 @@ class Wanted:
 
 @torch.inference_mode()
 def measure_forwards(
-    wanted: Sequence[Wanted], repeats: int = 15, advance: Callable[[], None] = lambda: None
+    wanted: abc.Sequence[Wanted], repeats: int = 15, advance: Callable[[], None] = lambda: None
 ) -> list[Forward]:
     """Time forwards, also of several models, in turns."""
     each = [(one.rows, one.context, one.tokens, one.drafting) for one in wanted]
     runs = [lambda one=one, shape=shape: one.forwards.seconds(*shape) for one, shape in zip(wanted, each)]
-    timings = take_turns(runs, repeats, wanted[0].forwards.model.device, advance)
+    timings = take_turns(runs, repeats, wanted[0].forwards.executor.device, advance)
     return [
         Forward(
             one.forwards.name,
-            one.forwards.model.config,
+            one.forwards.executor.config,
             one.forwards.dtype,
             one.rows,
             one.context,
@@ -245,8 +233,8 @@ class Rounds:
 
 
 def measure_rounds(
-    settings: Sequence[Setting],
-    problems: Sequence[Problem],
+    settings: abc.Sequence[Setting],
+    problems: abc.Sequence[Problem],
     params: SamplingParams,
     turns: int = 3,
     advance: Callable[[], None] = lambda: None,
@@ -273,7 +261,7 @@ def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, adv
     rounds.times.append(times)
 
 
-def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:
+def predict(rounds: Rounds, forwards: abc.Sequence[Forward], draft: Forward | None) -> float | None:
     """Tokens a second if a round took what its forwards take alone: E[emitted] / (K·t_draft + t(K+1)), which is
     S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v for 1) times the target's
     1 / t(1). ``forwards`` are the target's for several K, at one context, from which t(K+1) is read between; ``draft``

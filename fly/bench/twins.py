@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fly.backends.cpu import compiled
+from fly.backends import executor_of
 from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
@@ -241,14 +241,14 @@ def measure_twins(
     surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, dtype=dtype, device=device, kernels=kernels))
     for name, rule in (("exact", Exact()), (named, policy)):
         settings.append(Setting(f"{name} (to {confidence:g})", surely, longest, rule))
-    target = Forwards("target", plain.engine.runner.model, _TOKENS)
-    drafting = Forwards("draft", draft_runners(single.draft)[0].model, _TOKENS)
+    target = Forwards("target", plain.engine.runner.executor, _TOKENS)
+    drafting = Forwards("draft", draft_runners(single.draft)[0].executor, _TOKENS)
     wanted = [Wanted(target, 1, _CONTEXT, longest, drafting=True)]
     for k in lengths:  # in the order of a round: who comes next finds the caches full of the other's weights
         wanted += [Wanted(target, 1, _CONTEXT, k + 1), Wanted(drafting, 1, _CONTEXT, k, drafting=True)]
     decoded, *forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
-    clocked = plain.engine.runner.model.device.type == "cpu"  # a GPU would be waited for after every forward
+    clocked = plain.engine.runner.executor.device.type == "cpu"  # a GPU would be waited for after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
     # A turn of few: a prompt takes long, and the target's weights are everybody's.
     results = compare(settings, asked, params, advance, clocked, together=2)
@@ -261,7 +261,7 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
     time."""
     room = _CONTEXT + k + 16
     wanted = [
-        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), room), 1, _CONTEXT, k, drafting=True)
+        Wanted(Forwards("", executor_of(twin(original, width, layers), kernels), room), 1, _CONTEXT, k, drafting=True)
         for original in originals
         for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
     ]

@@ -9,15 +9,11 @@ from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING
 
-from fly.backends.cpu.library import Sure
 from fly.drafts.base import Continuation, DraftStrategy, Wrapper
+from fly.executor import Spent
 from fly.request import Sequence
 from fly.types import Draft, Target
-
-if TYPE_CHECKING:
-    from fly.backends.cpu.model import Spent
 
 __all__ = ["AdaptiveDraft"]
 
@@ -363,7 +359,7 @@ class AdaptiveDraft(Wrapper):
         it."""
         count, none = len(rows), [0] * len(rows)
         if not any(row.k for row in rows):
-            return Continuation(None, none, Sure(), None)
+            return Continuation(None, none)
         known = self._known(rows)
         costs, inner = self._costs[all(row.greedy for row in rows)], self.strategy.continuation(rows)
         rounds, lengths, late = _rest(rows, known), none, 0
@@ -385,8 +381,8 @@ class AdaptiveDraft(Wrapper):
             if not self._trying:  # after each round another must be affordable
                 spare = self._balance + _ONCE * base - costs.price(lengths) - costs.interruption(base)
             most = list(map(min, lengths, inner.most))
-            return inner._replace(most=most, worth=base / count, spare=spare, spent=this.spent)
-        return Continuation(None, none, Sure(), None, rounds or _MEASURED, spent=this.spent)
+            return inner._replace(most=most, token_seconds=base / count, spare_seconds=spare, spent=this.spent)
+        return Continuation(None, none, rounds=rounds or _MEASURED, spent=this.spent)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         """Whether these rows will be drafted for is not known yet."""

@@ -5,35 +5,46 @@ from __future__ import annotations
 import sys
 from abc import ABC, abstractmethod
 from collections import abc
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
 from fly.cache import BlockAllocator
+from fly.executor import DraftSpec, Executor, Spent
 from fly.models.tokenizer import Tokenizer
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.types import Draft, Target
 
-if TYPE_CHECKING:
-    from fly.backends.cpu.library import Lookup, Sure
-    from fly.backends.cpu.model import Spent
-    from fly.engine import Runner
+__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "pad", "pad_trees", "until_end"]
 
-__all__ = ["Continuation", "DraftStrategy", "Wrapper", "pad", "pad_trees", "until_end"]
+
+class Loaded(NamedTuple):
+    """A model that a strategy drafts with."""
+
+    executor: Executor
+    tokenizer: Tokenizer | None = None
+    control_ids: frozenset[int] = frozenset()
+
+
+# Loads a model by its path or name (``dtype``, ``device``, ``kernels`` as options), or takes a loaded one as it is.
+Load = Callable[..., Loaded]
 
 
 class Continuation(NamedTuple):
     """What a strategy proposes for every row where that is just what one model says, token after token, up to where it
-    is not sure enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``NGramDraft``
+    is not sure enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``spec.lookup``
     copies."""
 
     runner: Runner | None
     most: list[int]  # tokens a round, of each row
-    sure: Sure  # where it stops
-    lookup: Lookup | None  # with a model it says nothing, only sooner
+    spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
-    worth: float = 0.0  # seconds that a token is worth, if that counts: then the strategy is to be asked again also
-    spare: float = 0.0  # when rounds after the first have taken so many seconds more than what they emitted is worth
+    # If above 0, what a token is worth: then the strategy is to be asked again also when rounds after the first have
+    # taken so many spare seconds more than what they emitted is worth.
+    token_seconds: float = 0.0
+    spare_seconds: float = 0.0
     spent: list[Spent] | None = None  # takes what the first round took, and what the others did
 
 
@@ -48,7 +59,11 @@ class DraftStrategy(ABC):
     tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
+    device: torch.device = torch.device("cpu")  # of its drafts' tensors
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
+
+    def resolve(self, load: Load) -> None:
+        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none."""
 
     def attach(self, target: Runner) -> None:
         """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
@@ -76,6 +91,11 @@ class DraftStrategy(ABC):
         strategy."""
         return None
 
+    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
+        """A strategy that drafts the same with a model, by tokens ``allowed`` only (None: by all): what can be
+        translated to another vocabulary. Raises ``ValueError`` where there is no such model, as by default."""
+        raise ValueError(f"{type(self).__name__} has no draft model whose tokens could be translated")
+
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
 
@@ -86,6 +106,10 @@ class DraftStrategy(ABC):
 
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
+
+    def executors(self) -> list[Executor]:
+        """The models that it drafts with, but for its target."""
+        return []
 
     def allocators(self) -> list[BlockAllocator]:
         """The allocators of its caches, so that requests are admitted only if all of them have room."""
@@ -106,10 +130,18 @@ class Wrapper(DraftStrategy):
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         self.members = list(members)
+        self._follow_member()
+
+    def _follow_member(self) -> None:
         if len(self.members) == 1:
             (member,) = self.members
             self.vocab_size, self.tokenizer = member.vocab_size, member.tokenizer
-            self.context, self.spare = member.context, member.spare
+            self.context, self.spare, self.device = member.context, member.spare, member.device
+
+    def resolve(self, load: Load) -> None:
+        for member in self.members:
+            member.resolve(load)
+        self._follow_member()
 
     def attach(self, target: Runner) -> None:
         for member in self.members:
@@ -131,6 +163,9 @@ class Wrapper(DraftStrategy):
     def release(self, row: Sequence) -> None:
         for member in self.members:
             member.release(row)
+
+    def executors(self) -> list[Executor]:
+        return [executor for member in self.members for executor in member.executors()]
 
     def allocators(self) -> list[BlockAllocator]:
         return [allocator for member in self.members for allocator in member.allocators()]

@@ -26,16 +26,18 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from fly.backends import load
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts.base import DraftStrategy
-from fly.engine import Model, Runner
+from fly.executor import Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
-from fly.ops import Stream, uniforms
+from fly.ops import Stream, depths, uniforms
 from fly.policies import Exact
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.testing import ConformanceError, Report, run_checks
-from fly.types import Draft, SamplingParams, depths
+from fly.types import Draft, SamplingParams
 
 __all__ = ["DRAFT_CHECKS", "check_draft"]
 
@@ -53,7 +55,7 @@ def check_draft(
     strategy: DraftStrategy | Callable[[], DraftStrategy],
     *,
     learns: bool | None = None,
-    target: Model | None = None,
+    target: object = None,
     raises: bool = True,
     advance: Callable[[], None] = lambda: None,
 ) -> Report:
@@ -111,7 +113,7 @@ def _split(draft: Draft) -> list[_Proposal]:
 class _Stage:
     """A fresh strategy with a target of its own, called in the order in which the engine calls it."""
 
-    def __init__(self, strategy: DraftStrategy, model: Model) -> None:
+    def __init__(self, strategy: DraftStrategy, model: Executor) -> None:
         self.strategy = strategy
         tokens = 64 * model.config.max_position_embeddings
         self.runner = Runner(model, PagedKVCache.for_model(model, tokens))
@@ -120,7 +122,7 @@ class _Stage:
     def prime(self, rows: abc.Sequence[Sequence]) -> None:
         """Let the target have seen all but the last token of each row, as it has whenever the engine wants a draft."""
         self.runner.commit(rows)
-        limit = self.runner.model.config.max_position_embeddings
+        limit = self.runner.executor.config.max_position_embeddings
         new = [dataclasses.replace(row, tokens=row.tokens[:-1]) for row in rows if len(row.tokens) <= limit]
         if new := [row for row in new if self.runner.pending(row)]:
             self.runner.feed(new, [[]] * len(new))
@@ -169,18 +171,20 @@ class _Kit:
     make: Callable[[], DraftStrategy]
     name: str
     learns: bool
-    model: Model
+    model: Executor
     samples: dict[tuple[int, int], list[_Proposal]] = field(default_factory=dict)
 
     @staticmethod
-    def of(strategy: DraftStrategy | Callable[[], DraftStrategy], learns: bool | None, target: Model | None) -> _Kit:
+    def of(strategy: DraftStrategy | Callable[[], DraftStrategy], learns: bool | None, target: object) -> _Kit:
         first = strategy if isinstance(strategy, DraftStrategy) else strategy()
         if not isinstance(first, DraftStrategy):
             raise ValueError(f"{strategy!r} makes {first!r}, which is no DraftStrategy")
-        make = _copier(strategy) if isinstance(strategy, DraftStrategy) else strategy
+        first.resolve(load)
+        make = _copier(strategy) if isinstance(strategy, DraftStrategy) else _resolved(strategy)
         if learns is None:
             learns = bool(getattr(first, "learns", False))
-        return _Kit(make, type(first).__name__, learns, target or _toy_target(first.vocab_size or _VOCABULARY))
+        executor = load(target or _toy_target(first.vocab_size or _VOCABULARY)).executor
+        return _Kit(make, type(first).__name__, learns, executor)
 
     @property
     def vocab(self) -> int:
@@ -254,9 +258,18 @@ def _toy_target(vocab_size: int) -> Llama:
     return model.eval().requires_grad_(False)
 
 
+def _resolved(make: Callable[[], DraftStrategy]) -> Callable[[], DraftStrategy]:
+    def made() -> DraftStrategy:
+        strategy = make()
+        strategy.resolve(load)
+        return strategy
+
+    return made
+
+
 def _copier(strategy: DraftStrategy) -> Callable[[], DraftStrategy]:
     """A function that copies ``strategy`` and all it holds but the models."""
-    shared = {id(found): found for _, found in _reachable(strategy) if isinstance(found, torch.nn.Module)}
+    shared = {id(found): found for _, found in _reachable(strategy) if isinstance(found, (torch.nn.Module, Executor))}
     return lambda: copy.deepcopy(strategy, dict(shared))
 
 
@@ -267,7 +280,7 @@ def _reachable(start: object) -> Iterator[tuple[str, object]]:
     while pending:
         where, found = pending.pop()
         yield where, found
-        if isinstance(found, (torch.nn.Module, Tensor, str, int, float, type)) or id(found) in seen:
+        if isinstance(found, (torch.nn.Module, Executor, Tensor, str, int, float, type)) or id(found) in seen:
             continue
         seen.add(id(found))
         if isinstance(found, dict):

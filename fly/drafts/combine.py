@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from fly.drafts.base import DraftStrategy, Wrapper, pad
-from fly.engine import common_prefix
 from fly.ops import derive
-from fly.request import Sequence
+from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["RelayDraft", "UnionDraft"]

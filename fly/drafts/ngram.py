@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field
-from functools import cached_property
 
-from fly.backends.cpu.library import Lookup, Sure
 from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
-from fly.engine import common_prefix
-from fly.request import Sequence
+from fly.executor import DraftSpec, Lookup
+from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["NGramDraft"]
@@ -28,8 +26,7 @@ class NGramDraft(DraftStrategy):
     tokens, that ends the text and occurred before, at its latest place, and copy up to ``k`` tokens that followed.
 
     A copy that reaches the end of the text goes on into itself, so a repetition is continued for as long as asked.
-    The index follows the text from one proposal to the next, so that a lookup costs the same in any context. (Compiled
-    code has none and goes over the whole text, which takes less time for as long as texts here get.)
+    The index follows the text from one proposal to the next, so that a lookup costs the same in any context.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1, k: int = 6) -> None:
@@ -44,13 +41,14 @@ class NGramDraft(DraftStrategy):
         copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
-    @cached_property
-    def compiled(self) -> Lookup:
-        """The settings, as compiled code takes them."""
-        return Lookup(*(min(value, 2**31 - 1) for value in (self.longest, self.shortest, self.k)))
+    @property
+    def lookup(self) -> Lookup:
+        """The settings, as an executor takes them."""
+        return Lookup(self.longest, self.shortest, self.k)
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        return Continuation(None, [self.k] * len(rows), Sure(), self.compiled) if type(self) is NGramDraft else None
+        spec = DraftSpec(lookup=self.lookup)
+        return Continuation(None, [self.k] * len(rows), spec) if type(self) is NGramDraft else None
 
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)

@@ -10,7 +10,6 @@ import inspect
 import os
 import re
 from collections import abc
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import entry_points
 from types import UnionType
@@ -30,7 +29,6 @@ from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
 from fly.errors import explain, import_object, meant
-from fly.models import load_model
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["CLASS_PATH", "draft_types", "parse_draft"]
@@ -81,7 +79,6 @@ def parse_draft(
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     kernels: str = "auto",
-    load: Callable[..., Any] = load_model,
 ) -> DraftStrategy | None:
     """The strategy a text describes; None for ``none``::
 
@@ -103,7 +100,7 @@ def parse_draft(
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
-        dtype, device, kernels, load: how checkpoints are loaded and run; for every class with parameters of these names
+        dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names
             that the text does not give.
 
     Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
@@ -111,7 +108,7 @@ def parse_draft(
     """
     if text.strip() == "none":
         return None
-    options = {"dtype": dtype, "device": device, "kernels": kernels, "load": load}
+    options = {"dtype": dtype, "device": device, "kernels": kernels}
     reader = _Reader(text, trusted, options)
     if text.strip() not in draft_types() and os.path.isdir(text):
         return reader.checkpoint(text)

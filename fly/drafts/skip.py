@@ -6,62 +6,20 @@ Shape legend: T packed tokens, C hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections import abc
-from functools import partial
-from typing import Protocol, cast
 
-import torch
 from torch import Tensor
 
 from fly.cache import BlockAllocator, PagedKVCache
+from fly.drafts.base import Load, Loaded
 from fly.drafts.model import SingleDraft
-from fly.engine import Runner
-from fly.models import LlamaConfig
-from fly.models.llama import KV
-from fly.policies import Exact
+from fly.executor import Batch, Executor
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.types import Draft
 
 __all__ = ["LayerSkipDraft", "expected_speedup"]
 
 _LONGEST = 16  # draft length up to which the search looks where nobody says
-
-
-class _Layered(Protocol):
-    """A model that goes through some of its layers only, where it is told to, and says so by ``layer_subsets``."""
-
-    config: LlamaConfig
-
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
-    def __call__(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: abc.Sequence[int] | None = None
-    ) -> Tensor: ...
-
-    def logits(self, hidden_TC: Tensor) -> Tensor: ...
-
-
-class _Part:
-    """Some layers of a model, as a model of its own."""
-
-    def __init__(self, model: _Layered, layers: list[int]) -> None:
-        self.model, self.layers, self.config = model, layers, model.config
-        for name in ("draft", "score"):  # calls that not every model has
-            if (call := getattr(model, name, None)) is not None:
-                setattr(self, name, partial(call, layers=layers))
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        return self.model(tokens_T, positions_T, kv, self.layers)
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        return self.model.logits(hidden_TC)
 
 
 def expected_speedup(acceptance: float, cost: float, k: int) -> tuple[float, int]:
@@ -106,25 +64,24 @@ class LayerSkipDraft(SingleDraft):
     ) -> None:
         if calibration < 2:
             raise ValueError(f"calibration {calibration} must be at least 2 tokens")
-        self._set_limits(k, confidence, entropy)
+        super().__init__(None, k=k, confidence=confidence, entropy=entropy)
         self._most = k
-        self.draft, self.policy = None, Exact()
         self.skip = None if skip is None else tuple(sorted(set(skip)))
         self.calibration = calibration
         self.learns = skip is None  # what it skips for all rows, from the first text that is long enough
         self._target: Runner | None = None
-        self._attached = True  # nothing drafts for it
 
     def attach(self, target: Runner) -> None:
-        model = target.model
-        if not getattr(model, "layer_subsets", False):
-            raise ValueError(f"layers can be skipped in a Llama, not in {type(model).__name__}")
-        layers = range(model.config.num_hidden_layers)
+        layers = range(target.executor.config.num_hidden_layers)
+        whole = target.executor.with_layers(layers)
         if self.skip is not None and (bad := [number for number in self.skip if number not in layers]):
             raise ValueError(f"skip {bad}: this model has the layers 0 to {len(layers) - 1}")
-        self._target, self._llama = target, cast(_Layered, model)
-        self.vocab_size, self.context = model.config.vocab_size, model.config.max_position_embeddings
+        self._target = target
+        self._take(Loaded(whole))
         self._use(self.skip or ())
+
+    def resolve(self, load: Load) -> None:
+        """Its model is the target's."""
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         if self._target is None:
@@ -134,7 +91,7 @@ class LayerSkipDraft(SingleDraft):
             if len(longest.tokens) >= self.calibration:
                 self.calibrate(longest.tokens[-self.calibration :])
         if not self.skip:
-            return Draft.empty(len(rows), self._llama.device)
+            return Draft.empty(len(rows), self._target.executor.device)
         target = self._target
         # What the target has cached is a prefix of every row; it is cached here as well, in the same place.
         most = [n if target.pending(row) == 1 else 0 for row, n in zip(rows, max_len)]
@@ -155,6 +112,9 @@ class LayerSkipDraft(SingleDraft):
     def release(self, row: Sequence) -> None:
         """The cache is the target's, which frees it itself."""
 
+    def executors(self) -> list[Executor]:
+        return []
+
     def allocators(self) -> list[BlockAllocator]:
         return []
 
@@ -167,7 +127,8 @@ class LayerSkipDraft(SingleDraft):
     def calibrate(self, tokens: list[int]) -> dict[tuple[int, ...], float]:
         """Find the layers to skip on a text of token ids, at least 2. Returns the sets that were tried, and the share
         of tokens on which the model without them agrees with the whole model."""
-        count = self._llama.config.num_hidden_layers
+        assert self._target is not None
+        count = self._target.executor.config.num_hidden_layers
         whole = self._choices(tokens, list(range(count)))
         tried: dict[tuple[int, ...], float] = {(): 1.0}
 
@@ -192,15 +153,15 @@ class LayerSkipDraft(SingleDraft):
 
     def _use(self, skip: abc.Sequence[int]) -> None:
         assert self._target is not None
-        layers = [number for number in range(self._llama.config.num_hidden_layers) if number not in skip]
-        # what it caches behind a row is of some layers only
-        self.runner = Runner(_Part(self._llama, layers), self._target.cache, share=False)
+        executor = self._target.executor
+        layers = [number for number in range(executor.config.num_hidden_layers) if number not in skip]
+        # what it caches after a row is of some layers only
+        self.__dict__["runner"] = Runner(executor.with_layers(layers), self._target.cache, share=False)
 
     def _choices(self, tokens: list[int], layers: list[int]) -> Tensor:
         """[T] the most likely token after each of ``tokens``, by some layers alone."""
-        model = self._llama
-        cache = PagedKVCache(model.config, 1, len(tokens), model.dtype, model.device)
+        assert self._target is not None
+        executor = self._target.executor.with_layers(layers)
+        cache = PagedKVCache(executor.config, 1, len(tokens), executor.dtype, executor.device)
         cache.resize(0, len(tokens))
-        at_T = torch.arange(len(tokens), device=model.device)
-        hidden_TC = model(torch.tensor(tokens, device=model.device), at_T, cache.batch([0], [0], [len(tokens)]), layers)
-        return model.logits(hidden_TC).argmax(-1)
+        return executor.score(Batch.of([tokens], cache.batch([0], [0], [len(tokens)]))).logits_NV.argmax(-1)

@@ -8,12 +8,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from fly.drafts.base import DraftStrategy, pad, until_end
-from fly.engine import common_prefix
-from fly.request import Sequence
+from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
 if TYPE_CHECKING:
-    from fly.engine import Runner
+    from fly.runner import Runner
 
 __all__ = ["SuffixDraft"]
 
@@ -134,7 +133,7 @@ class SuffixDraft(DraftStrategy):
 
     def attach(self, target: Runner) -> None:
         """Raises ``ValueError`` for a target of another vocabulary than an earlier one: its outputs are shared."""
-        size = target.model.config.vocab_size
+        size = target.executor.config.vocab_size
         if self.shared_tokens and self.vocab_size not in (None, size):
             raise ValueError(
                 f"this strategy shares outputs of a target with {self.vocab_size} tokens in its vocabulary, "

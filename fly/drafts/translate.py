@@ -9,25 +9,21 @@ from __future__ import annotations
 
 import re
 from collections import abc
-from copy import copy
 from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import Literal, get_args
 
 import torch
 from tokenizers import decoders, models
-from torch import Tensor
 
 from fly.cache import OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
-from fly.drafts.base import DraftStrategy, Wrapper, pad, until_end
-from fly.drafts.model import CascadeDraft, SingleDraft
-from fly.engine import Model, Runner, common_prefix
-from fly.models.llama import KV
+from fly.drafts.base import DraftStrategy, Load, Wrapper, pad, until_end
 from fly.models.tokenizer import Tokenizer
-from fly.ops import derive
-from fly.request import Sequence
-from fly.types import Draft, SamplingParams, Target, first_branch
+from fly.ops import derive, first_branch
+from fly.request import Sequence, common_prefix
+from fly.runner import Runner
+from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
 
@@ -270,31 +266,6 @@ class _Context:
         return self.tokens[self.ends[-2][0] if len(self.ends) > 1 else 0 :]
 
 
-class _Restricted:
-    """A model that cannot say some tokens: their logits are -inf, so every distribution made of them is one of the
-    others."""
-
-    def __init__(self, model: Model, allowed: abc.Sequence[int]) -> None:
-        self._model, self.config = model, model.config
-        self._banned_V = torch.ones(model.config.vocab_size, dtype=torch.bool, device=model.device)
-        self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=model.device)] = False
-
-    @property
-    def device(self) -> torch.device:
-        return self._model.device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return getattr(self._model, "dtype", torch.float32)
-
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        return self._model(tokens_T, positions_T, kv)
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, V] float32, -inf where a token is not allowed."""
-        return self._model.logits(hidden_TC).masked_fill(self._banned_V, -torch.inf)
-
-
 class TranslatedDraft(Wrapper):
     """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
 
@@ -330,26 +301,31 @@ class TranslatedDraft(Wrapper):
     """
 
     def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int, mode: Mode = "auto") -> None:
-        top = draft.top if isinstance(draft, CascadeDraft) else draft
-        if not isinstance(top, SingleDraft):
+        try:
+            top = draft.restricted(None)
+        except ValueError:
             raise ValueError(
-                f"{type(top).__name__} for a vocabulary of {top.vocab_size} tokens cannot draft for another, of "
+                f"{type(draft).__name__} for a vocabulary of {draft.vocab_size} tokens cannot draft for another, of "
                 f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
-            )
-        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, top.vocab_size, mode)
+            ) from None
+        own_size = top.vocab_size or 0
+        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size, mode)
         to_target = self.vocabularies.to_target
-        if self.mode != "text" and len(to_target) < top.vocab_size:
-            top = _restricted(top, list(to_target))
+        if self.mode != "text" and len(to_target) < own_size:
+            top = top.restricted(list(to_target))
         super().__init__([top])
         self.draft = top
         self.vocab_size: int = vocab_size
-        self.tokenizer = tokenizer
-        device = top._model.device
+        self.tokenizer, self.device = tokenizer, top.device
+        device = top.device
         self._own_N = torch.tensor(list(to_target), dtype=torch.int64, device=device)  # the shared tokens,
         self._target_N = torch.tensor(list(to_target.values()), dtype=torch.int64, device=device)  # on either side
-        self._to_target_V = torch.zeros(top.vocab_size, dtype=torch.int64, device=device)
+        self._to_target_V = torch.zeros(own_size, dtype=torch.int64, device=device)
         self._to_target_V[self._own_N] = self._target_N
         self._contexts: dict[int, _Context] = {}
+
+    def resolve(self, load: Load) -> None:
+        """What it translates was loaded before."""
 
     @property
     def mode(self) -> Literal["padded", "tokens", "text"]:
@@ -357,7 +333,7 @@ class TranslatedDraft(Wrapper):
         return self.vocabularies.mode
 
     def attach(self, target: Runner) -> None:
-        if (size := target.model.config.vocab_size) != self.vocab_size:
+        if (size := target.executor.config.vocab_size) != self.vocab_size:
             raise ValueError(f"this draft is translated to {self.vocab_size} tokens, the target has {size}")
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
@@ -434,16 +410,6 @@ class TranslatedDraft(Wrapper):
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
             drafts.append(until_end(new, row))
         return pad(drafts, self._to_target_V.device)
-
-
-def _restricted(level: SingleDraft, allowed: abc.Sequence[int]) -> SingleDraft:
-    """The same level, with a cache of its own and a model that says ``allowed`` tokens only."""
-    level = copy(level)
-    level._model = _Restricted(level._model, allowed)
-    level._lookup = level._lookup_at_once()
-    level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
-    level._attached = False
-    return level
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:

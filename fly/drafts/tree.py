@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import heapq
 from collections import abc
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,8 +16,6 @@ import torch
 from fly.constraints import constrain
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
-from fly.engine import Model
-from fly.models import load_model
 from fly.ops import top
 from fly.request import Sequence
 from fly.types import Draft, Target
@@ -62,7 +58,7 @@ class TreeDraft(SingleDraft):
 
     def __init__(
         self,
-        model: Model | str | Path,
+        model: object,
         nodes: int = 16,
         depth: int = 12,
         width: int = 2,
@@ -73,7 +69,6 @@ class TreeDraft(SingleDraft):
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
-        load: Callable[..., Model] = load_model,
     ) -> None:
         for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
             if value < 1:
@@ -81,7 +76,7 @@ class TreeDraft(SingleDraft):
         if branching is not None and (not branching or min(branching) < 1):
             raise ValueError(f"branching {branching} must name at least one candidate for each level")
         options: dict[str, Any] = {"block_size": block_size, "dtype": dtype, "device": device}
-        super().__init__(model, k=k, cache_tokens=cache_tokens, kernels=kernels, load=load, **options)
+        super().__init__(model, k=k, cache_tokens=cache_tokens, kernels=kernels, **options)
         self.nodes, self.depth, self.width = nodes, depth, width
         self.branching = None if branching is None else tuple(branching)
         if self.branching is not None:
@@ -95,9 +90,9 @@ class TreeDraft(SingleDraft):
         return max(self.nodes, self.depth * self.width) if self.branching is None else self.nodes
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        device = self.runner.model.device
+        device, context = self.executor.device, self.executor.config.max_position_embeddings
         most = [
-            max(0, min(n, self.depth, self.context - len(row.tokens), n if self.k is None else self.k))
+            max(0, min(n, self.depth, context - len(row.tokens), n if self.k is None else self.k))
             for row, n in zip(rows, max_len)
         ]
         trees = [_Tree() for _ in rows]
@@ -111,7 +106,8 @@ class TreeDraft(SingleDraft):
             group = [rows[b] for b in active]
             tokens = [[trees[b].tokens[node] for node in followed[b]] for b in active]
             parents = [[place[b][trees[b].parents[node]] - 1 for node in followed[b]] for b in active]
-            logits_BJV = constrain(self.runner.feed(group, tokens, parents), group, tokens, parents)
+            raw_BJV, _ = self.runner.feed(group, tokens, parents)
+            logits_BJV = constrain(raw_BJV, group, tokens, parents)
             self.runner.commit(group)
             width = self.width if self.branching is None else self.branching[level]
             places = [(i, node) for i, b in enumerate(active) for node in frontier[b]]

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import time
+from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.engine import Runner
+from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores
 from fly.llm import LLM, Output
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Summed
-from fly.types import SamplingParams
+from fly.runner import Runner
+from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.types import Decision, SamplingParams
+
+Result = TypeVar("Result")
 
 __all__ = ["Clock", "Setting", "Times", "draft_runners", "synchronize", "timed"]
 
@@ -37,46 +42,56 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Clock:
-    """A model that notes how long its calls take, and is otherwise as it was."""
+class Clock(Executor):
+    """An executor that notes how long its calls take, and is otherwise as it was."""
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
+        self.kernels, self.batch_invariant = inner.kernels, inner.batch_invariant
         self.seconds = 0.0
 
-    def __getattr__(self, name: str) -> Any:  # whatever the model is able to, such as ``draft``
-        value = getattr(self._model, name)
-        if name == "rounds" and value is not None:
-            return self._rounds
-        return self._clocked(value) if name in ("draft", "score") and value is not None else value
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+        return self._clocked(self.inner.score, batch, places)
 
-    def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._clocked(self._model)(*arguments, **options)
+    def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
+        return self._clocked(self.inner.extend, *arguments, **options)
 
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        result: Tensor = self._clocked(self._model.logits)(hidden_TC)
-        return result
-
-    def _rounds(self, *arguments: Any, drafter: Clock | None = None, **options: Any) -> Any:
+    def rounds(
+        self,
+        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
+        plan: Callable[[], RoundPlan | None],
+        ask: Callable[[list[Decision], Question], Answer | None],
+    ) -> Rounds | None:
         """Several rounds in one call, which says itself how long target and drafter took."""
-        drafts = {} if drafter is None else {"drafter": drafter._model}
-        ran = self._model.rounds(*arguments, **drafts, **options)
-        for spent in ran.spent:
-            self.seconds += spent.target
+        drafter: Clock | None = None
+
+        def plain() -> RoundPlan | None:
+            nonlocal drafter
+            made = plan()
+            if made is not None and isinstance(made.drafter, Clock):
+                drafter, made.drafter = made.drafter, made.drafter.inner
+            return made
+
+        if (ran := self.inner.rounds(rules, plain, ask)) is not None:
+            self.seconds += sum(spent.target for spent in ran.spent)
             if drafter is not None:
-                drafter.seconds += spent.draft
+                drafter.seconds += sum(spent.draft for spent in ran.spent)
         return ran
 
-    def _clocked(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def clocked(*arguments: Any, **options: Any) -> Any:
-            start = time.perf_counter()
-            try:
-                return call(*arguments, **options)
-            finally:
-                synchronize(self._model.device)
-                self.seconds += time.perf_counter() - start
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return self.inner.process(sampling, logits_BJV)
 
-        return clocked
+    def decide(self, *arguments: Any) -> list[Decision]:
+        return self.inner.decide(*arguments)
+
+    def _clocked(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+        start = time.perf_counter()
+        try:
+            return call(*arguments, **options)
+        finally:
+            synchronize(self.device)
+            self.seconds += time.perf_counter() - start
 
 
 def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
@@ -91,12 +106,12 @@ def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
 @contextmanager
 def _clocked(runner: Runner) -> Iterator[Clock]:
     """While this lasts, a clock around the runner's model."""
-    model = runner.model
-    runner.model = clock = Clock(model)
+    executor = runner.executor
+    runner.executor = clock = Clock(executor)
     try:
         yield clock
     finally:
-        runner.model = model
+        runner.executor = executor
 
 
 @dataclass

@@ -1,19 +1,22 @@
 """Pure tensor functions, one place a formula. Knows nothing of policies, models or caches."""
 
 from fly.ops.random import Stream, derive, draw, uniforms
-from fly.ops.vocabulary import SMALL, Top, argmax, compiled, log_mass, pick, top, top_at
+from fly.ops.trees import depths, first_branch, leaf_paths, tree_mask
+from fly.ops.vocabulary import Top, argmax, entropy, log_mass, pick, top
 
 __all__ = [
-    "SMALL",
     "Stream",
     "Top",
     "argmax",
-    "compiled",
+    "depths",
     "derive",
     "draw",
+    "entropy",
+    "first_branch",
+    "leaf_paths",
     "log_mass",
     "pick",
     "top",
-    "top_at",
+    "tree_mask",
     "uniforms",
 ]

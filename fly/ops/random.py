@@ -13,8 +13,6 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fly.ops.vocabulary import compiled
-
 __all__ = ["Stream", "derive", "draw", "uniforms"]
 
 
@@ -41,15 +39,6 @@ def uniforms(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     if not (seed_B.dtype == round_B.dtype == torch.int64 and seed_B.shape == round_B.shape and seed_B.ndim == 1):
         given = [(column.dtype, tuple(column.shape)) for column in (seed_B, round_B)]
         raise ValueError(f"seeds and rounds must be int64 of one shape [B], got {given}")
-    if seed_B.device.type == round_B.device.type == "cpu" and (fill := compiled("fly_uniforms")) is not None:
-        seed_B, round_B = seed_B.contiguous(), round_B.contiguous()
-        uniform_BN = torch.empty(len(seed_B), n)
-        fill(seed_B.data_ptr(), round_B.data_ptr(), len(seed_B), stream, n, uniform_BN.data_ptr())
-        return uniform_BN
-    return _uniforms_by_tensors(seed_B, round_B, stream, n)
-
-
-def _uniforms_by_tensors(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
     key_B = _scramble(_scramble(seed_B + _MIX[0]) + round_B * _MIX[0] + stream)
     index_N = torch.arange(1, n + 1, device=seed_B.device)
     bits_BN = _scramble(key_B.unsqueeze(1) + index_N * _MIX[0])

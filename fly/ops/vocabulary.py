@@ -12,21 +12,17 @@ own, by ``__torch_function__``.
 
 from __future__ import annotations
 
-import math
-from array import array
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "compiled", "log_mass", "pick", "top", "top_at"]
+__all__ = ["SMALL", "Top", "argmax", "entropy", "log_mass", "pick", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this are done in one go
-_FEWEST = 16  # of the largest that are found by a list of them
 _FEW = 1 << 15  # values that are looked through sooner than they are cut into chunks
 
 
@@ -73,34 +69,9 @@ def top(values: Tensor, n: int) -> Top:
     return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
 
 
-@cache
-def compiled(name: str, lets_go: bool = False) -> Any:
-    """A short call of the compiled kernels (``fly.backends.cpu.library.short``); None where there are none."""
-    from fly.backends.cpu import library  # which is of models, and so of what this is for
-
-    return library.short(name, lets_go)
-
-
-def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
-    """Of one position on the CPU: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
-    width = logits_BKV.shape[-1]
-    n = min(n, width)
-    likeliest_of = compiled("fly_top") if n <= _FEWEST and logits_BKV.dtype == torch.float32 else None
-    row, place, one = logits_BKV.stride()
-    if likeliest_of is not None and one == 1:
-        told = array("f", bytes(4 * (n + 1)))
-        at = logits_BKV.data_ptr() + 4 * (b * row + j * place)
-        likeliest_of(at, width, n, told.buffer_info()[0])
-        log_total = told.pop()
-        return told.tolist(), log_total
-    logits_V = logits_BKV[b, j]
-    if width <= SMALL:
-        logits = logits_V.detach().numpy()
-        likeliest = sorted(np.partition(logits, -n)[-n:].tolist() if n < width else logits.tolist(), reverse=True)
-        return likeliest, likeliest[0] + math.log(float(np.exp(logits - likeliest[0]).sum()))
-    top_1N = top(logits_V.unsqueeze(0), n).values
-    likeliest = top_1N.tolist()[0]
-    return likeliest, likeliest[0] + log_mass(logits_V.unsqueeze(0), top_1N[:, 0]).item()
+def entropy(probs: Tensor) -> Tensor:
+    """[...]: -sum p ln p, in nats, of each vector [..., V]; rounding does not take a certain one below zero."""
+    return (-torch.special.xlogy(probs, probs).sum(-1)).clamp_min(0)
 
 
 def log_mass(

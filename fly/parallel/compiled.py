@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.model import CompiledLlama
+from fly.backends.cpu import PackedLlama
 from fly.models import Llama
 from fly.models.llama import KV
 from fly.parallel.logits import VocabularyShards
@@ -23,18 +23,15 @@ __all__ = ["CompiledPart"]
 _Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
 
-class CompiledPart(CompiledLlama):
+class CompiledPart(PackedLlama):
     """A loaded ``part`` of a model, whose forwards ask this process for each sum over ranks; all ranks call alike.
+
+    It is run by the plain executor, forward and logits apart: one call of both would know only this rank's logits, and
+    the order in which ranks are added up depends on a value's place among all of a call.
 
     Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks compare what they
     are about to compute (``Ranks.check``).
     """
-
-    batch_invariant = False  # the order in which ranks are added up depends on a value's place among all of a call
-    # One call of both, or of the whole loop, would know only this rank's logits.
-    score = None  # type: ignore[assignment]
-    draft = None  # type: ignore[assignment]
-    rounds = None  # type: ignore[assignment]
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
         super().__init__(model, variant)
@@ -42,7 +39,7 @@ class CompiledPart(CompiledLlama):
         self._error: BaseException | None = None
         self._sum = _Sum(self._sum_over_ranks)  # must live as long as the model
         first = part.slots("vocab_size").start
-        self._library.fly_share(self._model, self._sum, part.config.vocab_size, first)
+        self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
         """Called from within a forward, which cannot be left by an error: what is wrong is raised behind it."""

@@ -11,19 +11,18 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
 from typing import Any, Literal, Protocol, get_args
 
 import torch
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts import DraftStrategy, LayerSkipDraft, SingleDraft
-from fly.engine import Model, Runner
+from fly.drafts import DraftStrategy, LayerSkipDraft
+from fly.executor import Batch, Executor
 from fly.parallel.logits import VocabularyShards
-from fly.parallel.model import load
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.types import Draft, Target
 
 __all__ = ["FirstDraft", "Placement", "place_draft"]
@@ -33,13 +32,13 @@ _STEPS = 9  # decode steps that a placement is timed with
 
 
 class Make(Protocol):
-    """Makes a draft strategy, given how its checkpoints are loaded; None where nothing drafts."""
+    """Makes a draft strategy, given how its checkpoints are loaded (the default: whole); None where nothing drafts."""
 
-    def __call__(self, load: Callable[..., Any] = ...) -> DraftStrategy | None: ...
+    def __call__(self, by: Callable[..., Executor] = ...) -> DraftStrategy | None: ...
 
 
 def place_draft(
-    make: Make, ranks: Ranks, placement: Placement = "auto", load_part: Callable[..., Any] = load
+    make: Make, ranks: Ranks, placement: Placement, load_part: Callable[..., Executor]
 ) -> DraftStrategy | None:
     """The strategy that ``make`` gives, placed among ``ranks``.
 
@@ -59,37 +58,34 @@ def place_draft(
     if placement == "first":
         first = FirstDraft(ranks, make)
         return first if first.drafts else None
-    divided = partial(load_part, ranks=ranks)
     if placement == "sharded":
-        return _by_one_clock(make(divided), ranks)
+        return _by_one_clock(make(load_part), ranks)
     strategy = ranks.together(make, "the draft")
-    if placement == "auto" and (whole := _models(strategy)):
+    if placement == "auto" and (whole := _executors(strategy)):
         try:
-            other = make(divided)
+            other = make(load_part)
         except PlanError:
             return _by_one_clock(strategy, ranks)
-        if ranks.share(_decode_seconds(_models(other)) < _decode_seconds(whole)):
+        if ranks.share(_decode_seconds(_executors(other)) < _decode_seconds(whole)):
             strategy = other
     return _by_one_clock(strategy, ranks)
 
 
-def _models(strategy: DraftStrategy | None) -> list[Model]:
-    """Those that a strategy drafts with, its target aside."""
-    return [part._model for part in _nested(strategy) if isinstance(part, SingleDraft)] if strategy else []
+def _executors(strategy: DraftStrategy | None) -> list[Executor]:
+    return [] if strategy is None else strategy.executors()
 
 
 @torch.inference_mode()
-def _decode_seconds(models: list[Model]) -> float:
-    """Seconds in which each of ``models`` gives one token, together; medians."""
+def _decode_seconds(executors: list[Executor]) -> float:
+    """Seconds in which each of ``executors`` gives one token, together; medians."""
     total = 0.0
-    for model in models:
-        token_T = torch.zeros(1, dtype=torch.int64, device=model.device)
-        cache = PagedKVCache.for_model(model, 1)
+    for executor in executors:
+        cache = PagedKVCache.for_model(executor, 1)
         cache.resize(0, 1)
         times = []
         for _ in range(_STEPS + 1):
             start = time.perf_counter()
-            model.logits(model(token_T, token_T, cache.batch([0], [0], [1])))[:, :1].tolist()
+            executor.score(Batch([0], [0], cache.batch([0], [0], [1]))).logits_NV[:, :1].tolist()
             times.append(time.perf_counter() - start)
         total += statistics.median(times[1:])
     return total

@@ -16,9 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.backends.cpu import CompiledLlama, chosen, compiled
+from fly.backends import executor_of
+from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
-from fly.backends.cpu.model import refusal
+from fly.backends.cpu.packed import refusal
+from fly.backends.torch import TorchExecutor
+from fly.executor import Executor
 from fly.models import Llama, LlamaConfig, load_model
 from fly.parallel.compiled import CompiledPart
 from fly.parallel.logits import VocabularyShards
@@ -37,7 +40,7 @@ def load(
     plan: Sequence[Rule] = LLAMA,
     gather_logits: bool = False,
     kernels: str = "torch",
-) -> Llama | CompiledLlama:
+) -> Executor:
     """This rank's part of a checkpoint, ready to run with the others'; arguments and errors as of ``load_model``.
 
     The plan is checked before anything is read, and no rank goes on unless all have loaded the same checkpoint.
@@ -52,7 +55,7 @@ def load(
         ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
-        return compiled(load_model(path, dtype, device), kernels, consume=True)
+        return executor_of(load_model(path, dtype, device), kernels, consume=True)
     parts: list[Part] = []
 
     def part(config: LlamaConfig) -> Part:
@@ -65,8 +68,8 @@ def load(
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
     if variant != TORCH:
-        return CompiledPart(model, variant, parts[0], ranks, gather_logits)
-    return parallelise(model, parts[0], ranks, gather_logits)
+        return TorchExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
+    return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:

@@ -23,8 +23,8 @@ __all__ = [
     "ExactCore",
     "Relaxed",
     "accepts_exactly",
-    "decide",
     "exact_accept_probs",
+    "longest_prefix",
     "verdict_of",
 ]
 
@@ -126,7 +126,7 @@ class AcceptancePolicy(ABC):
         if self.core.guarantee is not Guarantee.LOSSLESS:
             # The rule itself is loose: what the exact rule would not have kept, by the same coin, is relaxed.
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
-        return decide(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
+        return longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already.
@@ -246,7 +246,7 @@ def draws_exactly(policy: AcceptancePolicy) -> bool:
     return kind.residual is plain.residual and kind.correction is plain.correction
 
 
-def decide(
+def longest_prefix(
     policy: AcceptancePolicy,
     target: Target,
     draft: Draft,

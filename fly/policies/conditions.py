@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fly.ops import log_mass, top, top_at
+from fly.ops import entropy, log_mass, top
 from fly.types import Draft, Target
 
 if TYPE_CHECKING:
@@ -40,12 +40,6 @@ class Block:
     agree_BK: Tensor  # bool, where the lossless core accepts; False on padding
     clauses: dict[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
-    def agree(self) -> list[list[bool]]:
-        """``agree_BK`` on the host. Asks for it, once."""
-        found: list[list[bool]] = self.agree_BK.tolist()
-        return found
-
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         """[B, K]: ``measure(rows_N, positions_N)`` [N] at mismatches; elsewhere False or 0 on the CPU.
 
@@ -67,19 +61,6 @@ class Block:
             return torch.from_numpy(found[0]), torch.from_numpy(found[1])
         rows_N = torch.arange(count, device=device).repeat_interleave(longest)
         return rows_N, torch.arange(longest, device=device).repeat(count)
-
-
-class HostBlock(Block):
-    """A block that knows where the core accepts (``agree``) as lists of the host, without padding; a tensor where
-    somebody asks for one."""
-
-    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
-        self.__dict__.update(target=target, draft=draft, agree=agree, clauses={})
-
-    @cached_property
-    def agree_BK(self) -> Tensor:
-        longest = self.draft.tokens_BK.shape[1]
-        return torch.tensor([[*same, *[False] * (longest - len(same))] for same in self.agree])
 
 
 class Condition(ABC):
@@ -112,11 +93,6 @@ class Condition(ABC):
         if self.label not in block.clauses:
             block.clauses[self.label] = self.evaluate(block)
         return block.clauses[self.label]
-
-    def at(self, block: Block, b: int, j: int) -> bool:
-        """What it says of position ``j`` of row ``b`` alone, a mismatch. For rows on the CPU, where a condition that
-        looks at one place takes less time than at all of them; the default looks at all, once."""
-        return bool(self.holds(block)[b, j])
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
@@ -254,9 +230,6 @@ class Not(Condition):
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
 
-    def at(self, block: Block, b: int, j: int) -> bool:
-        return not self.part.at(block, b, j)
-
     @property
     def clauses(self) -> tuple[Condition, ...]:
         return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
@@ -285,11 +258,6 @@ def expression(instance: NamedDataclass, first: bool = False) -> str:
 def _literal(value: object) -> str:
     """A value as ``parse_policy`` reads it: a plain word needs no quotes."""
     return value if isinstance(value, str) and value.isidentifier() else repr(value)
-
-
-def _entropy(probs_NV: Tensor) -> Tensor:
-    """[N] -sum p ln p; rounding must not take a sure token below zero."""
-    return (-torch.special.xlogy(probs_NV, probs_NV).sum(-1)).clamp_min(0)
 
 
 @dataclass(frozen=True)
@@ -327,30 +295,19 @@ class EntropyGate(Condition):
         found_BK = torch.where(target.greedy_B.unsqueeze(1), measure(block, True), measure(block, False))
         return found_BK >= self.theta
 
-    def at(self, block: Block, b: int, j: int) -> bool:
-        target = block.target
-        if self.entropy != "top3" or not (target.all_greedy or not self.processed):
-            return super().at(block, b, j)
-        likeliest, log_total = top_at(target.logits_BKV, b, j, 3)
-        entropy = 0.0  # one after the other, as compiled code does
-        for z in likeliest:
-            if z > -math.inf:
-                entropy -= math.exp(z - log_total) * (z - log_total)
-        return entropy >= self.theta
-
     def _top3(self, block: Block, raw: bool) -> Tensor:
         """[B, K]; three logits and the total mass, no softmax over the vocabulary."""
         if not raw:
-            return _entropy(block.target.top_probs(3)[:, :-1])
+            return entropy(block.target.top_probs(3)[:, :-1])
         target = block.target
 
-        def entropy(rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        def of_three(rows_N: Tensor, positions_N: Tensor) -> Tensor:
             logits_NV = target.logits_BKV[rows_N, positions_N]
             top_N3 = top(logits_NV, 3).values
             log_share_N3 = top_N3 - (top_N3[:, 0] + log_mass(logits_NV, top_N3[:, 0])).unsqueeze(1)
-            return _entropy(log_share_N3.exp())
+            return entropy(log_share_N3.exp())
 
-        return block.at_mismatches(entropy)
+        return block.at_mismatches(of_three)
 
     def _normalized(self, block: Block, raw: bool) -> Tensor:
         target = block.target
@@ -360,7 +317,7 @@ class EntropyGate(Condition):
                 probs_NV = target.logits_BKV[rows_N, positions_N].softmax(-1)
             else:
                 probs_NV = target.probs_at(rows_N, positions_N)
-            return _entropy(probs_NV) / math.log(max(probs_NV.shape[-1], 2))
+            return entropy(probs_NV) / math.log(max(probs_NV.shape[-1], 2))
 
         return block.at_mismatches(share)
 
@@ -384,10 +341,6 @@ class AgreeingWindow(Condition):
         follows = padded.unfold(1, self.window, 1)[:, 1:].all(-1)
         return follows[:, :longest]
 
-    def at(self, block: Block, b: int, j: int) -> bool:
-        following = block.agree[b][j + 1 : j + 1 + self.window]
-        return len(following) == self.window and all(following)
-
 
 @dataclass(frozen=True)
 class Room(Condition):
@@ -403,9 +356,6 @@ class Room(Condition):
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
         return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
 
-    def at(self, block: Block, b: int, j: int) -> bool:
-        return j + 1 + self.hold <= len(block.draft.chains[b])
-
 
 @dataclass(frozen=True)
 class ControlToken(Condition):
@@ -418,10 +368,6 @@ class ControlToken(Condition):
         if control_V is None:
             return torch.zeros_like(block.agree_BK)
         return control_V[tokens_BK]
-
-    def at(self, block: Block, b: int, j: int) -> bool:
-        control_V = block.target.control_V
-        return control_V is not None and bool(control_V.numpy()[block.draft.chains[b][j]])
 
 
 def check_count(name: str, value: object) -> None:

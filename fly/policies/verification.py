@@ -6,20 +6,42 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly, exact_accept_probs
-from fly.policies.conditions import Block, HostBlock
-from fly.sampling import ProcessedDistribution
-from fly.types import Draft, Guarantee, Noise, Target, Told, ToldVerdict, Verdict, Why, first_branch
+from fly.ops import draw, first_branch, leaf_paths, pick
+from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
+from fly.policies.conditions import Block
+from fly.types import Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
-__all__ = ["verify"]
+__all__ = ["decide", "verify"]
 
-_REJECTED, _MATCH, _RELAXED = int(Why.REJECTED), int(Why.MATCH), int(Why.RELAXED)
+
+def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
+    """``verify``, as the plain value of each row that an engine goes on with. Asks the host, once."""
+    verdict = verify(policy, target, draft, noise)
+    why_BK, asked_BK, following = verdict.why_BK.tolist(), verdict.asked_BK.tolist(), verdict.next_token_B.tolist()
+    held = {label: held_BK.tolist() for label, held_BK in verdict.clauses.items()}
+    relaxed, trees, found = int(Why.RELAXED), draft.trees, []
+    places: list[tuple[int, int, int]] = []  # row, place and id of each relaxed token
+    for b, (chain, path, why, asked) in enumerate(zip(draft.chains, verdict.paths(), why_BK, asked_BK)):
+        parents = range(-1, len(chain) - 1) if trees is None else trees[b]
+        mismatches = []
+        for node in range(len(chain)):
+            stands = why[node] == relaxed and node in path
+            if stands or (held and asked[node]):
+                mismatches.append(Mismatch(node, stands, {label: rows[b][node] for label, rows in held.items()}, 0.0))
+                if stands:
+                    places.append((b, parents[node] + 1, chain[node]))
+        end = path[-1] if path else -1
+        found.append(Decision(chain, path, following[b], end not in parents, target.choices[b], mismatches))
+    if not places:
+        return found
+    nats = iter(target.nats_of(places))
+    for b, decision in enumerate(found):
+        mismatches = [m._replace(nats=next(nats)) if m.relaxed else m for m in decision.mismatches]
+        found[b] = decision._replace(mismatches=mismatches)
+    return found
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:
@@ -50,8 +72,6 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
             f"noise has shapes {tuple(noise.accept_BK.shape)} and {tuple(noise.sample_B.shape)}, "
             f"a draft of shape {(rows, longest)} needs {(rows, longest)} and {(rows,)}"
         )
-    if exactly and draft.parents_BK is None and (told := _verify_on_host(policy, target, draft, noise)) is not None:
-        return told
     if noise is None:
         device = target.logits_BKV.device
         noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
@@ -60,69 +80,6 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
     if type(policy).verdict is AcceptancePolicy.verdict:
         return _verify_tree(policy, target, draft, noise)
     return _verify_first_path(policy, target, draft, noise)
-
-
-def _verify_on_host(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> ToldVerdict | None:
-    """``policy.verdict`` as lists, for a policy that ``accepts_exactly`` and logits on the CPU: at temperature 0 it
-    comes to comparing ids, else compiled code flips the coins. None where there is no such code. A relaxation is asked
-    of one mismatch after the other, up to the first that it does not excuse.
-
-    Between two forwards of a model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
-    """
-    rows, longest = draft.shape
-    logits_BKV, distribution, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
-    if not rows or logits_BKV.device.type != "cpu" or type(logits_BKV) is not Tensor:  # which may be in shards
-        return None
-    chains = draft.chains
-    if (agree := _kept(policy, target, draft, noise)) is None:
-        return None
-    why, asked = [], [[False] * longest for _ in chains]
-    held: dict[str, list[list[bool]]] = {}
-    block: HostBlock | None = None
-    accepted = []
-    for b, (chain, same) in enumerate(zip(chains, agree)):
-        reasons, n, end = [_REJECTED] * longest, 0, len(chain)
-        while True:
-            while n < end and same[n]:
-                reasons[n] = _MATCH
-                n += 1
-            if n == end:
-                break
-            asked[b][n] = True
-            if relaxation is None:
-                break
-            if block is None:
-                block = HostBlock(target, draft, agree)
-                held = {clause.label: [[False] * longest for _ in chains] for clause in relaxation.clauses}
-            said = {clause.label: clause.at(block, b, n) for clause in relaxation.clauses}
-            for label, yes in said.items():
-                held[label][b][n] = yes
-            # as ``Target.allowed``, of one token
-            if not relaxation.decide(said) or logits_BKV[b, n, chain[n]].item() == -math.inf:
-                break
-            reasons[n] = _RELAXED
-            n += 1
-        accepted.append(n)
-        why.append(reasons)
-    if target.all_greedy:
-        following = [row[n] for row, n in zip(target.choices, accepted)]
-    else:
-        assert noise is not None and isinstance(distribution, ProcessedDistribution)
-        following = []
-        for b, (chain, n, uniform) in enumerate(zip(chains, accepted, noise.sample_B.tolist())):
-            following.append(distribution.follow(b, n, chain[n] if n < len(chain) else None, draft, uniform))
-    return ToldVerdict(Told(accepted, following, why, asked, held))
-
-
-def _kept(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[list[bool]] | None:
-    """Where the exact rule keeps a drafted token; up to the first that it does not keep, where nothing excuses one."""
-    if target.all_greedy:
-        rows = zip(draft.chains, target.choices)
-        return [[token == choice for token, choice in zip(chain, choices)] for chain, choices in rows]
-    distribution = target.lazy_distribution
-    if noise is None or not isinstance(distribution, ProcessedDistribution) or not draws_exactly(policy):
-        return None
-    return distribution.keeps(draft, noise.accept_BK, policy.relaxation is not None)
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -255,7 +212,7 @@ def _excuse(
     excused_BK = torch.zeros_like(kept_BK)
     if policy.relaxation is None and type(policy).relax is AcceptancePolicy.relax:
         return excused_BK, {}
-    paths = [(b, path) for b, tree in enumerate(trees) for path in _leaf_paths(tree)]
+    paths = [(b, path) for b, tree in enumerate(trees) for path in leaf_paths(tree)]
     if not paths:
         return excused_BK, {}
     device = kept_BK.device
@@ -277,18 +234,6 @@ def _excuse(
         return found_BK.index_put_((b_N, node_N), found_PD[mask_PD].long(), accumulate=True) > 0
 
     return anywhere(excused_PD), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
-
-
-def _leaf_paths(tree: list[int]) -> list[list[int]]:
-    """The numbers of the tokens on the way to each token that none follows."""
-    leaves = sorted(set(range(len(tree))) - set(tree))
-    paths = []
-    for leaf in leaves:
-        path = [leaf]
-        while tree[path[-1]] >= 0:
-            path.append(tree[path[-1]])
-        paths.append(path[::-1])
-    return paths
 
 
 def _walk(trees: list[list[int]], kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor]:

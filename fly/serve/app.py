@@ -438,7 +438,7 @@ def create_app(service: Service) -> ASGIApp:
     async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
         """The text of token ids."""
         service.check_model(body.model)
-        size = service.llm.engine.runner.model.config.vocab_size
+        size = service.llm.engine.runner.executor.config.vocab_size
         if bad := [token for token in body.tokens if token >= size]:
             raise ApiError(400, f"tokens: {bad[0]} is outside the vocabulary of {size}", "tokens", "invalid_value")
         return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)}

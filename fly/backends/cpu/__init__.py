@@ -1,6 +1,7 @@
 """The compiled CPU path: plain C++ (``src/``), built with the package where there is a compiler, called by ctypes."""
 
+from fly.backends.cpu.executor import CpuExecutor
 from fly.backends.cpu.library import available, chosen, why_not
-from fly.backends.cpu.model import CompiledLlama, compiled, int8_weights
+from fly.backends.cpu.packed import PackedLlama, int8_weights
 
-__all__ = ["CompiledLlama", "available", "chosen", "compiled", "int8_weights", "why_not"]
+__all__ = ["CpuExecutor", "PackedLlama", "available", "chosen", "int8_weights", "why_not"]

@@ -8,13 +8,28 @@ import math
 import os
 import platform
 import struct
+from array import array
 from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Batch", "Clause", "Lookup", "Rounds", "Sampling", "Shape", "Sure", "available", "chosen", "load", "why_not"]
+__all__ = [
+    "CBatch",
+    "CLookup",
+    "CRounds",
+    "Clause",
+    "Going",
+    "Sampling",
+    "Shape",
+    "Sure",
+    "address",
+    "available",
+    "chosen",
+    "load",
+    "why_not",
+]
 
 _ABI = 21  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
@@ -32,7 +47,7 @@ class Shape(ctypes.Structure):
     ]
 
 
-class Batch(ctypes.Structure):
+class CBatch(ctypes.Structure):
     """src/library.cpp: Batch. Pointers are addresses; whoever fills them in keeps what they point to."""
 
     _fields_ = [
@@ -61,7 +76,7 @@ class Sure(ctypes.Structure):
         super().__init__(confidence, entropy)
 
 
-class Lookup(ctypes.Structure):
+class CLookup(ctypes.Structure):
     """src/fly.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
 
     _fields_ = [
@@ -109,7 +124,7 @@ class Going(ctypes.Structure):
     ]
 
 
-class Rounds(ctypes.Structure):
+class CRounds(ctypes.Structure):
     """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
 
     Decide = ctypes.CFUNCTYPE(None, c_int32)
@@ -148,6 +163,11 @@ _FUNCTIONS = {
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 11),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
+
+
+def address(values: array[int]) -> int:
+    """Where the values of an array lie; whoever asks keeps the array."""
+    return values.buffer_info()[0]
 
 
 @cache
@@ -192,25 +212,23 @@ _SHORT: dict[str, tuple[Any, list[Any]]] = {
 
 
 def usual() -> str:
-    """The variant for what belongs to no model (each has chosen its own): the one that FLY_KERNELS names, if it is to
-    be had here, or the best."""
+    """The variant for what belongs to no model (each has chosen its own): the one that FLY_KERNELS names, if it is
+    compiled and to be had here, or the best."""
     try:
-        return split(chosen())[0]
+        variant = split(chosen())[0]
     except ValueError:
-        return available()[0]
+        variant = TORCH
+    return available()[0] if variant == TORCH else variant
 
 
 @cache
 def short(name: str, lets_go: bool = False) -> Any:
     """One of the calls that are over soon, for the ``usual`` variant; it keeps the interpreter meanwhile, which another
-    thread would hold for longer, unless it ``lets_go``. None where kernels are not compiled, or not to be used."""
-    variant = usual()
-    if variant == TORCH:
-        return None
+    thread would hold for longer, unless it ``lets_go``."""
     kind = ctypes.CDLL if lets_go else ctypes.PyDLL
     function = getattr(kind(None, handle=load()._handle), name)
     function.restype, function.argtypes = _SHORT[name]
-    return partial(function, number(variant)) if _SHORT[name][1][0] is c_int else function
+    return partial(function, number(usual())) if _SHORT[name][1][0] is c_int else function
 
 
 @cache

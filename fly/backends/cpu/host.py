@@ -1,0 +1,246 @@
+"""Decisions on the host: what ``fly.policies.decide`` says in tensors, in lists and short calls of compiled code.
+
+Between two forwards of a small model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
+
+Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from array import array
+from collections import abc
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fly.backends.cpu.library import Sampling, address, short
+from fly.ops import Stream
+from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
+from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Not, Room
+from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.types import Decision, Draft, Mismatch, Target
+
+__all__ = ["HostDistribution", "c_sampling", "decide_on_host", "top_at", "uniforms"]
+
+_SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
+_SMALL = 8192  # vocabularies up to this are gone through in one go
+
+
+@lru_cache(64)
+def c_sampling(sampling: BatchSampling) -> Any:
+    """Sampling parameters as compiled code takes them, an array of a row each."""
+    columns = sampling.temperature_B, sampling.top_p_B, sampling.min_p_B, sampling.top_k_B, sampling.greedy_B
+    rows = list(zip(*(column.tolist() for column in columns)))
+    made = (Sampling * len(rows))()
+    for row, (temperature, top_p, min_p, top_k, greedy) in zip(made, rows):
+        row.temperature, row.top_p, row.top_k = 0.0 if greedy else temperature, top_p, min(top_k, 2**31 - 1)
+        row.floor = temperature * math.log(min_p) if min_p else -math.inf
+    return made
+
+
+def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
+    """``fly.ops.uniforms`` of rows, one row after the other."""
+    seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
+    short("fly_uniforms")(address(seed), address(start), len(seed), stream, n, found.buffer_info()[0])
+    return found
+
+
+def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
+    """Of one position: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
+    width = logits_BKV.shape[-1]
+    row, place, _ = logits_BKV.stride()
+    n = min(n, width)
+    found = array("f", bytes(4 * (n + 1)))
+    at = logits_BKV.data_ptr() + 4 * (b * row + j * place)
+    short("fly_top")(at, width, n, found.buffer_info()[0])
+    log_total = found.pop()
+    return found.tolist(), log_total
+
+
+class HostDistribution(ProcessedDistribution):
+    """The processed distribution of logits on the CPU, small ones found by compiled code."""
+
+    def _find(self) -> tuple[Tensor, Tensor | None, Tensor]:
+        rows, positions, width = self.logits_BJV.shape
+        if width > _SMALL:
+            return super()._find()
+        find = short("fly_kept", self.logits_BJV.numel() > _SOON)  # it goes over all of one many times
+        logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
+        at, each = found_3BJ.data_ptr(), 4 * rows * positions
+        how = ctypes.addressof(c_sampling(self.sampling))
+        if find(logits_BJV.data_ptr(), rows, positions, width, how, at, at + each, at + 2 * each):
+            raise MemoryError(f"no memory for a distribution over {width} tokens")
+        peak_BJ, least_BJ, total_BJ = found_3BJ
+        sampling = self.sampling
+        return peak_BJ, least_BJ if sampling.most_k or sampling.top_p or sampling.min_p else None, total_BJ
+
+    def keeps(self, draft: Draft, coins: array[float], all_: bool) -> list[list[bool]] | None:
+        """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``): those up to the first that
+        it does not keep, or ``all_`` of them. ``coins`` are K a row. None where a draft's distribution is of no kind
+        that compiled code reads."""
+        rows, places, width = self.logits_BJV.shape
+        probs_BKV = draft.probs_BKV
+        if probs_BKV is not None and not (
+            probs_BKV.dtype == torch.float32 and probs_BKV.shape == (rows, places - 1, width)
+        ):
+            return None
+        if not all(0 <= token < width for chain in draft.chains for token in chain):
+            return None
+        accepts = short("fly_accepts", self.logits_BJV.numel() > _SOON)
+        logits_BJV, how = self.logits_BJV.contiguous(), c_sampling(self.sampling)
+        probs_BKV = None if probs_BKV is None else probs_BKV.contiguous()
+        found, longest = [], places - 1
+        for b, chain in enumerate(draft.chains):
+            drafted, kept = array("q", chain), array("b", bytes(len(chain)))
+            first = accepts(
+                logits_BJV.data_ptr() + 4 * b * places * width,
+                width,
+                ctypes.addressof(how[b]),
+                address(drafted),
+                len(chain),
+                None if probs_BKV is None else probs_BKV[b].data_ptr(),
+                coins.buffer_info()[0] + 4 * b * longest,
+                all_,
+                address(kept),
+            )
+            if first < 0:
+                raise MemoryError(f"no memory for a distribution over {width} tokens")
+            found.append([keep != 0 for keep in kept])
+        return found
+
+    def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
+        """The token drawn at position ``j`` of row ``b``: from its distribution or, where the exact rule ``rejected`` a
+        drafted token, from what the draft's leaves of it (``max(target - draft, 0)``)."""
+        logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
+        if rejected is not None and draft.probs_BKV is not None:
+            probs_V = draft.probs_BKV[b, j].contiguous()
+        token: int = short("fly_follow")(
+            logits_V.data_ptr(),
+            len(logits_V),
+            ctypes.addressof(c_sampling(self.sampling)[b]),
+            -1 if rejected is None else rejected,
+            None if probs_V is None else probs_V.data_ptr(),
+            uniform,
+        )
+        if token < 0:
+            raise MemoryError(f"no memory for a distribution over {len(logits_V)} tokens")
+        return token
+
+
+def decide_on_host(
+    policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
+) -> list[Decision] | None:
+    """``Executor.decide`` of chains, for a policy that keeps what the exact rule keeps; None where it is another, or
+    where only tensors can say. A relaxation is asked of one mismatch after the other, up to the first that it does not
+    excuse."""
+    logits_BKV, processed, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
+    if draft.trees is not None or not accepts_exactly(policy) or logits_BKV.stride(-1) != 1:
+        return None
+    if target.all_greedy:
+        rows = zip(draft.chains, target.choices)
+        agree = [[token == choice for token, choice in zip(chain, choices)] for chain, choices in rows]
+    elif isinstance(processed, HostDistribution) and draws_exactly(policy):
+        coins = uniforms(seeds, starts, Stream.ACCEPT, draft.shape[1])
+        if (kept := processed.keeps(draft, coins, relaxation is not None)) is None:
+            return None
+        agree = kept
+    else:
+        return None
+    block: _HostBlock | None = None
+    found = []
+    for b, (chain, same) in enumerate(zip(draft.chains, agree)):
+        n, end = 0, len(chain)
+        mismatches = []
+        while True:
+            while n < end and same[n]:
+                n += 1
+            if n == end:
+                break
+            held: dict[str, bool] = {}
+            excused, nats = False, 0.0
+            if relaxation is not None:
+                block = block or _HostBlock(target, draft, agree)
+                held = {clause.label: _holds(clause, block, b, n) for clause in relaxation.clauses}
+                logit = logits_BKV[b, n, chain[n]].item()
+                excused = relaxation.decide(held) and logit != -math.inf  # as ``Target.allowed``
+                if excused:
+                    nats = top_at(logits_BKV, b, n, 1)[1] - logit
+                mismatches.append(Mismatch(n, excused, held, nats))
+            if not excused:
+                break
+            n += 1
+        if target.all_greedy:
+            following = target.choices[b][n]
+        else:
+            assert isinstance(processed, HostDistribution)
+            uniform = uniforms(seeds[b : b + 1], starts[b : b + 1], Stream.SAMPLE, 1)[0]
+            following = processed.follow(b, n, chain[n] if n < end else None, draft, uniform)
+        found.append(Decision(chain, range(n), following, n == end, target.choices[b], mismatches))
+    return found
+
+
+class _HostBlock:
+    """A block whose agreement is known as lists; as tensors where a condition asks for them."""
+
+    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
+        self.target, self.draft, self.agree = target, draft, agree
+        self._tensors: Block | None = None
+
+    @property
+    def tensors(self) -> Block:
+        if self._tensors is None:
+            longest = self.draft.shape[1]
+            agree_BK = torch.tensor([[*same, *[False] * (longest - len(same))] for same in self.agree])
+            self._tensors = Block(self.target, self.draft, agree_BK)
+        return self._tensors
+
+
+def _holds(condition: Condition, block: _HostBlock, b: int, j: int) -> bool:
+    """What a condition says of position ``j`` of row ``b`` alone, a mismatch: on the host where that is known of its
+    kind, else by its tensors."""
+    if type(condition) is Not and type(condition.part) in _ON_HOST:
+        said = _ON_HOST[type(condition.part)](condition.part, block, b, j)
+        return bool(condition.holds(block.tensors)[b, j]) if said is None else not said
+    if (ask := _ON_HOST.get(type(condition))) is not None and (said := ask(condition, block, b, j)) is not None:
+        return said
+    return bool(condition.holds(block.tensors)[b, j])
+
+
+def _entropy(gate: EntropyGate, block: _HostBlock, b: int, j: int) -> bool | None:
+    target = block.target
+    if gate.entropy != "top3" or not (target.all_greedy or not gate.processed):
+        return None
+    likeliest, log_total = top_at(target.logits_BKV, b, j, 3)
+    entropy = 0.0  # one after the other, as compiled code does
+    for z in likeliest:
+        if z > -math.inf:
+            entropy -= math.exp(z - log_total) * (z - log_total)
+    return entropy >= gate.theta
+
+
+def _window(condition: AgreeingWindow, block: _HostBlock, b: int, j: int) -> bool:
+    following = block.agree[b][j + 1 : j + 1 + condition.window]
+    return len(following) == condition.window and all(following)
+
+
+def _room(condition: Room, block: _HostBlock, b: int, j: int) -> bool:
+    return j + 1 + condition.hold <= len(block.draft.chains[b])
+
+
+def _control(condition: ControlToken, block: _HostBlock, b: int, j: int) -> bool:
+    control_V = block.target.control_V
+    return control_V is not None and bool(control_V.numpy()[block.draft.chains[b][j]])
+
+
+# Exact kinds only: a subclass may say something else.
+_ON_HOST: dict[type[Condition], Callable[[Any, _HostBlock, int, int], bool | None]] = {
+    EntropyGate: _entropy,
+    AgreeingWindow: _window,
+    Room: _room,
+    ControlToken: _control,
+}

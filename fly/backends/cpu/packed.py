@@ -1,0 +1,262 @@
+"""A Llama whose forward is one call of compiled code over the paged cache. Knows nothing of the engine or policies.
+
+Shape legend: T packed tokens, C hidden width, V vocabulary, B rows, K longest draft, N new tokens of a row, D head
+width.
+
+A result does not depend on what else is in the call, on how a text is cut into calls, or on threads: sums run in one
+fixed order (src/decoder.h). ``fly.models.Llama`` is the reference; it rounds at other places, no more.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from array import array
+from collections.abc import Sequence
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+
+from fly.backends.cpu.library import TORCH, CBatch, Shape, address, chosen, load, number, split
+from fly.cache import PagedBatch, PagedKVCache
+from fly.models import Llama
+from fly.models.llama import KV, Layer, rotary_frequencies
+
+__all__ = ["PackedLlama", "int8_weights", "pool_threads", "refusal"]
+
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_NARROW = {"int8": 2, "w8a8": 3}
+_FLOATS = [torch.float32, torch.bfloat16]
+_WIDEST_HEAD = 1024
+
+
+_local = threading.local()
+
+
+def pool_threads() -> int:
+    """Threads of a forward that is called from here."""
+    return getattr(_local, "threads", None) or torch.get_num_threads()
+
+
+def keep_threads() -> None:
+    """Let torch's own operations on this thread run on it alone from now on, and forwards on as many as torch had: its
+    other threads would look out for more to do for milliseconds, on the cores that a forward needs next. No other
+    thread's number changes."""
+    if (count := torch.get_num_threads()) == 1:
+        return
+    _local.threads = count
+    torch.set_num_threads(1)
+    # It also set what threads begin with that come later.
+    restore = threading.Thread(target=torch.set_num_threads, args=(count,))
+    restore.start()
+    restore.join()
+
+
+def refusal(model: Llama) -> str | None:
+    """Why there is no compiled code for ``model``; None where there is."""
+    if model.device.type != "cpu":
+        return f"compiled kernels run on the CPU, not on {model.device}"
+    if model.dtype not in _FLOATS:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
+    if model.config.head_dim > _WIDEST_HEAD:
+        return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
+    if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
+        return "compiled kernels know nothing of hooks, which this model has (fly.parallel.load compiles a rank's part)"
+    return None
+
+
+class PackedLlama:
+    """The function of a loaded ``Llama``, its weights packed for one kind of processor.
+
+    Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
+    is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
+    ``avx512bf16`` with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations
+    are rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation
+    by token, as in arXiv 2206.01861, section 3.1), on AVX-512 by way of bfloat16: products are then of whole numbers,
+    and exact.
+
+    Args:
+        model: on the CPU, in float32 or bfloat16.
+        variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
+            ``-int8`` behind, or with activations of 8 bits too, ``-w8a8``.
+        consume: take the model's matrices away as they are packed.
+    """
+
+    def __init__(self, model: Llama, variant: str, consume: bool = False) -> None:
+        if variant == TORCH or (reason := refusal(model)) is not None:
+            raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
+        self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
+        self.kernels = chosen(variant)
+        variant, self._narrow = split(self.kernels)
+        self.weight_bytes = 1 if self._narrow else self.dtype.itemsize  # of each
+        config, self.library = model.config, load()
+        self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
+        angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
+        tied = model.lm_head.weight is model.embed_tokens.weight
+        self._embedding = None if tied else model.embed_tokens.weight.detach().contiguous()
+        shape = Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            config.num_hidden_layers,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            self.vocab,
+            config.max_position_embeddings,
+            _NARROW[self._narrow] if self._narrow else _TYPES[self.dtype],
+            _TYPES[self.dtype],
+            config.rms_norm_eps,
+        )
+        norm, cos, sin = _float(model.norm.weight), angle.cos().contiguous(), angle.sin().contiguous()
+        made = self.library.fly_new(
+            number(variant),
+            ctypes.byref(shape),
+            norm.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            None if self._embedding is None else self._embedding.data_ptr(),
+        )
+        if not made:
+            raise MemoryError("no memory for a packed model")
+        self.handle = ctypes.c_void_p(made)
+        weakref.finalize(self, self.library.fly_free, self.handle)
+        for i, layer in enumerate(cast(list[Layer], model.layers)):
+            norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
+            self.check(self.library.fly_set_norms(self.handle, i, *(norm.data_ptr() for norm in norms)))
+            attention, mlp = layer.self_attn, layer.mlp
+            for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
+                self._pack(i, which, linear)
+                if consume:
+                    linear.register_parameter("weight", None)
+            if consume:
+                _return_memory()
+        self._pack(0, 4, model.lm_head)
+        if consume:
+            for owner in (model.lm_head, model.embed_tokens) if tied else (model.lm_head,):
+                owner.register_parameter("weight", None)
+            _return_memory()
+        self._every_layer = array("i", range(config.num_hidden_layers))
+        # What is the same from one call to the next: the cache last attended over, and what the library is told of it.
+        self._cache: weakref.ref[PagedKVCache] | None = None
+        self._call, self._calls = CBatch(), threading.Lock()
+
+    def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
+        weight_NK, scale = linear.weight.detach().contiguous(), None
+        if self._narrow:
+            weight_NK, scale_N = int8_weights(weight_NK)
+            scale = scale_N.data_ptr()
+        bias_N = None if linear.bias is None else _float(linear.bias)
+        bias = None if bias_N is None else bias_N.data_ptr()
+        n, k = weight_NK.shape
+        self.check(self.library.fly_set_matrix(self.handle, layer, which, n, k, weight_NK.data_ptr(), bias, scale))
+
+    def check(self, error: int) -> None:
+        if error == 1:
+            raise MemoryError("no memory for a packed model, or for the workspace of a call")
+        if error == 2:
+            raise IndexError(f"a token id is outside the vocabulary of {self.config.vocab_size}")
+        if error == 3:
+            raise IndexError(f"a position is outside the context of {self.config.max_position_embeddings}")
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Memory held for the values between two layers; it grows with the longest call so far, up to a bound in the
+        tokens of a call, with the rows that are drafted for at once, and with the longest sequence."""
+        return int(self.library.fly_workspace(self.handle))
+
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
+        layers or those numbered in ``layers`` only. ``kv`` is a ``PagedKVCache``'s.
+
+        Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
+        """
+        tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
+        count = len(tokens_T)
+        if count != len(positions_T):
+            raise ValueError(f"{count} tokens, {len(positions_T)} positions")
+        batch, _kept = self.batch((tokens_T.data_ptr(), positions_T.data_ptr()), count, kv, layers)
+        hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
+        self.check(self.library.fly_forward(self.handle, ctypes.byref(batch), hidden_TC.data_ptr()))
+        return hidden_TC
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """Logits [T, V] in float32 over the full vocabulary (of a part of a model, over its own)."""
+        if hidden_TC.dtype != self.dtype:
+            raise TypeError(f"hidden states are {hidden_TC.dtype}, this model's are {self.dtype}")
+        hidden_TC = hidden_TC.contiguous()
+        count = len(hidden_TC)
+        logits_TV = torch.empty(count, self.vocab)
+        threads = pool_threads()
+        self.check(self.library.fly_logits(self.handle, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
+        return logits_TV
+
+    def batch(
+        self, places: tuple[int, int], count: int, kv: KV, layers: Sequence[int] | None
+    ) -> tuple[CBatch, tuple[object, ...]]:
+        """What the library takes, and what must live as long: ``count`` tokens and positions lie at ``places``."""
+        if not isinstance(kv, PagedBatch):
+            raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
+        with self._calls:  # a call is this thread's own
+            if self._cache is None or self._cache() is not kv.cache:
+                self._attend_over(kv.cache)
+            call = CBatch.from_buffer_copy(self._call)
+        if count != sum(kv.counts):
+            raise ValueError(f"{count} tokens, {sum(kv.counts)} slots")
+        tables, table_at = array("i"), array("i")
+        for table in kv.tables():
+            table_at.append(len(tables))
+            tables.fromlist(table)
+        starts, counts = array("i", kv.starts), array("i", kv.counts)
+        masks, kept_masks = None, None
+        if kv.masks is not None:
+            kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
+            masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
+        which = self._every_layer if layers is None else array("i", layers)
+        call.rows, call.tokens = len(starts), count
+        call.token, call.position = places
+        call.start, call.count = address(starts), address(counts)
+        call.tables, call.table_at = address(tables), address(table_at)
+        call.masks = None if masks is None else address(masks)
+        call.layer, call.layers = address(which), len(which)
+        call.threads = pool_threads()
+        return call, (starts, counts, tables, table_at, masks, kept_masks, which)
+
+    def _attend_over(self, cache: PagedKVCache) -> None:
+        """Go by the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
+        keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
+        if keys.dtype not in _FLOATS or keys.shape[2:] != heads or keys.device.type != "cpu":
+            raise ValueError(
+                f"the cache is {keys.dtype} on {keys.device} with heads of {tuple(keys.shape[2:])}; compiled kernels "
+                f"take {_FLOATS} on the CPU, this model heads of {heads}"
+            )
+        call = self._call
+        call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
+        call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
+        self._cache = weakref.ref(cache)
+
+
+def _return_memory() -> None:
+    """Give what was freed back to the system, where the allocator would rather keep it."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        trim(0)
+
+
+def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
+    """Whole numbers of -127 to 127, int8 [N, K], and the scale of each output, float32 [N]: their product is the
+    nearest to ``weight_NK`` of that form whose scale takes the largest weight of an output to 127 (symmetric absolute
+    maximum quantisation by output channel, as in Dettmers et al., arXiv 2208.07339, section 2.1)."""
+    whole_NK = torch.empty(weight_NK.shape, dtype=torch.int8)
+    scale_N = torch.empty(len(weight_NK), dtype=torch.float32)
+    # Some outputs at a time, whose float32 values stay in the processor's caches.
+    for weight_nK, whole_nK, scale_n in zip(*(x.split(64) for x in (weight_NK.detach(), whole_NK, scale_N))):
+        weight_nK = weight_nK.float()
+        torch.div(weight_nK.abs().amax(1), 127, out=scale_n)
+        scale_n[scale_n == 0] = 1.0
+        whole_nK.copy_((weight_nK / scale_n.unsqueeze(1)).round_())
+    return whole_NK, scale_N
+
+
+def _float(weight: Tensor) -> Tensor:
+    return weight.detach().float().contiguous()

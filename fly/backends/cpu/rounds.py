@@ -1,0 +1,159 @@
+"""Whole rounds of speculative decoding in one call of the library: what goes in, and what came of it.
+
+Shape legend: B rows, J positions of a row, K longest draft, N places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import abc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fly.backends.cpu.clauses import Clause
+from fly.backends.cpu.host import c_sampling
+from fly.backends.cpu.library import ASK, Ask, CLookup, CRounds, Going, Sure, address, number, usual
+from fly.backends.cpu.library import Clause as CClause
+from fly.backends.cpu.packed import PackedLlama
+from fly.executor import Answer, Question, RoundPlan, Rounds, Spent
+from fly.types import Decision, Mismatch
+
+__all__ = ["take_rounds"]
+
+_MOST_SCORED, _MOST_ASKS = 1024, 256  # tokens, and mismatches, over the rounds of one call
+
+
+def take_rounds(
+    target: PackedLlama,
+    drafter: PackedLlama | None,
+    plan: RoundPlan,
+    lookup: CLookup | None,
+    clauses: abc.Sequence[abc.Sequence[Clause]] | None,
+    ask: Callable[[list[Decision], Question], Answer | None],
+) -> Rounds:
+    """``Executor.rounds``: what excuses a mismatch of each row, if all of it holds, is ``clauses``; None leaves that to
+    ``ask``, of a row alone.
+
+    Errors as for a forward; one of ``ask`` ends the call and is given back. What a signal's handler raises in place of
+    the first line of ``ask`` is lost, and comes back as a ``KeyboardInterrupt``.
+    """
+    rows, kv = plan.rows, plan.kv
+    count, lengths = len(rows), [len(row.tokens) for row in rows]
+    rooms = [kv.cache.allocator.length(seq) for seq in kv.seqs]
+    most_k = [min(row.k, row.left - 1) for row in rows]
+    widest = max(most_k)
+    room = max(map(int.__sub__, rooms, lengths)) + 1
+    most = min(room, 1 + _MOST_SCORED // (count * (widest + 1)), max(plan.rounds, 1))
+    batch, _kept = target.batch((0, 0), count, kv, None)
+    draft_batch, draft_starts = None, lengths
+    if drafter is not None and plan.draft_kv is not None:
+        draft_starts = list(plan.draft_kv.starts)
+        draft_batch, _kept_too = drafter.batch((0, 0), sum(plan.draft_kv.counts), plan.draft_kv, None)
+    texts, copies, going = [], [], (Going * count)()
+    stops, stop_at = array("q"), array("i", [0])
+    for b, (row, one) in enumerate(zip(rows, going)):
+        text = array("q", row.tokens)
+        text.frombytes(bytes(8 * (rooms[b] + 1 - lengths[b])))
+        texts.append(text)
+        one.length, one.room, one.left, one.k, one.seed = lengths[b], rooms[b], row.left, most_k[b], row.seed
+        one.context, one.draft_start = min(plan.draft_context, 2**31 - 1), draft_starts[b]
+        one.text = address(text)
+        if lookup is not None:
+            copies.append(array("i", text))
+            one.copied = address(copies[b])
+        stops.extend(row.stop_ids)
+        stop_at.append(len(stops))
+    logits_NV = torch.empty(count * (widest + 1), target.vocab)
+    size = count * most
+    drafted, following = array("q", bytes(8 * size * widest)), array("q", bytes(8 * size))
+    choices, counts, accepted = (array("i", bytes(4 * size * each)) for each in (widest + 1, 1, 1))
+    call = CRounds(
+        ctypes.addressof(going), widest, most, address(stops), address(stop_at),
+        None if plan.hurry is None else address(plan.hurry),
+        int(1e9 * plan.seconds), int(1e9 * plan.token_seconds), int(1e9 * plan.spare_seconds),
+        logits_NV.data_ptr(), address(drafted), address(counts), address(choices), address(accepted),
+        address(following),
+        variant=number(usual()), sure=Sure(plan.spec.confidence, plan.spec.entropy),
+    )  # fmt: skip
+    asks = bytearray()
+    if clauses is not None and any(clauses):
+        listed: list[CClause] = []
+        for one, own in zip(going, clauses):
+            one.clause_at, one.clauses = len(listed), len(own)
+            listed += [CClause(CClause.KINDS.index(kind), *rest) for kind, *rest in own]
+        known = (CClause * len(listed))(*listed)
+        asks = bytearray(ASK.size * max(_MOST_ASKS, 2 * len(logits_NV)))
+        call.clause, call.control = ctypes.addressof(known), plan.control_V.data_ptr()
+        call.ask, call.most_asks = ctypes.addressof(ctypes.c_char.from_buffer(asks)), len(asks) // ASK.size
+    probs_BKV: Tensor | None = None
+    if plan.sampling is not None:
+        spread = torch.empty(2, target.vocab + 64)
+        call.sampling, call.spread = ctypes.addressof(c_sampling(plan.sampling)), spread.data_ptr()
+        if drafter is not None:
+            probs_BKV = torch.empty(count, widest, target.vocab)
+            call.distributions = probs_BKV.data_ptr()
+    given, error = 0, None
+    stands = array("i", [0])  # not in ``call``, which would then hold itself by its callback
+    call.stands = address(stands)
+
+    def decisions(b: int, first: int, end: int) -> list[Decision]:
+        at, to, wide = b * most + first, b * most + end, widest + 1
+        chains, said = drafted[at * widest : to * widest].tolist(), choices[at * wide : to * wide].tolist()
+        found = []
+        for i, (n, m, token) in enumerate(zip(counts[at:to], accepted[at:to], following[at:to])):
+            chain, own = chains[i * widest : i * widest + n], said[i * wide : i * wide + n + 1]
+            found.append(Decision(chain, range(m), token, m == n, own))
+        return found
+
+    def asked(this: int) -> None:
+        nonlocal given, error
+        try:
+            *before, (chain, _, _, _, said, _) = decisions(0, given, this + 1)
+            given, n = this + 1, len(chain)
+            probs_1KV = None if probs_BKV is None else probs_BKV[:, :n]
+            answer = ask(before, Question(chain, said, logits_NV[: n + 1].unsqueeze(0), probs_1KV))
+            stands[0], following[this] = (-1, 0) if answer is None else answer
+        except BaseException as raised:  # compiled code cannot be left by an error
+            error, stands[0] = raised, -1
+
+    if clauses is None:
+        call.decide = CRounds.Decide(asked)
+    target.check(
+        target.library.fly_rounds(
+            target.handle,
+            ctypes.byref(batch),
+            None if drafter is None else drafter.handle,
+            None if draft_batch is None else ctypes.byref(draft_batch),
+            None if lookup is None else ctypes.addressof(lookup),
+            ctypes.byref(call),
+        )
+    )
+    if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
+        error = KeyboardInterrupt()
+    last = call.rounds - 1
+    stored = [text[: one.length + counts[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
+    taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
+    first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in taken)
+    found = [decisions(b, given, call.rounds) for b in range(count)]
+    if asks:
+        _add_mismatches(found, map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])), plan)
+    return Rounds(found, stored, [one.draft_start for one in going], (first, others), error)
+
+
+def _add_mismatches(found: list[list[Decision]], asks: abc.Iterable[Ask], plan: RoundPlan) -> None:
+    """Note what clauses said of each mismatch."""
+    relaxations = [row.policy.relaxation for row in plan.rows]
+    labels = [
+        [] if relaxation is None else [clause.label for clause in relaxation.clauses] for relaxation in relaxations
+    ]
+    said: dict[tuple[int, int], dict[str, bool]] = {}
+    made: dict[tuple[int, int], list[Mismatch]] = {}
+    for row, this, position, bits, excused, nats in asks:
+        if (held := said.get((row, bits))) is None:
+            held = said[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
+        made.setdefault((row, this), []).append(Mismatch(position, bool(excused), held, nats))
+    for (row, this), mismatches in made.items():
+        found[row][this] = found[row][this]._replace(mismatches=mismatches)

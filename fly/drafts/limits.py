@@ -1,0 +1,42 @@
+"""What a draft strategy may propose. Knows nothing of how it comes to it."""
+
+from __future__ import annotations
+
+from fly.ops import depths
+from fly.types import Draft, ListedDraft
+
+__all__ = ["check_draft"]
+
+
+def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
+    """A strategy is somebody else's code: what it may not propose is named before anything is done with it.
+
+    Raises ``ValueError`` naming the strategy, what it proposed, and what was asked of it.
+    """
+    if not isinstance(draft, Draft):
+        raise ValueError(f"{name} proposed {draft!r}, not a Draft")
+    if isinstance(draft, ListedDraft):
+        rows, padded = draft.shape
+        if rows != len(max_len):
+            raise ValueError(f"{name} proposed tokens for {rows} rows, not for {len(max_len)}")
+    else:
+        if draft.tokens_BK.shape[:-1] != (len(max_len),) or draft.lengths_B.shape != (len(max_len),):
+            shapes = tuple(draft.tokens_BK.shape), tuple(draft.lengths_B.shape)
+            raise ValueError(f"{name} proposed tokens and lengths of shapes {shapes} for {len(max_len)} rows")
+        padded = draft.tokens_BK.shape[1]
+        for n in draft.lengths_B.tolist():
+            if not 0 <= n <= padded:
+                raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
+    if not padded:
+        return
+    for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):
+        n = len(tokens)
+        if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):
+            bad = [token for token in tokens if not 0 <= token < vocabulary]
+            raise ValueError(f"{name} proposed the ids {bad[:5]}, outside the vocabulary of {vocabulary}")
+        tree = None if draft.trees is None else draft.trees[b]
+        if tree is not None and not all(-1 <= parent < node for node, parent in enumerate(tree)):
+            raise ValueError(f"{name} proposed a tree of parents {tree}, where each must come before its token")
+        longest = n if tree is None else max((depth + 1 for depth in depths(tree)), default=0)
+        if longest > most:
+            raise ValueError(f"{name} proposed {longest} tokens where at most {most} were asked for")

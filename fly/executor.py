@@ -1,0 +1,345 @@
+"""The seam: what a loaded model does on one kind of device. Knows of no backend.
+
+An executor must ``score``. Whatever else it does (draft several tokens, take whole rounds, decide) it may do in its own
+way; where it cannot do what a row asks for, it says so by None, and the engine takes the plain way: one round,
+``score``, ``verify``.
+
+Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from array import array
+from collections import abc
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fly.cache import PagedBatch
+from fly.models.config import LlamaConfig
+from fly.ops import Stream, uniforms
+from fly.policies.base import AcceptancePolicy, accepts_exactly
+from fly.policies.verification import decide
+from fly.request import Sequence
+from fly.sampling import BatchSampling, ProcessedDistribution
+from fly.types import Decision, Draft, Noise, Target
+
+__all__ = [
+    "Answer",
+    "Batch",
+    "DraftSpec",
+    "Drafted",
+    "Executor",
+    "Lookup",
+    "Question",
+    "RoundPlan",
+    "RoundRow",
+    "Rounds",
+    "Scores",
+    "Spent",
+    "TokenByToken",
+]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """New tokens of ragged rows. ``kv`` says which cached tokens come before them, where their own keys and values go
+    (block tables), and what each sees, where that is a tree."""
+
+    tokens: list[int]  # T, one row after the other
+    positions: list[int]  # T, of each in its row
+    kv: PagedBatch
+
+    @staticmethod
+    def of(new: abc.Sequence[list[int]], kv: PagedBatch) -> Batch:
+        """The new tokens of each row, in a row after what is cached of it."""
+        if len(new) == 1:
+            return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
+        positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
+        return Batch([token for tokens in new for token in tokens], positions, kv)
+
+
+class Scores(NamedTuple):
+    """What a model says after some of a batch's tokens."""
+
+    logits_NV: Tensor  # float32
+    argmax: list[int] | None = None  # the most likely token of each, where it fell out
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """Prompt lookup as numbers (``fly.drafts.NGramDraft``)."""
+
+    longest: int
+    shortest: int
+    k: int
+
+
+@dataclass(frozen=True)
+class DraftSpec:
+    """How a model drafts: token after token, the most likely ones or drawn ones, up to where it is not sure enough.
+
+    ``lookup`` changes no token: it lets a forward be fed a copy of what followed the last time the text looked like
+    this, and go on from the first token that is another.
+    """
+
+    confidence: float = 0.0  # it stops before a token if none has this probability
+    entropy: float = float("inf")  # it stops before a token where the entropy is more, in nats
+    lookup: Lookup | None = None
+
+    @property
+    def stops(self) -> bool:
+        """Whether it ever stops by itself."""
+        return self.confidence > 0 or self.entropy < float("inf")
+
+
+class Drafted(NamedTuple):
+    """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
+    None where nothing was drawn."""
+
+    tokens: list[list[int]]
+    probs_BKV: Tensor | None = None
+
+
+class Spent(NamedTuple):
+    """Seconds of some rounds, in all, in the target and in the drafter."""
+
+    rounds: int
+    whole: float
+    target: float
+    draft: float
+
+
+class Question(NamedTuple):
+    """A block of a row alone that its own policy has to decide. The next one writes over its tensors."""
+
+    drafted: list[int]
+    choices: list[int]  # the target's most likely token at each place
+    logits_1JV: Tensor
+    probs_1KV: Tensor | None  # what the draft was drawn from, where it was
+
+
+class Answer(NamedTuple):
+    """What stands of a ``Question``'s block."""
+
+    accepted: int
+    next_token: int
+
+
+@dataclass(frozen=True)
+class RoundRow:
+    """A row that is to be taken through several rounds."""
+
+    tokens: list[int]
+    left: int  # tokens it may still emit, at least 1
+    k: int  # tokens to draft a round, at most
+    stop_ids: Collection[int]
+    policy: AcceptancePolicy
+    seed: int
+    greedy: bool
+
+
+@dataclass
+class RoundPlan:
+    """Rounds of speculative decoding of rows, to be taken in one call: draft, score, decide, emit; again and again, up
+    to one that ends a row, or has no room for the next; no further round begins after ``seconds``, after ``rounds``, or
+    while ``hurry`` holds another number than 0. Where ``token_seconds`` is above 0, none begins either once those after
+    the first have taken ``spare_seconds`` more than what they emitted is worth.
+
+    ``kv`` holds each row's last token, which is not cached yet, with room for the tokens of all rounds after it.
+    """
+
+    rows: list[RoundRow]
+    kv: PagedBatch
+    control_V: Tensor
+    sampling: BatchSampling | None  # None where all rows are greedy
+    spec: DraftSpec = field(default_factory=DraftSpec)
+    drafter: Executor | None = None  # None: what ``spec.lookup`` copies, or nothing
+    draft_kv: PagedBatch | None = None  # the tokens that the drafter has not cached, with the same room
+    draft_context: int = sys.maxsize  # tokens of the longest text that it drafts for
+    rounds: int = sys.maxsize
+    seconds: float = 0.0
+    token_seconds: float = 0.0
+    spare_seconds: float = 0.0
+    hurry: array[int] | None = None
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """What came of a ``RoundPlan``."""
+
+    decisions: list[list[Decision]]  # of each row: of those rounds of which nobody was asked or told yet
+    texts: list[list[int]]  # what is cached of each row, and what was drafted last
+    draft_cached: list[int]  # how many of these tokens the drafter has cached
+    spent: tuple[Spent, Spent]  # by the first round, and by the others
+    error: BaseException | None = None  # raised by the one who was asked; that round is nobody's then
+
+
+class Executor(ABC):
+    """One loaded model on one kind of device."""
+
+    config: LlamaConfig
+    device: torch.device
+    dtype: torch.dtype
+    kernels = "torch"  # what computes its forwards
+    own_threads = False  # whether forwards run on threads of its own, beside which torch's would only be in the way
+    batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of each weight, as it is read."""
+        return self.dtype.itemsize
+
+    @abstractmethod
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+        """One forward over the batch. Keys and values of all its tokens are cached then.
+
+        Args:
+            places: numbers of the packed tokens to give logits after; None is all of them.
+
+        Raises:
+            IndexError: a token id outside of the vocabulary, or a position outside of the context.
+        """
+
+    def extend(
+        self,
+        batch: Batch,
+        spec: DraftSpec,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted | None:
+        """Feed the batch, then for each row its next token, again and again, in one call: until it has ``most[b]`` (at
+        least 1), one that ends the row, or is not sure enough (``spec``).
+
+        Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
+        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``.
+        ``rows`` are the batch's, whose tokens are the text so far. There is room in the cache for
+        ``most[b]`` - 1 tokens after them; all drafted tokens but the last are cached then, or all if it was not sure of
+        more. None: this executor cannot; nothing has changed.
+        """
+        return None
+
+    def rounds(
+        self,
+        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
+        plan: Callable[[], RoundPlan | None],
+        ask: Callable[[list[Decision], Question], Answer | None],
+    ) -> Rounds | None:
+        """Take rows through several rounds in one call.
+
+        Args:
+            rules: the policy of each row, and whether it is at temperature 0.
+            plan: what to do, or None if there is no room for it; called where rows with these rules can be taken.
+            ask: for a row alone whose policy has to be asked itself: is given the decisions since it was last asked,
+                and the block; None ends the rounds there. Only it may change the row meanwhile.
+
+        None: rounds are to be taken one by one; nothing has changed.
+        """
+        return None
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        """The processed distribution of ``logits_BJV``."""
+        return sampling.on(logits_BJV)
+
+    def decide(
+        self,
+        policy: AcceptancePolicy,
+        target: Target,
+        draft: Draft,
+        seeds: abc.Sequence[int],
+        starts: abc.Sequence[int],
+    ) -> list[Decision]:
+        """What ``policy`` lets stand of the block of every row, by coins of the rows' ``seeds`` and of how many tokens
+        they have (``starts``)."""
+        noise: Noise | None = None
+        if not (target.all_greedy and accepts_exactly(policy)):
+            device = target.logits_BKV.device
+            seed_B, start_B = torch.tensor(seeds, device=device), torch.tensor(starts, device=device)
+            accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
+            noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
+        return decide(policy, target, draft, noise)
+
+    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
+        """``decide`` by each row's own policy, rows of one policy together."""
+        draft = draft.to(target.logits_BKV.device)
+        groups: dict[object, list[int]] = {}
+        for b, row in enumerate(rows):
+            groups.setdefault(row.policy, []).append(b)
+        found: dict[int, Decision] = {}
+        for numbers in groups.values():
+            part, proposed = target, draft
+            if len(groups) > 1:
+                index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+                part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
+            chosen = [rows[b] for b in numbers]
+            seeds, starts = [row.seed for row in chosen], [len(row.tokens) for row in chosen]
+            found |= zip(numbers, self.decide(chosen[0].policy, part, proposed, seeds, starts))
+        return [found[b] for b in range(len(rows))]
+
+    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+        """The same model through the layers of these numbers only, over the same cache.
+
+        Raises ``ValueError`` if it has no layers that can be skipped.
+        """
+        raise ValueError(f"layers can be skipped in a Llama, not in {self.model_name}")
+
+    @property
+    def model_name(self) -> str:
+        """What the model is called in messages."""
+        return type(self).__name__
+
+    def deterministic(self) -> Executor:
+        """An executor of the same model whose logits after a token depend on the tokens before it alone, to the last
+        bit: itself if it is ``batch_invariant``, else one that is shown one token at a time."""
+        return self if self.batch_invariant else TokenByToken(self)
+
+    def enter_thread(self) -> None:
+        """Called once on the thread that will make all calls, before the first."""
+
+
+class TokenByToken(Executor):
+    """An executor that is shown one token at a time, whatever it is fed.
+
+    The matrix products of most libraries add up in an order that depends on how many rows there are, so that the same
+    token gets other last bits in a batch, or as one of several drafted ones. One at a time every token takes the same
+    way through the same kernels over the same keys in the same order. It costs as many forwards as there are tokens.
+    """
+
+    batch_invariant = True
+
+    def __init__(self, inner: Executor) -> None:
+        self.inner = inner
+        self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
+        self.kernels = inner.kernels
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.inner.weight_bytes
+
+    @property
+    def model_name(self) -> str:
+        return self.inner.model_name
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+        wanted = range(len(batch.tokens)) if places is None else places
+        asked, found = set(wanted), {}
+        for t, kv in enumerate(batch.kv.tokens()):
+            alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
+            logits_NV = self.inner.score(alone, None if t in asked else ()).logits_NV
+            if t in asked:
+                found[t] = logits_NV
+        logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
+        return Scores(torch.cat(logits))
+
+    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+        return type(self)(self.inner.with_layers(layers))
+
+    def enter_thread(self) -> None:
+        self.inner.enter_thread()

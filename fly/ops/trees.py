@@ -1,0 +1,54 @@
+"""Token trees as lists of parents: a token's parent is the number of the token it follows, -1 for the row's last token.
+
+Shape legend: N new tokens of a row, S tokens of a row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["depths", "first_branch", "leaf_paths", "tree_mask"]
+
+
+def depths(parents: list[int]) -> list[int]:
+    """How many tokens of its tree come before each token: 0 for those that follow the row itself."""
+    found: list[int] = []
+    for parent in parents:
+        found.append(0 if parent < 0 else found[parent] + 1)
+    return found
+
+
+def first_branch(parents: list[int]) -> list[int]:
+    """Numbers of a tree's tokens along the branch that is tried first at every fork."""
+    branch: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (branch[-1] if branch else -1):
+            branch.append(node)
+    return branch
+
+
+def leaf_paths(parents: list[int]) -> list[list[int]]:
+    """The numbers of the tokens on the way to each token that none follows."""
+    paths = []
+    for leaf in sorted(set(range(len(parents))) - set(parents)):
+        path = [leaf]
+        while parents[path[-1]] >= 0:
+            path.append(parents[path[-1]])
+        paths.append(path[::-1])
+    return paths
+
+
+def tree_mask(start: int, root: int, parents: list[int]) -> Tensor:
+    """[N, S] bool: what each new token sees, of a row with ``root`` tokens (``start`` of them cached before), and a
+    tree after them: causally all before it in the row, and its ancestors in the tree."""
+    count, total = len(parents), root + len(parents)
+    # itself and its parent; then, doubled in length again and again, the whole way to the root
+    within_NN = torch.eye(count)
+    within_NN[[node for node, parent in enumerate(parents) if parent >= 0], [p for p in parents if p >= 0]] = 1
+    hops, longest = 1, max(depths(parents), default=0)
+    while hops < longest:
+        within_NN, hops = (within_NN @ within_NN).clamp_max_(1), 2 * hops
+    mask_NS = torch.ones(total - start, total, dtype=torch.bool).tril_(start)
+    mask_NS[root - start :, root:] = within_NN > 0
+    return mask_NS

@@ -1,0 +1,134 @@
+"""What a request may ask for. Knows nothing of tensors."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+__all__ = ["SamplingParams", "StructuredOutput"]
+
+
+class StructuredOutput(BaseModel):
+    """The form that an output must have: exactly one of these.
+
+    ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
+    ``json_object``: any JSON object. ``regex``: a text that the whole regular expression matches (the syntax of Rust's
+    regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
+    variant of Lark's syntax.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    json_schema: str | None = None  # JSON text
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
+
+    @property
+    def kind(self) -> str:
+        """The name of the one field that is given."""
+        (kind,) = self._given()
+        return kind
+
+    def _given(self) -> list[str]:
+        return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
+
+    @field_validator("json_schema", mode="before")
+    @classmethod
+    def _schema_is_an_object(cls, value: object) -> object:
+        if value is None:
+            return None
+        try:
+            schema = json.loads(value) if isinstance(value, str) else value
+            if isinstance(schema, dict):
+                return value if isinstance(value, str) else json.dumps(schema, ensure_ascii=False)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{value!r} is no JSON: {error}") from None
+        raise ValueError(f"a schema is an object, or the JSON text of one, not {value!r}")
+
+    @model_validator(mode="after")
+    def _one_form(self) -> StructuredOutput:
+        if len(given := self._given()) != 1:
+            raise ValueError(f"give exactly one of {list(type(self).model_fields)}, not {given}")
+        return self
+
+
+class SamplingParams(BaseModel):
+    """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
+
+    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
+    one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
+    ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
+    log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
+    the provenance how likely each token was, and how undecided the target.
+
+    ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
+    were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
+    positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
+    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way. They hold
+    in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
+
+    ``n`` is the number of completions; all but the first have seeds derived from that of the first.
+
+    ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
+    every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
+    are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
+    under ``ignore_eos`` (which else keeps it going as long as the form allows) and before ``min_tokens``. So an output
+    has its form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it, as
+    ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**63)
+    max_tokens: int = Field(default=256, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = Field(default=None, ge=0)
+    explain: bool = False
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(default_factory=dict)
+    bad_words: tuple[str, ...] = ()
+    n: int = Field(default=1, ge=1)
+    structured: StructuredOutput | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the text before them, or on the request, in any way but through the model."""
+        penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
+        return any(penalties) or bool(self.logit_bias) or bool(self.bad_words)
+
+    @field_validator("bad_words")
+    @classmethod
+    def _bad_words_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty bad word would forbid every output")
+        return value
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_string_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @field_validator("stop")
+    @classmethod
+    def _stops_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "" in value:
+            raise ValueError("an empty stop string would end every output before it began")
+        return value
+
+    @model_validator(mode="after")
+    def _lengths_agree(self) -> SamplingParams:
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        return self

@@ -1,0 +1,329 @@
+"""A model with its own paged cache: which tokens of each sequence are cached; feed, roll back. Knows nothing of
+policies or strategies.
+
+Shape legend: B rows, K longest draft, J positions of a row (K+1), V vocabulary.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import abc
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
+from fly.constraints import constrain
+from fly.executor import Batch, Drafted, DraftSpec, Executor, RoundPlan, RoundRow, Rounds
+from fly.ops import depths, tree_mask
+from fly.request import Sequence, common_prefix
+from fly.sampling import BatchSampling
+from fly.types import Draft, Target
+
+__all__ = ["Runner"]
+
+# Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
+# and of all rows together no more than this.
+_AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
+
+
+class Runner:
+    """An executor with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
+
+    ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials). Rows that
+    begin with the same tokens share their pages, unless ``share`` is false.
+
+    The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation after it.
+    ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
+    """
+
+    def __init__(
+        self, executor: Executor, cache: PagedKVCache, control_ids: Iterable[int] = (), share: bool = True
+    ) -> None:
+        self.executor, self.cache, self.share = executor, cache, share
+        self.control_V = torch.zeros(executor.config.vocab_size, dtype=torch.bool, device=executor.device)
+        self.control_V[sorted(set(control_ids))] = True
+        self._cached: dict[int, list[int]] = {}
+        self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
+
+    def pending(self, row: Sequence) -> int:
+        """Tokens of ``row`` that are not cached yet."""
+        return len(row.tokens) - len(self._cached.get(row.id, ()))
+
+    def begin(self, row: Sequence) -> list[int]:
+        """The tokens of ``row`` that are cached. A row not seen before starts with the pages that others have filled
+        with the beginning of its tokens (all but the last, which has to be fed)."""
+        if (cached := self._cached.get(row.id)) is None:
+            allocator = self.cache.allocator
+            # another runner on the same cache may know it
+            adopts = self.share and row.id not in allocator
+            shared = allocator.adopt(row.id, row.tokens[:-1]) if adopts else 0
+            cached = self._cached[row.id] = row.tokens[:shared]
+        return cached
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Let ``child``, not seen before, start with all that ``parent`` has cached of its tokens; the last page is
+        shared until one of them writes to it."""
+        cached = self._cached[parent.id]
+        shared = min(common_prefix(cached, child.tokens), len(child.tokens) - 1)
+        self.cache.allocator.fork(parent.id, child.id)
+        self.cache.resize(child.id, shared)
+        self._cached[child.id] = cached[:shared]
+
+    def adopt(self, other: Runner, rows: abc.Sequence[Sequence]) -> None:
+        """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
+        for row in rows:
+            self._cached[row.id] = list(other._cached.get(row.id, ()))
+
+    def forget(self, rows: abc.Sequence[Sequence]) -> None:
+        """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
+        for row in rows:
+            self._cached.pop(row.id, None)
+
+    def score(
+        self, rows: abc.Sequence[Sequence], draft: Draft, prefill: abc.Sequence[tuple[Sequence, int]] = ()
+    ) -> tuple[Target, Tensor]:
+        """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
+        chains, trees = draft.chains, draft.trees
+        raw_BJV, choices = self.feed(rows, chains, trees, prefill)
+        missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
+        if missing:
+            raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
+        logits_BJV = constrain(raw_BJV, rows, chains, trees)
+        return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
+
+    def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
+        """The target's view of a block, from its logits and, where they are known, the most likely tokens."""
+        device = logits_BJV.device
+        probs, greedy_B = None, None
+        if not all(row.greedy for row in rows):
+            sampling = BatchSampling.of([row.params for row in rows], device)
+            probs, greedy_B = self.executor.process(sampling, logits_BJV), sampling.greedy_B
+            greedy_B = greedy_B if sampling.some_greedy else None
+        return Target(
+            logits_BJV,
+            probs,
+            greedy_B=greedy_B,
+            control_V=self.control_V,
+            generated_B=lambda: torch.tensor([row.generated for row in rows], device=device),
+            relaxed_B=lambda: torch.tensor([row.stats.relaxed for row in rows], device=device),
+            nats_B=lambda: torch.tensor([row.stats.nats for row in rows], device=device),
+            history=[row.tokens for row in rows],
+            choices=choices,
+        )
+
+    def feed(
+        self,
+        rows: abc.Sequence[Sequence],
+        drafts: abc.Sequence[list[int]],
+        parents: abc.Sequence[list[int]] | None = None,
+        prefill: abc.Sequence[tuple[Sequence, int]] = (),
+    ) -> tuple[Tensor, list[list[int]] | None]:
+        """Run one forward over every row's uncached tokens and then its draft.
+
+        ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
+        after them. ``prefill`` names other rows, and how many more of their tokens are to be cached by the way.
+        Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j its
+        j-th drafted one; and the most likely token at each, where that was found by the way. Rows with shorter drafts
+        repeat their last position.
+
+        Raises:
+            OutOfBlocks: the cache cannot hold the tokens of all rows; nothing was changed.
+        """
+        fed = [*rows, *(row for row, _ in prefill)]
+        strange = self._strange(fed)
+        starts = [len(self.begin(row)) for row in fed]
+        new = [row.tokens[start:] + draft for row, start, draft in zip(rows, starts, drafts)]
+        new += [row.tokens[start : start + n] for (row, n), start in zip(prefill, starts[len(rows) :])]
+        counts = [len(tokens) for tokens in new]
+        masks: list[Tensor | None] | None = None
+        if parents is not None:
+            device = self.executor.device
+            trees = zip(rows, starts, parents)
+            masks = [tree_mask(start, len(row.tokens), tree).to(device) if tree else None for row, start, tree in trees]
+            masks += [None] * len(prefill)
+        batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, strange))
+        longest = max(map(len, drafts), default=0)
+        places: list[int] | None = None  # all
+        if prefill or not all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts)):
+            places, end = [], 0
+            for draft, count in zip(drafts, counts):
+                end += count
+                first = end - 1 - len(draft)
+                places += [min(first + j, end - 1) for j in range(longest + 1)]
+        if parents is not None:
+            end = 0
+            for row, count, tree in zip(rows, counts, parents):
+                end += count
+                batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
+        logits_NV, argmax = self.executor.score(batch, places)
+        for b, (row, added) in enumerate(zip(fed, new)):
+            self._cached[row.id].extend(added)
+            if parents is not None and b < len(rows) and parents[b]:
+                self._trees[row.id] = (len(row.tokens), parents[b])
+        choices = (
+            None if argmax is None else [argmax[at : at + longest + 1] for at in range(0, len(argmax), longest + 1)]
+        )
+        return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
+
+    def extend(
+        self,
+        rows: abc.Sequence[Sequence],
+        spec: DraftSpec,
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted | None:
+        """What the model says of every row, token after token (``Executor.extend``), up to ``most[b]`` (at least 1) or
+        one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and again.
+
+        None where the executor has no such call. Raises ``OutOfBlocks`` where the cache has no room for all of it.
+        Nothing was changed then.
+        """
+        strange = self._strange(rows)
+        starts = [len(self.begin(row)) for row in rows]
+        new = [row.tokens[start:] for row, start in zip(rows, starts)]
+        counts = [len(tokens) for tokens in new]
+        room = [count + n - 1 for count, n in zip(counts, most)]
+        batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, strange))
+        if (drafted := self.executor.extend(batch, spec, rows, most, sampling, seeds)) is None:
+            self._give_back(rows, starts, strange)
+            return None
+        for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
+            cached, ended = self._cached[row.id], len(tokens) == n or (tokens and tokens[-1] in row.stop_ids)
+            cached += added + (tokens[:-1] if ended else tokens)
+            if len(tokens) < n:
+                self.cache.resize(row.id, len(cached))
+        return drafted
+
+    def plan(
+        self, rows: abc.Sequence[Sequence], left: abc.Sequence[int], k: abc.Sequence[int], drafter: Runner | None
+    ) -> RoundPlan | None:
+        """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``). Each
+        row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one. A text
+        too long for the drafter goes on without a draft.
+
+        None where there is no room, or the drafter has another vocabulary; nothing was changed then.
+        """
+        context = sys.maxsize
+        if drafter is not None:
+            config = drafter.executor.config
+            context = config.max_position_embeddings
+            if config.vocab_size != self.executor.config.vocab_size:
+                return None
+            if any(len(row.tokens) >= context for row in rows):
+                if len(rows) > 1:
+                    return None
+                drafter, k = None, [0]
+        # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
+        for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
+            rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
+            draft_rooms = [min(room, context) for room in rooms]
+            if self._fits(rows, rooms) and (drafter is None or drafter._fits(rows, draft_rooms)):
+                break
+        else:
+            return None
+        try:
+            kv, draft_kv = self._after(rows, rooms), None
+            if drafter is not None:
+                draft_kv = drafter._after(rows, draft_rooms)
+        except OutOfBlocks:
+            self.commit(rows)
+            return None
+        greedy = all(row.greedy for row in rows)
+        return RoundPlan(
+            [
+                RoundRow(row.tokens, more, n, row.stop_ids, row.policy, row.seed, row.greedy)
+                for row, more, n in zip(rows, left, k)
+            ],
+            kv,
+            self.control_V,
+            None if greedy else BatchSampling.of([row.params for row in rows]),
+            drafter=None if drafter is None else drafter.executor,
+            draft_kv=draft_kv,
+            draft_context=context,
+        )
+
+    def took(self, rows: abc.Sequence[Sequence], rounds: Rounds, drafter: Runner | None) -> None:
+        """Note what is cached after rounds that were taken in one call, by the drafter that took part."""
+        for row, text, drafted in zip(rows, rounds.texts, rounds.draft_cached):
+            self._cached[row.id] = text
+            if drafter is not None:
+                drafter._cached[row.id] = text[:drafted]
+
+    def _fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+        """Whether there are free pages for so many tokens of each of ``rows``."""
+        allocator = self.cache.allocator
+        return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
+
+    def _after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+        """The batch of what is not cached of ``rows``, with room for so many tokens of each in all. Raises
+        ``OutOfBlocks``; nothing was changed then."""
+        strange = self._strange(rows)
+        starts = [len(self.begin(row)) for row in rows]
+        counts = [len(row.tokens) - start for row, start in zip(rows, starts)]
+        return self._reserve(rows, starts, counts, None, [room - start for room, start in zip(rooms, starts)], strange)
+
+    def _strange(self, rows: abc.Sequence[Sequence]) -> list[Sequence]:
+        return [row for row in rows if row.id not in self._cached]
+
+    def _reserve(
+        self,
+        rows: abc.Sequence[Sequence],
+        starts: list[int],
+        counts: list[int],
+        masks: list[Tensor | None] | None,
+        room: list[int],
+        strange: list[Sequence],
+    ) -> PagedBatch:
+        """The batch of every row's new tokens, with ``room`` for so many, or for none; ``strange`` rows were not known
+        before."""
+        try:
+            for row, start, count in zip(rows, starts, room):
+                self.cache.resize(row.id, start + count)
+        except BaseException:
+            self._give_back(rows, starts, strange)
+            raise
+        return self.cache.batch([row.id for row in rows], starts, counts, masks)
+
+    def _give_back(self, rows: abc.Sequence[Sequence], starts: list[int], strange: list[Sequence]) -> None:
+        for row, start in zip(rows, starts):
+            self.cache.resize(row.id, start)
+        for row in strange:
+            self.release(row)
+
+    def commit(self, rows: Iterable[Sequence]) -> None:
+        """Roll the cache back to what is true of each row: a prefix of its tokens, all but the last at most."""
+        for row in rows:
+            if (cached := self._cached.get(row.id)) is None:
+                continue
+            if (tree := self._trees.pop(row.id, None)) is not None:
+                start, parents = tree
+                path = _descend(cached[start:], parents, row.tokens[start:])
+                cached[start:] = [cached[start + node] for node in path]
+                self.cache.keep(row.id, start, path)
+            keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
+            if keep < len(cached) or keep != self.cache.allocator.length(row.id):
+                del cached[keep:]
+                self.cache.resize(row.id, keep)
+            if self.share:
+                self.cache.allocator.publish(row.id, cached, keep)
+
+    def release(self, row: Sequence) -> None:
+        """Forget ``row`` and free its pages."""
+        self._cached.pop(row.id, None)
+        self._trees.pop(row.id, None)
+        self.cache.allocator.release(row.id)
+
+
+def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:
+    """Numbers of the tree's tokens that spell the longest prefix of ``text``."""
+    path: list[int] = []
+    for wanted in text:
+        at = path[-1] if path else -1
+        after = (node for node, parent in enumerate(parents) if parent == at and tokens[node] == wanted)
+        if (node := next(after, None)) is None:
+            break
+        path.append(node)
+    return path
