@@ -15,12 +15,11 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
-from fly.backends.cpu.library import Sure
-from fly.backends.cpu.model import Spent
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, pad, pad_trees
 from fly.drafts.skip import LayerSkipDraft, expected_speedup
+from fly.executor import Spent
 from fly.request import Sequence
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
@@ -146,7 +145,7 @@ class Machine:
             told = strategy.continuation([row])
             assert told is not None
             self.spend(stop)
-            begin, spare, rounds = self.now, told.spare, list[tuple[float, float]]()
+            begin, spare, rounds = self.now, told.spare_seconds, list[tuple[float, float]]()
             while True:
                 since, at = self.now, len(row.tokens)
                 n = min(row.k, told.most[0], length - at - 1)
@@ -163,8 +162,10 @@ class Machine:
                     row.drafts.append((n, stands))
                 took = self.now - since
                 rounds.append((took, drafted))
-                spare += ((stands + 1) * told.worth - took) * (len(rounds) > 1)
-                over = len(rounds) >= told.rounds or self.now - begin >= stretch or (told.worth > 0 and spare < 0)
+                spare += ((stands + 1) * told.token_seconds - took) * (len(rounds) > 1)
+                over = (
+                    len(rounds) >= told.rounds or self.now - begin >= stretch or (told.token_seconds > 0 and spare < 0)
+                )
                 if over or len(row.tokens) >= length:
                     break
             if told.spent is not None:
@@ -188,7 +189,7 @@ class Simulated(DraftStrategy):
         return pad([[0] * n for n in max_len])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation:
-        return Continuation(None, [sys.maxsize] * len(rows), Sure(), None)
+        return Continuation(None, [sys.maxsize] * len(rows))
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.heard += 1

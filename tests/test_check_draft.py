@@ -26,9 +26,9 @@ from fly.drafts import (
     check,
 )
 from fly.drafts.check import DRAFT_CHECKS, _chance, _Kit, check_draft
-from fly.engine import Runner
 from fly.ops import Stream, derive, draw, uniforms
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.testing import ConformanceError
 from fly.types import Draft

@@ -20,11 +20,11 @@ from fly.drafts.base import pad
 from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft
-from fly.engine import Runner
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, Exact
 from fly.policies.catalogue import BlockVerification
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed

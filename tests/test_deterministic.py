@@ -8,18 +8,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
+from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
-from fly.engine import Runner
-from fly.models.invariant import OneByOne, invariant
+from fly.executor import TokenByToken
 from fly.policies import Exact
 from fly.request import Sequence
+from fly.runner import Runner
 from tests.toys import random_llama
 
 SIZES = {"vocab_size": 29, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 160, "scale": 0.15}
 MODEL = random_llama(1, **SIZES).bfloat16()  # type: ignore[arg-type]
 NEAR = random_llama(2, **SIZES).bfloat16()  # type: ignore[arg-type]
-INVARIANT = invariant(MODEL)
+INVARIANT = TorchExecutor(MODEL).deterministic()
 prompts = st.lists(st.integers(0, 28), min_size=1, max_size=20)
 
 
@@ -33,7 +34,7 @@ def alone(tokens: list[int]) -> torch.Tensor:
     found = []
     for token in tokens:
         row.tokens.append(token)
-        found.append(runner.feed([row], [[]])[0, 0])
+        found.append(runner.feed([row], [[]])[0][0, 0])
     return torch.stack(found)
 
 
@@ -54,7 +55,7 @@ def test_logits_do_not_depend_on_batch_draft_chunks_or_pages(
         chunk = data.draw(st.integers(0, len(row.tokens) - 1))
         if chunk:
             runner.feed([], [], prefill=[(row, chunk)])
-    logits_BJV = runner.feed(rows, drafts[: len(rows)])
+    logits_BJV, _ = runner.feed(rows, drafts[: len(rows)])
     for row, draft, logits_JV in zip(rows, drafts, logits_BJV):
         expected = alone(row.tokens + draft)[len(row.tokens) - 1 :]
         assert torch.equal(logits_JV[: len(draft) + 1], expected)
@@ -63,7 +64,7 @@ def test_logits_do_not_depend_on_batch_draft_chunks_or_pages(
 def test_a_branch_of_a_tree_is_as_if_it_stood_alone() -> None:
     runner, row = Runner(INVARIANT, PagedKVCache.for_model(MODEL, 64, 4)), row_of([1, 2, 3])
     draft, parents = [4, 5, 6, 7], [-1, -1, 0, 1]
-    logits_JV = runner.feed([row], [draft], [parents])[0]
+    logits_JV = runner.feed([row], [draft], [parents])[0][0]
     assert torch.equal(logits_JV[[0, 1, 3]], alone([1, 2, 3, 4, 6])[2:])
     assert torch.equal(logits_JV[[0, 2, 4]], alone([1, 2, 3, 5, 7])[2:])
 
@@ -88,6 +89,7 @@ def test_speculative_text_is_autoregressive_text_in_bfloat16(make) -> None:  # t
 
 
 def test_the_mode_takes_one_forward_a_token_only_where_the_model_is_not_invariant_itself() -> None:
-    assert isinstance(LLM(MODEL, deterministic=True).engine.runner.model, OneByOne)
-    assert invariant(INVARIANT) is INVARIANT
-    assert LLM(MODEL).engine.runner.model is MODEL
+    assert isinstance(LLM(MODEL, deterministic=True).engine.runner.executor, TokenByToken)
+    assert INVARIANT.deterministic() is INVARIANT
+    plain = LLM(MODEL).engine.runner.executor
+    assert isinstance(plain, TorchExecutor) and plain.model is MODEL

@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from array import array
 from copy import deepcopy
 from dataclasses import dataclass
@@ -23,19 +24,25 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
-from fly.backends.cpu import CompiledLlama, available, chosen, compiled, int8_weights, library, why_not
+from fly.backends import executor_of
+from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, int8_weights, library, why_not
+from fly.backends.cpu.host import HostDistribution, top_at
+from fly.backends.cpu.host import uniforms as host_uniforms
+from fly.backends.cpu.packed import pool_threads
+from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
-from fly.engine import Runner, _tree_mask
+from fly.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
-from fly.models.invariant import OneByOne
-from fly.ops import argmax, draw
+from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft
+from tests.test_ops import values
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
@@ -64,7 +71,7 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def paged(
-    model: Llama | CompiledLlama,
+    model: Llama | PackedLlama,
     rows: list[Tensor],
     cuts: list[list[int]],
     *,
@@ -162,7 +169,7 @@ def test_it_is_the_function_of_the_pytorch_model(
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
     got = paged(
-        CompiledLlama(reference, variant),
+        PackedLlama(reference, variant),
         rows,
         cuts,
         block_size=data.draw(st.sampled_from([1, 3, 4, 16])),
@@ -182,7 +189,7 @@ def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
     reference = build_llama(config, seed, scale=0.1).to(dtype)
     rows = [text(data.draw(st.integers(1, 40)), b, config.vocab_size) for b in range(data.draw(st.integers(1, 3)))]
     cuts = [data.draw(cut(len(row))) for row in rows]
-    model = CompiledLlama(reference, variant)
+    model = PackedLlama(reference, variant)
     assert model.kernels == variant and model.weight_bytes == 1
     # activations are bfloat16 on AVX-512, whatever the model's dtype, save on avx512 with int8, multiplied as float32
     exact = dtype == torch.float32 and variant in ("avx512-int8", "avx2-int8")
@@ -208,7 +215,7 @@ def test_int8_weights_are_the_nearest_of_their_scale(n: int, k: int, seed: int, 
 class Case:
     """A model of one variant and dtype, and the logits of each text fed token by token, alone, on one thread."""
 
-    model: CompiledLlama
+    model: PackedLlama
     rows: list[Tensor]
     alone: list[Tensor]
 
@@ -219,7 +226,7 @@ CASES = [(v, d) for v in VARIANTS for d in DTYPES] + [(v, torch.bfloat16) for v 
 @pytest.fixture(scope="module", params=CASES, ids=lambda p: f"{p[0]}-{p[1]}")
 def case(request: pytest.FixtureRequest) -> Case:
     variant, dtype = request.param
-    model = CompiledLlama(build_llama(WIDE).to(dtype), variant)
+    model = PackedLlama(build_llama(WIDE).to(dtype), variant)
     rows = [text(length, seed, WIDE.vocab_size) for seed, length in enumerate((1, 30, 75, 333))]
     return Case(model, rows, [paged(model, [row], [[1] * len(row)])[0] for row in rows])
 
@@ -273,7 +280,7 @@ BROAD = LlamaConfig(  # its matrices take long enough to be shared out as thread
 @built
 @pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
 def test_threads_that_share_out_a_product_as_they_go_change_no_bit(variant: str) -> None:
-    model, row = CompiledLlama(build_llama(BROAD).to(torch.bfloat16), variant), text(40, 0, BROAD.vocab_size)
+    model, row = PackedLlama(build_llama(BROAD).to(torch.bfloat16), variant), text(40, 0, BROAD.vocab_size)
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
@@ -306,11 +313,12 @@ def test_a_token_of_a_tree_has_the_bits_of_its_path_alone(case: Case, data: st.D
         model(row[:start], torch.arange(start), cache.batch([0], [0], [start]))
     fed_T = torch.cat([row[start:], torch.tensor(tokens)])
     at_T = torch.tensor([*range(start, before), *(before + depth[node] for node in range(size))])
-    mask = _tree_mask(start, before, parents)
+    mask = tree_mask(start, before, parents)
     kv = cache.batch([0], [start], [len(fed_T)], [mask])
     hidden_TC = model(fed_T, at_T, kv)
     logits_TV = model.logits(hidden_TC)
-    assert same_bits(OneByOne(model)(fed_T, at_T, kv), hidden_TC)  # which are batches with masks of their own
+    batch = Batch(fed_T.tolist(), at_T.tolist(), kv)
+    assert same_bits(TokenByToken(CpuExecutor(model)).score(batch).logits_NV, logits_TV)  # masks of their own each
     for node in range(size):
         path, at = [], node
         while at >= 0:
@@ -327,7 +335,7 @@ def test_a_token_of_a_tree_has_the_bits_of_its_path_alone(case: Case, data: st.D
 def test_the_cache_may_be_of_another_dtype(variant: str, model_dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
     reference = build_llama(WIDE, scale=0.1).to(model_dtype)
     row = text(50, 3, WIDE.vocab_size)
-    (got,) = paged(CompiledLlama(reference, variant), [row], [[20, 1, 29]], cache_dtype=cache_dtype)
+    (got,) = paged(PackedLlama(reference, variant), [row], [[20, 1, 29]], cache_dtype=cache_dtype)
     close(got, dense_logits(reference, row), torch.bfloat16)
 
 
@@ -341,7 +349,7 @@ def test_no_number_of_queries_changes_an_attention(
 ) -> None:
     """Those of a head may share what they read; heads of all widths, in either type of cache."""
     config = WIDE.model_copy(update={"head_dim": head_dim, "num_attention_heads": heads, "num_key_value_heads": groups})
-    model = CompiledLlama(build_llama(config), variant)
+    model = PackedLlama(build_llama(config), variant)
     row = text(90, 5, config.vocab_size)
     (alone,) = paged(model, [row], [[1] * 90], cache_dtype=cache_dtype)
     for cuts in ([90], [40, 2, 16, 5, 27], [1, 3, 86]):
@@ -354,10 +362,10 @@ def test_no_number_of_queries_changes_an_attention(
 @pytest.mark.parametrize("layers", [[0], [1], [0, 2], [0, 1, 2], []])
 def test_some_layers_only(variant: str, layers: list[int]) -> None:
     reference = random_llama(3, layers=3)
-    model = CompiledLlama(reference, variant)
+    model = PackedLlama(reference, variant)
     row = text(20, 0, 37)
 
-    def hidden(some: Llama | CompiledLlama) -> Tensor:
+    def hidden(some: Llama | PackedLlama) -> Tensor:
         cache = PagedKVCache(reference.config, 2, 16)
         cache.resize(0, len(row))
         return some(row, torch.arange(len(row)), cache.batch([0], [0], [len(row)]), layers)
@@ -382,16 +390,9 @@ def make_row(
     return Sequence(tokens, len(tokens), params, Exact(), seed=seed, k=8, stop_ids=stop_ids)
 
 
-def stepwise(model: Llama | CompiledLlama) -> object:
+def stepwise(model: CpuExecutor) -> Executor:
     """The same model without the call that drafts at once."""
-
-    class Plain:
-        config, dtype, device, logits = model.config, model.dtype, model.device, staticmethod(model.logits)
-
-        def __call__(self, *args: object) -> Tensor:
-            return model(*args)  # type: ignore[arg-type]
-
-    return Plain()
+    return TorchExecutor(model.packed)
 
 
 @built
@@ -400,7 +401,7 @@ def stepwise(model: Llama | CompiledLlama) -> object:
 @pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
 def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataObject, config: LlamaConfig) -> None:
     """Bit for bit, of all tokens or some of them, some of them more than once; and the lowest of the likeliest."""
-    model = CompiledLlama(build_llama(config, 1, scale=0.1).to(data.draw(st.sampled_from(DTYPES))), variant)
+    model = PackedLlama(build_llama(config, 1, scale=0.1).to(data.draw(st.sampled_from(DTYPES))), variant)
     counts = [data.draw(st.integers(1, 40)) for _ in range(data.draw(st.integers(1, 3)))]
     tokens = torch.cat([text(count, b, config.vocab_size) for b, count in enumerate(counts)])
     positions = torch.cat([torch.arange(count) for count in counts])
@@ -413,7 +414,7 @@ def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataO
             cache.resize(b, count)
         return cache.batch(list(range(len(counts))), [0] * len(counts), counts)
 
-    logits, choices = model.score(array("q", tokens.tolist()), array("q", positions.tolist()), batch(), kept)
+    logits, choices = CpuExecutor(model).score(Batch(tokens.tolist(), positions.tolist(), batch()), kept)
     assert same_bits(logits, model.logits(model(tokens, positions, batch())[which]))
     assert choices == argmax(logits).tolist()
 
@@ -426,7 +427,7 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
     """Tokens, and all that is cached of every row, over rounds in which some of each draft stands."""
     vocab, rows_n = 11, data.draw(st.integers(1, 4))  # few tokens, so that stop ids come up
     dtype = data.draw(st.sampled_from(DTYPES))
-    model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
+    model = executor_of(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
     stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=2))) for _ in range(rows_n)]
     prompts = [text(data.draw(st.integers(1, 40)), b, vocab).tolist() for b in range(rows_n)]
     drawn = st.lists(st.one_of(st.just(GREEDY), sampled), min_size=rows_n, max_size=rows_n)
@@ -470,8 +471,6 @@ def test_drafting_at_once_is_drafting_step_by_step(variant: str, data: st.DataOb
             row.tokens += new[: data.draw(st.integers(0, n))] + [data.draw(st.integers(0, vocab - 1))]
         for strategy in (fast, slow):
             strategy.commit(rows)
-        for number, tokens_seen in fast.runner._texts.items():  # a beginning of what is cached
-            assert tokens_seen.tolist() == fast.runner._cached[number][: len(tokens_seen)]
 
 
 @built
@@ -487,16 +486,15 @@ def test_a_distribution_drawn_from_is_the_processed_distribution(variant: str, d
         weight.copy_(
             weight[torch.arange(vocab) % data.draw(st.integers(1, vocab))] * data.draw(st.sampled_from([1, 40]))
         )
-    model, params = CompiledLlama(reference, variant), data.draw(sampled)
+    model, params = PackedLlama(reference, variant), data.draw(sampled)
     cache = PagedKVCache.for_model(model, 16)
     cache.resize(0, 1)
     tokens_T, positions_T, kv = torch.tensor([1]), torch.tensor([0]), cache.batch([0], [0], [1])
-    distribution, uniform_BK = (
-        BatchSampling.of([params]),
-        torch.tensor([[data.draw(st.floats(0, 1, exclude_max=True, width=32))]]),
-    )
-    drafted, probs_BKV = model.draft(array("q", [1]), array("q", [0]), kv, [1], [()], distribution, uniform_BK)
-    wanted_BKV = distribution.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
+    sampling, seed = BatchSampling.of([params]), data.draw(st.integers(-(2**63), 2**63 - 1))
+    uniform_BK = uniforms(torch.tensor([seed]), torch.tensor([1]), Stream.SAMPLE, 1)
+    row = make_row([1], params=params)
+    drafted, probs_BKV = CpuExecutor(model).extend(Batch([1], [0], kv), DraftSpec(), [row], [1], sampling, [seed])
+    wanted_BKV = sampling.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
     assert probs_BKV is not None
     torch.testing.assert_close(probs_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
     assert drafted == draw(probs_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
@@ -517,6 +515,7 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
         logits_BJV[..., 0] = 0.0  # something is left
     every_params = [data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in range(rows_n)]
     distribution = BatchSampling.of(every_params).on(logits_BJV)
+    host = HostDistribution(BatchSampling.of(every_params), logits_BJV)
     drafted_BK = torch.randint(0, vocab, (rows_n, longest), generator=generator)
     probs_BKV = None
     if data.draw(st.booleans()):
@@ -531,15 +530,14 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
     uniform = data.draw(st.floats(0, 1, exclude_max=True, width=32))
 
     def short(name: str, lets_go: bool = False) -> object:
-        if name == "fly_kept":  # the distribution itself by tensors
-            return None
         function = getattr(ctypes.PyDLL(None, handle=library.load()._handle), name)
         function.restype, function.argtypes = library._SHORT[name]
         return partial(function, library.number(variant))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.sampling.compiled", short)
-        all_, first = distribution.keeps(draft, coins_BK, True), distribution.keeps(draft, coins_BK, False)
+        patch.setattr("fly.backends.cpu.host.short", short)
+        coins = array("f", coins_BK.flatten().tolist())
+        all_, first = host.keeps(draft, coins, True), host.keeps(draft, coins, False)
         assert all_ is not None and first is not None
         ratio_BK = distribution.of(drafted_BK) / draft.own_probs_BK()
         dense_BJV = distribution.dense()
@@ -550,7 +548,7 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
             end = next((j for j in range(n) if not all_[b][j]), n)
             assert first[b][:end] == [True] * end and (end == n or not first[b][end])
             for rejected in {None, None if end == n else int(drafted_BK[b, end])}:
-                token = distribution.follow(b, end, rejected, draft, uniform)
+                token = host.follow(b, end, rejected, draft, uniform)
                 left_V = dense_BJV[b, end].double()
                 if rejected is not None:
                     one_hot_V = torch.eye(vocab)[rejected]
@@ -565,28 +563,27 @@ def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, dat
 
 @built
 def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
-    """Distributions of another width or type, ids that are none, coins in double precision; strides are no matter."""
+    """Distributions of another width or type, ids that are none; strides are no matter."""
     logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
-    distribution, coins_BK = BatchSampling.of([SamplingParams()]).on(logits_BJV), torch.tensor([[0.1, 0.9]])
+    sampling, coins = BatchSampling.of([SamplingParams()]), array("f", [0.1, 0.9])
+    distribution = HostDistribution(sampling, logits_BJV)
     tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
-    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK, True) is not None
+    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins, True) is not None
     for draft in (
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
         Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
         Draft(torch.tensor([[3, 40]]), lengths_B),
         Draft(torch.tensor([[3, -1]]), lengths_B),
     ):
-        assert distribution.keeps(draft, coins_BK, True) is None
-    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK.double(), True) is None
-    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins_BK[:, :1], True) is None
-    across = BatchSampling.of([SamplingParams()]).on(logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
+        assert distribution.keeps(draft, coins, True) is None
+    across = HostDistribution(sampling, logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
     draft = Draft(tokens_BK, lengths_B)
     for uniform in (0.05, 0.5, 0.95):
         assert across.follow(0, 1, None, draft, uniform) == distribution.follow(0, 1, None, draft, uniform)
-    assert across.keeps(draft, coins_BK, True) == distribution.keeps(draft, coins_BK, True)
+    assert across.keeps(draft, coins, True) == distribution.keeps(draft, coins, True)
 
 
-def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:
+def fresh_cache(model: PackedLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:
     """With the first ``starts[b]`` tokens of each prompt stored, and room for so many more than the prompts."""
     cache = PagedKVCache(model.config, sum((len(p) + room) // 4 + 1 for p in prompts), 4, model.dtype)
     for b, (prompt, start) in enumerate(zip(prompts, starts)):
@@ -598,37 +595,26 @@ def fresh_cache(model: CompiledLlama, prompts: list[list[int]], starts: list[int
 
 
 def drafted_by(
-    model: CompiledLlama,
+    executor: CpuExecutor,
     prompts: list[list[int]],
     starts: list[int],
     most: list[int],
-    lookup: library.Lookup | None,
+    lookup: Lookup | None,
     stops: list[frozenset[int]] | None = None,
-    distribution: BatchSampling | None = None,
-    uniform_BK: Tensor | None = None,
+    sampling: BatchSampling | None = None,
+    seeds: list[int] | None = None,
 ) -> tuple[list[list[int]], Tensor | None, list[Tensor]]:
-    """What ``model.draft`` says of prompts whose first tokens are stored, and all keys and values stored then."""
-    rows, cache = range(len(prompts)), fresh_cache(model, prompts, starts, max(most))
-    counts = [len(prompt) - start for prompt, start in zip(prompts, starts)]
-    new_T = torch.tensor([token for prompt, start in zip(prompts, starts) for token in prompt[start:]])
-    at_T = torch.tensor([at for prompt, start in zip(prompts, starts) for at in range(start, len(prompt))])
-    texts = [array("i", prompt[:start]) for prompt, start in zip(prompts, starts)]
-    drafted, distributions = model.draft(
-        array("q", new_T.tolist()),
-        array("q", at_T.tolist()),
-        cache.batch(list(rows), starts, counts),
-        most,
-        stops or [frozenset()] * len(prompts),
-        distribution,
-        uniform_BK,
-        lookup=lookup,
-        texts=texts,
-    )
+    """What ``extend`` says of prompts whose first tokens are cached, and all keys and values cached then."""
+    ids, cache = list(range(len(prompts))), fresh_cache(executor.packed, prompts, starts, max(most))
+    new = [prompt[start:] for prompt, start in zip(prompts, starts)]
+    batch = Batch.of(new, cache.batch(ids, starts, list(map(len, new))))
+    rows = [make_row(prompt, ends) for prompt, ends in zip(prompts, stops or [frozenset()] * len(prompts))]
+    drafted, probs_BKV = executor.extend(batch, DraftSpec(lookup=lookup), rows, most, sampling, seeds or [])
     stored = []
     for b, (prompt, tokens) in enumerate(zip(prompts, drafted)):
         slots = cache.slots(b, 0, len(prompt) + len(tokens) - 1)
         stored += [cache.keys[:, slots], cache.values[:, slots]]
-    return drafted, distributions, stored
+    return drafted, probs_BKV, stored
 
 
 @built
@@ -639,28 +625,26 @@ def test_a_lookup_changes_nothing_of_what_is_drafted(variant: str, data: st.Data
     """Tokens, the distributions they were drawn from and all that is stored, bit for bit, however much is copied."""
     vocab, rows_n = data.draw(st.sampled_from([2, 3, 11])), data.draw(st.integers(1, 4))
     dtype = data.draw(st.sampled_from(DTYPES))
-    model = CompiledLlama(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
+    model = executor_of(random_llama(data.draw(st.integers(0, 9)), vocab_size=vocab).to(dtype), variant)
     lengths = st.one_of(st.integers(1, 40), st.integers(1, 40), st.integers(250, 300))  # more than a tile
     prompts = [text(data.draw(lengths), b, vocab).tolist() for b in range(rows_n)]
     starts = [data.draw(st.integers(0, len(prompt) - 1)) for prompt in prompts]
     most = [data.draw(st.integers(1, 20)) for _ in prompts]
     stops = [frozenset(data.draw(st.sets(st.integers(0, vocab - 1), max_size=1))) for _ in prompts]
-    distribution, uniform_BK = None, None
+    sampling, seeds = None, [data.draw(st.integers(0, 2**62)) for _ in prompts]
     if data.draw(st.booleans()):
-        distribution = BatchSampling.of([data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in prompts])
-        uniform_BK = torch.rand(
-            rows_n, max(most), generator=torch.Generator().manual_seed(data.draw(st.integers(0, 9)))
-        )
+        sampling = BatchSampling.of([data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in prompts])
     a, b = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
-    lookup = library.Lookup(max(a, b), min(a, b), data.draw(st.integers(1, 24)))
-    for number in range(len(lookup.share)):
-        lookup.share[number] = data.draw(st.sampled_from([1.0, 1.0, 0.8, 0.3]))
+    lookup = Lookup(max(a, b), min(a, b), data.draw(st.integers(1, 24)))
+    learned = model._c_lookup(lookup)
+    for number in range(len(learned.share)):
+        learned.share[number] = data.draw(st.sampled_from([1.0, 1.0, 0.8, 0.3]))
     threads = torch.get_num_threads()
     torch.set_num_threads(data.draw(st.integers(1, 2)))
     try:
-        wanted = drafted_by(model, prompts, starts, most, None, stops, distribution, uniform_BK)
+        wanted = drafted_by(model, prompts, starts, most, None, stops, sampling, seeds)
         for _ in range(2):  # with what was learned of it as well
-            got = drafted_by(model, prompts, starts, most, lookup, stops, distribution, uniform_BK)
+            got = drafted_by(model, prompts, starts, most, lookup, stops, sampling, seeds)
             assert got[0] == wanted[0]
             assert got[1] is wanted[1] is None or same_bits(got[1], wanted[1])  # type: ignore[arg-type]
             assert all(map(same_bits, got[2], wanted[2]))
@@ -686,38 +670,38 @@ def naive_lookup(tokens: list[int], longest: int, shortest: int) -> tuple[int, i
 def test_what_is_looked_up_is_the_latest_place_of_the_longest_match(data: st.DataObject) -> None:
     """A lookup that copies nothing still sees, by the length of the match, whether the copy would have stood."""
     vocab, seed = data.draw(st.integers(2, 12)), data.draw(st.integers(0, 9))
-    model = CompiledLlama(random_llama(seed, vocab_size=vocab), VARIANTS[0])
+    model = executor_of(random_llama(seed, vocab_size=vocab), VARIANTS[0])
     prompt = data.draw(st.lists(st.integers(0, vocab - 1), min_size=1, max_size=200))
     start = data.draw(st.integers(0, len(prompt) - 1))
     a, b = data.draw(st.integers(1, 5)), data.draw(st.integers(1, 5))
-    lookup = library.Lookup(max(a, b), min(a, b), 0)
-    share = list(lookup.share)
+    lookup = Lookup(max(a, b), min(a, b), 0)
+    share = list(model._c_lookup(lookup).share)
     ((drafted,), _, _) = drafted_by(model, [prompt], [start], [9], lookup)
     for number, token in enumerate(drafted):
         if (found := naive_lookup(prompt + drafted[:number], max(a, b), min(a, b))) is not None:
             at = min(found[1], len(share)) - 1
             share[at] += 0.05 * ((found[0] == token) - share[at])
-    assert list(lookup.share) == pytest.approx(share, abs=1e-6)
+    assert list(model._c_lookup(lookup).share) == pytest.approx(share, abs=1e-6)
 
 
 @built
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_repetition_is_drafted_in_one_forward(variant: str) -> None:
     """By copies of copies, where as many are thought to stand as are asked for."""
-    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), variant)
+    model = executor_of(random_llama(4, vocab_size=11, layers=1), variant)
     ((rolled,), _, _) = drafted_by(model, [[1, 2, 3]], [0], [60], None)
     one, other = rolled[-2:]
     assert rolled[-20:] == [one, other] * 10 and one != other
-    lookup = library.Lookup(4, 1, 7)
+    lookup = Lookup(4, 1, 7)
     ((drafted,), _, _) = drafted_by(model, [[1, 2, 3, *rolled[:-8]]], [50], [8], lookup)
     assert drafted == [one, other] * 4
-    assert [number + 1 for number, time in enumerate(lookup.time) if time] == [5 + 7]
+    assert [number + 1 for number, time in enumerate(model._c_lookup(lookup).time) if time] == [5 + 7]
 
 
 @built
 def test_a_level_looks_up_by_itself_where_its_call_cannot() -> None:
     """A constrained row takes the n-gram index, which never heard of the rounds before."""
-    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
+    model = executor_of(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
     level, twin = SingleDraft(model).over(NGramDraft()), SingleDraft(stepwise(model))  # type: ignore[arg-type]
     rows = [make_row([1, 2, 3]), make_row([1, 2, 3])]
     rows[1].params = SamplingParams(temperature=0.0, logit_bias={5: -1.0})
@@ -734,7 +718,7 @@ def test_a_level_looks_up_by_itself_where_its_call_cannot() -> None:
 @built
 def test_what_a_row_draws_does_not_hang_on_the_rows_beside_it() -> None:
     """One of which keeps the level from drafting in one call."""
-    model = CompiledLlama(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
+    model = executor_of(random_llama(4, vocab_size=11, layers=1), VARIANTS[0])
     drawn = SamplingParams(temperature=1.0)
     for seed in range(8):
         alone, beside = (make_row([1, 2, 3, 1, 2, 3], frozenset(), drawn, seed) for _ in range(2))
@@ -761,30 +745,19 @@ def test_what_sampling_keeps_does_not_hang_on_the_rows_beside_it(
     every = [SamplingParams(temperature=t, top_k=k, top_p=p, min_p=0.01) for t, k, p in [(0.9, 0, 0.8), *beside]]
     logits_BJV = 3 * torch.randn(len(every), 2, 301, generator=torch.Generator().manual_seed(seed))
     together, alone = (
-        BatchSampling.of(every).on(logits_BJV)._find(),
-        BatchSampling.of(every[:1]).on(logits_BJV[:1])._find(),
+        HostDistribution(BatchSampling.of(every), logits_BJV)._find(),
+        HostDistribution(BatchSampling.of(every[:1]), logits_BJV[:1])._find(),
     )
     for all_rows, one in zip(together, alone):
         assert all_rows is not None and one is not None and same_bits(all_rows[:1], one)
 
 
 @built
-def test_a_lookup_wants_the_tokens_that_are_stored() -> None:
-    model = CompiledLlama(random_llama(0), VARIANTS[0])
-    cache = fresh_cache(model, [[1, 2, 3]], [2], 1)
-    kv = cache.batch([0], [2], [1])
-    with pytest.raises(ValueError, match=r"\[1\] tokens .* \[2\] stored"):
-        model.draft(
-            array("q", [3]), array("q", [2]), kv, [2], [()], lookup=library.Lookup(4, 1, 6), texts=[array("i", [1])]
-        )
-
-
-@built
 def test_drafting_at_once_is_used_and_only_where_it_is_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
-    model = CompiledLlama(random_llama(1), VARIANTS[0])
-    honest = model.draft
-    monkeypatch.setattr(model, "draft", lambda *args, **named: calls.append(1) or honest(*args, **named))
+    model = executor_of(random_llama(1), VARIANTS[0])
+    honest = model.extend
+    monkeypatch.setattr(model, "extend", lambda *args, **named: calls.append(1) or honest(*args, **named))
     row = make_row([1, 2, 3])
 
     def proposes(strategy: SingleDraft, row: Sequence) -> bool:
@@ -814,7 +787,7 @@ def test_the_drafts_argmax_is_the_lowest_id_among_equals(variant: str) -> None:
     model = random_llama(2, vocab_size=70)
     with torch.no_grad():
         model.lm_head.weight.copy_(model.lm_head.weight[torch.arange(70) % 35])  # every logit twice
-    packed = CompiledLlama(model, variant)
+    packed = executor_of(model, variant)
     (draft,) = SingleDraft(packed).propose([make_row([1, 2, 3])], [8]).tokens_BK.tolist()
     assert len(draft) == 8 and max(draft) < 35
 
@@ -822,11 +795,9 @@ def test_the_drafts_argmax_is_the_lowest_id_among_equals(variant: str) -> None:
 @built
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_skipped_layers_draft_at_once_as_well(variant: str) -> None:
-    model = CompiledLlama(random_llama(5, layers=3), variant)
-    drafts = []
-    for some in (model, stepwise(model)):
-        if some is not model:
-            some.layer_subsets = True  # type: ignore[attr-defined]
+    reference, drafts = random_llama(5, layers=3), []
+    model = executor_of(reference, variant)
+    for some in (model, TorchExecutor(reference)):
         target = Runner(some, PagedKVCache(model.config, 40, 4))  # type: ignore[arg-type]
         strategy = LayerSkipDraft([1])
         strategy.attach(target)
@@ -846,7 +817,8 @@ def test_exact_speculation_is_autoregression_bit_for_bit_in_bfloat16(draft: str,
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2)
     prompts = ["def add(a, b):", "Tom has 3 apples and", "x"]
     plain, fast = LLM("fly-target", device="cpu"), LLM("fly-target", draft, k=k, device="cpu")
-    assert isinstance(plain.engine.runner.model, CompiledLlama) and plain.engine.runner.model.dtype == torch.bfloat16
+    assert isinstance(plain.engine.runner.executor, CpuExecutor)
+    assert plain.engine.runner.executor.dtype == torch.bfloat16
     alone = [plain.generate([prompt], params)[0] for prompt in prompts]
     for wanted, got in zip(alone, fast.generate(prompts, params)):
         assert got.token_ids == wanted.token_ids
@@ -855,21 +827,22 @@ def test_exact_speculation_is_autoregression_bit_for_bit_in_bfloat16(draft: str,
 
 @built
 def test_what_is_out_of_range_is_an_index_error_and_writes_nothing() -> None:
-    model = CompiledLlama(random_llama(0, max_positions=16), VARIANTS[0])
+    model = PackedLlama(random_llama(0, max_positions=16), VARIANTS[0])
     cache = PagedKVCache(model.config, 2, 16)
     cache.resize(0, 17)
     for token, position in ((37, 0), (-1, 0), (0, 16), (0, -1)):
         with pytest.raises(IndexError, match=r"vocabulary of 37|context of 16"):
             model(torch.tensor([token]), torch.tensor([position]), cache.batch([0], [0], [1]))
     with pytest.raises(IndexError, match="context of 16"):
-        model.draft(array("q", [1]), array("q", [15]), cache.batch([0], [15], [1]), [3], [()])
+        batch = Batch([1], [15], cache.batch([0], [15], [1]))
+        CpuExecutor(model).extend(batch, DraftSpec(), [make_row([0] * 16)], [3])
     assert not cache.keys.any() and not cache.values.any()
 
 
 @built
 def test_other_caches_and_models_are_refused() -> None:
     reference = random_llama(0)
-    model = CompiledLlama(reference, VARIANTS[0])
+    model = PackedLlama(reference, VARIANTS[0])
     tokens, positions = torch.tensor([1]), torch.tensor([0])
     with pytest.raises(TypeError, match="DenseCausal"):
         model(tokens, positions, DenseCausal(1, 1))
@@ -881,14 +854,14 @@ def test_other_caches_and_models_are_refused() -> None:
     with pytest.raises(TypeError, match="float32"):
         model.logits(torch.zeros(1, 32, dtype=torch.bfloat16))
     half = random_llama(0).to(torch.float16)
-    assert compiled(half) is half
+    assert isinstance(executor_of(half), TorchExecutor)
     with pytest.raises(ValueError, match=r"float16"):
-        compiled(half, VARIANTS[0])
+        executor_of(half, VARIANTS[0])
 
 
 @built
 def test_it_survives_a_fork() -> None:
-    model, row = CompiledLlama(random_llama(0), VARIANTS[0]), text(9, 0, 37)
+    model, row = PackedLlama(random_llama(0), VARIANTS[0]), text(9, 0, 37)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -904,7 +877,7 @@ def test_it_survives_a_fork() -> None:
 
 @built
 def test_workspace_stays_as_it_is_under_equal_work() -> None:
-    model, row = CompiledLlama(random_llama(0), VARIANTS[0]), text(300, 0, 37)
+    model, row = PackedLlama(random_llama(0), VARIANTS[0]), text(300, 0, 37)
     paged(model, [row], [[300]])
     size = model.workspace_bytes
     assert size > 0
@@ -942,8 +915,8 @@ def test_kernels_are_chosen_by_argument_then_variable_then_processor(monkeypatch
 def test_the_choice_reaches_target_and_draft(name: str) -> None:
     llm = LLM("fly-tiny", "fly-tiny", device="cpu", kernels=name)
     assert isinstance(llm.draft, SingleDraft)
-    for model in (llm.engine.runner.model, llm.draft.runner.model):
-        assert getattr(model, "kernels", "torch") == name
+    for executor in (llm.engine.runner.executor, llm.draft.runner.executor):
+        assert executor.kernels == name
     assert llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4, temperature=0.0))[0].token_ids
 
 
@@ -951,7 +924,7 @@ def test_the_choice_reaches_target_and_draft(name: str) -> None:
 def test_the_draft_alone_may_have_int8_weights() -> None:
     llm = LLM("fly-tiny", "model(fly-tiny, kernels=int8)", device="cpu")
     assert isinstance(llm.draft, SingleDraft)
-    kernels = [model.kernels for model in (llm.engine.runner.model, llm.draft.runner.model)]  # type: ignore[attr-defined]
+    kernels = [executor.kernels for executor in (llm.engine.runner.executor, llm.draft.runner.executor)]
     assert kernels == [VARIANTS[0], INT8[0]]
     prompt, params = [[1, 2, 3]], SamplingParams(max_tokens=12, temperature=0.0)
     plain = LLM("fly-tiny", device="cpu").generate(prompt, params)[0].token_ids
@@ -975,9 +948,9 @@ def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.Monkey
     monkeypatch.setattr(library, "_built", dict)
     assert available() == ["torch"] and chosen() == "torch" and why_not() == "no compiler was found"
     model = random_llama(0)
-    assert compiled(model) is model
+    assert isinstance(executor_of(model), TorchExecutor)
     with pytest.raises(ValueError, match=r"kernels 'avx2' is not available here; choices: .*no compiler was found"):
-        compiled(model, "avx2")
+        executor_of(model, "avx2")
     with pytest.raises(ValueError, match="no compiler was found"):
         library.load()
 
@@ -986,13 +959,12 @@ def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.Monkey
 def test_a_model_may_be_consumed_as_it_is_packed() -> None:
     """Its matrices are gone; what was made of them is the same."""
     kept, taken = random_llama(3), random_llama(3)
-    wanted, made = compiled(kept, VARIANTS[0]), compiled(taken, VARIANTS[0], consume=True)
-    tokens, at = torch.tensor([1, 2, 3]), torch.arange(3)
+    wanted, made = (executor_of(one, VARIANTS[0], consume=one is taken) for one in (kept, taken))
     logits = []
     for model in (wanted, made):
         cache = PagedKVCache(model.config, 4, 4, model.dtype)
         cache.resize(0, 3)
-        logits.append(model.logits(model(tokens, at, cache.batch([0], [0], [3]))))
+        logits.append(model.score(Batch([1, 2, 3], [0, 1, 2], cache.batch([0], [0], [3]))).logits_NV)
     assert same_bits(*logits)
     assert all(parameter is not None for parameter in kept.parameters())
     assert all(linear.weight is None for linear in taken.layers.modules() if isinstance(linear, nn.Linear))
@@ -1015,7 +987,7 @@ before = anonymous()
 llm = LLM(sys.argv[1], draft="ngram", device="cpu", cache_tokens=2048)
 decode(llm, 900)
 gc.collect()
-cache, model = llm.engine.runner.cache, llm.engine.runner.model
+cache, model = llm.engine.runner.cache, llm.engine.runner.executor.packed
 print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.workspace_bytes)
 """
 
@@ -1045,3 +1017,48 @@ def test_a_process_holds_weights_cache_and_workspace_and_little_else(
 def test_everything_is_read_that_reading_is_timed_for(count: int, threads: int) -> None:
     numbers = torch.randint(-(2**62), 2**62, (count * 8,), generator=torch.Generator().manual_seed(count))
     assert library.load().fly_sum(numbers.data_ptr(), count, threads) == sum(numbers.tolist()) % 2**64
+
+
+@built
+@given(values=values(), n=st.sampled_from([1, 3, 16]), transposed=st.booleans())
+def test_the_top_of_one_position_is_topk_and_logsumexp(values: Tensor, n: int, transposed: bool) -> None:
+    values = values.transpose(0, 1) if transposed else values
+    b, j = values.shape[0] - 1, values.shape[1] - 1
+    likeliest, log_total = top_at(values, b, j, n)
+    assert likeliest == values[b, j].topk(min(n, values.shape[-1])).values.tolist()
+    assert log_total == pytest.approx(values[b, j].double().logsumexp(0).item(), abs=2e-5)
+    assert log_total >= likeliest[0]
+
+
+@built
+@given(
+    seeds=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=4),
+    start=st.integers(0, 2**40),
+    stream=st.sampled_from(Stream),
+    n=st.integers(0, 9),
+)
+def test_uniforms_are_those_of_tensors(seeds: list[int], start: int, stream: Stream, n: int) -> None:
+    starts = [start + b for b in range(len(seeds))]
+    wanted = uniforms(torch.tensor(seeds), torch.tensor(starts), stream, n)
+    assert host_uniforms(seeds, starts, stream, n).tolist() == wanted.flatten().tolist()
+
+
+@built
+def test_decisions_run_on_one_thread_of_their_own_and_nobody_else_sees_it() -> None:
+    """Of torch's threads; forwards have as many as before, and threads that come later begin with as many."""
+    seen: list[int] = []
+
+    def decides() -> None:
+        executor_of(random_llama(0), VARIANTS[0]).enter_thread()
+        seen.extend([torch.get_num_threads(), pool_threads()])
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for run in (decides, lambda: seen.append(torch.get_num_threads())):
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        assert seen == [1, 3, 3] and torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)

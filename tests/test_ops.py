@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-import fly.ops
-from fly.ops import argmax, log_mass, pick, top, top_at
+from fly.ops import argmax, log_mass, pick, top, vocabulary
 
 
 @st.composite
@@ -52,22 +51,7 @@ def test_log_mass_is_the_sum_written_out(
         masses[values < least.unsqueeze(1)] = 0.0
     before = values.clone()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fly.ops, "SMALL", 0 if in_a_small_buffer else 1 << 30)
+        patch.setattr(vocabulary, "SMALL", 0 if in_a_small_buffer else 1 << 30)
         got = log_mass(values, peak, None if temperature is None else torch.full_like(peak, temperature), least)
     assert torch.equal(values, before)
     torch.testing.assert_close(got, masses.sum(-1).log().float(), atol=2e-5, rtol=1e-5)
-
-
-@given(values(), st.sampled_from([1, 3, 16, 17]), st.booleans(), st.sampled_from(["compiled", "small", "chunks"]))
-def test_the_top_of_one_position_is_topk_and_logsumexp(values: Tensor, n: int, transposed: bool, way: str) -> None:
-    """However it is found: by the kernels, by numpy, or by chunks of a large vocabulary."""
-    values = values.transpose(0, 1) if transposed else values
-    b, j = values.shape[0] - 1, values.shape[1] - 1
-    with pytest.MonkeyPatch.context() as patch:
-        if way != "compiled":
-            patch.setattr(fly.ops, "compiled", lambda name: None)
-            patch.setattr(fly.ops, "SMALL", 0 if way == "chunks" else 1 << 30)
-        likeliest, log_total = top_at(values, b, j, n)
-    assert likeliest == values[b, j].topk(min(n, values.shape[-1])).values.tolist()
-    assert log_total == pytest.approx(values[b, j].double().logsumexp(0).item(), abs=2e-5)
-    assert log_total >= likeliest[0]

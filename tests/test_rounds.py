@@ -19,15 +19,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly import LLM, SamplingParams
-from fly.backends.cpu import CompiledLlama, available, library, why_not
-from fly.backends.cpu.model import Ran
+from fly.backends import executor_of
+from fly.backends.cpu import available, library, why_not
+from fly.backends.cpu import executor as cpu
+from fly.backends.cpu.clauses import clauses_of
+from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import AdaptiveDraft, CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, SuffixDraft, UnionDraft
-from fly.engine import Engine, Runner
+from fly.engine import Engine
+from fly.executor import Executor, Rounds
 from fly.parallel.compiled import CompiledPart
 from fly.policies import AcceptancePolicy, AgreeingWindow, Block, Condition, EntropyGate, Exact, parse_policy
-from fly.policies.compiled import clauses_of
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.types import Why
 from tests.test_drafts import perturbed
 from tests.toys import random_llama
@@ -39,11 +43,11 @@ VOCAB, CONTEXT = 23, 200
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
 PLAIN = random_llama(0, **SIZES)
 if VARIANTS:
-    TARGET = CompiledLlama(PLAIN, VARIANTS[0])
+    TARGET = executor_of(PLAIN, VARIANTS[0])
     DRAFTS = [
-        CompiledLlama(perturbed(PLAIN, 0.05), VARIANTS[0]),
-        CompiledLlama(random_llama(5, **SIZES), VARIANTS[0]),
-        CompiledLlama(random_llama(0, **{**SIZES, "max_positions": 30}), VARIANTS[0]),  # the target, for short texts
+        executor_of(perturbed(PLAIN, 0.05), VARIANTS[0]),
+        executor_of(random_llama(5, **SIZES), VARIANTS[0]),
+        executor_of(random_llama(0, **{**SIZES, "max_positions": 30}), VARIANTS[0]),  # the target, for short texts
     ]
 POLICIES = [
     Exact(),
@@ -143,9 +147,9 @@ def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject)
 
     slow, slowly = decode(lambda: 0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.engine._AT_ONCE", ahead)
-        patch.setattr("fly.backends.cpu.model._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
-        patch.setattr("fly.backends.cpu.model._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
+        patch.setattr("fly.runner._AT_ONCE", ahead)
+        patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 20, 4096])))
+        patch.setattr("fly.backends.cpu.rounds._MOST_ASKS", data.draw(st.sampled_from([1, 20, 1024])))
         fast, at_once = decode(lambda: FOREVER)
         assert at_once == slowly
         assert told(fast) == told(slow)
@@ -237,9 +241,9 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.engine._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
-        patch.setattr("fly.backends.cpu.model._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
-        patch.setattr("fly.backends.cpu.model._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
+        patch.setattr("fly.runner._AT_ONCE", data.draw(st.sampled_from([(1,), (30, 1), (128, 32, 8, 1)])))
+        patch.setattr("fly.backends.cpu.rounds._MOST_SCORED", data.draw(st.sampled_from([1, 60, 4096])))
+        patch.setattr("fly.backends.cpu.rounds._MOST_ASKS", data.draw(st.sampled_from([1, 1024])))
         fast, few = decode(FOREVER)
     assert fast == slow and few <= many
 
@@ -262,13 +266,13 @@ def test_somebody_who_waits_ends_a_call_after_the_round_under_way() -> None:
 def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     """The models of the calls that take rounds, noted as they come."""
     calls: list[object] = []
-    rounds = CompiledLlama.rounds
+    rounds = cpu.take_rounds
 
-    def noted(self: CompiledLlama, *values: Any, **named: Any) -> Ran:
-        calls.append(self)
-        return rounds(self, *values, **named)
+    def noted(*values: Any) -> Rounds:
+        calls.append(values[0])
+        return rounds(*values)
 
-    monkeypatch.setattr(CompiledLlama, "rounds", noted)
+    monkeypatch.setattr(cpu, "take_rounds", noted)
     return calls
 
 
@@ -374,13 +378,13 @@ def test_a_callback_that_fails_leaves_whole_rounds() -> None:
 def test_an_error_of_the_call_leaves_row_and_caches_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     (row,), made = rows_of([1, 2, 3]), engine(0, False, None, (400, 400), 4)
     made.step([row])
-    rounds, before = CompiledLlama.rounds, (list(row.tokens), held(made))
+    rounds, before = cpu.take_rounds, (list(row.tokens), held(made))
 
-    def fails(self: CompiledLlama, *values: Any, **named: Any) -> Ran:
-        rounds(self, *values, **named)
+    def fails(*values: Any) -> Rounds:
+        rounds(*values)
         raise MemoryError("no memory")
 
-    monkeypatch.setattr(CompiledLlama, "rounds", fails)
+    monkeypatch.setattr(cpu, "take_rounds", fails)
     with pytest.raises(MemoryError):
         made.step([row])
     lengths = [{seq: n for seq, n in each.items() if n} for each in held(made)]
@@ -400,8 +404,8 @@ def test_a_signal_that_keeps_a_rule_from_answering_ends_the_call(monkeypatch: py
         rows_of([1, 2, 3], policy=Exact() | (EntropyGate(9.0) | EntropyGate(8.0))),
         engine(0, False, None, (400, 400), 4),
     )
-    made.stretch, decide = FOREVER, library.Rounds.Decide
-    monkeypatch.setattr(library.Rounds, "Decide", lambda asked: decide(lambda number: None))
+    made.stretch, decide = FOREVER, library.CRounds.Decide
+    monkeypatch.setattr(library.CRounds, "Decide", lambda asked: decide(lambda number: None))
     with pytest.raises(KeyboardInterrupt):
         for _ in range(9):
             made.step([row])
@@ -409,7 +413,7 @@ def test_a_signal_that_keeps_a_rule_from_answering_ends_the_call(monkeypatch: py
 
 
 def test_a_drafter_of_another_vocabulary_is_told_so() -> None:
-    wider = CompiledLlama(random_llama(3, **{**SIZES, "vocab_size": 500}), VARIANTS[0])
+    wider = executor_of(random_llama(3, **{**SIZES, "vocab_size": 500}), VARIANTS[0])
     for temperature in (0.0, 1.0):
         (row,) = rows_of([1, 2, 3], temperature=temperature)
         made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 99, 4)), SingleDraft(wider))
@@ -451,7 +455,7 @@ def test_a_rule_with_corrections_of_its_own_draws_them_itself(monkeypatch: pytes
 
 
 def test_ranks_have_no_such_call() -> None:
-    assert CompiledPart.rounds is None
+    assert not issubclass(CompiledPart, Executor) and TorchExecutor.rounds is Executor.rounds
 
 
 @dataclass(frozen=True)
@@ -462,9 +466,6 @@ class OwnGate(EntropyGate):
 
     def evaluate(self, block: Block) -> Tensor:
         return torch.ones_like(block.agree_BK)
-
-    def at(self, block: Block, b: int, j: int) -> bool:
-        return True
 
 
 def test_what_compiled_code_asks_itself_and_what_it_leaves_to_python() -> None:
@@ -520,7 +521,7 @@ def test_what_a_rule_was_asked_with_is_not_held_on_to() -> None:
 def test_adaptive_rounds_are_taken_at_once_and_counted_one_by_one(name: str, count: int) -> None:
     """Whatever it decides, tokens are the target's own, and it hears of every round."""
     strategies: dict[str, Callable[[], DraftStrategy]] = {
-        "model": lambda: SingleDraft(CompiledLlama(PLAIN, VARIANTS[0])),
+        "model": lambda: SingleDraft(executor_of(PLAIN, VARIANTS[0])),
         "n-gram": lambda: NGramDraft(3, 1),
         "union": lambda: UnionDraft([SuffixDraft(), SingleDraft(DRAFTS[1])]),
     }

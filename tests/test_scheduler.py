@@ -12,10 +12,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, TreeDraft
-from fly.engine import Engine, Runner
+from fly.engine import Engine
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
 from fly.request import Sequence
+from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.types import SamplingParams
 from tests.toys import HashModel

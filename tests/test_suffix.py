@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 import fly
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.suffix import SuffixDraft
-from fly.engine import Runner
 from fly.policies import Exact
 from fly.request import Sequence, Token
+from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Why
 from tests.toys import random_llama
 

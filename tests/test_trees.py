@@ -15,10 +15,11 @@ from fly import LLM, SamplingParams, Why
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad_trees
 from fly.drafts.tree import RecyclingDraft, TreeDraft, _static_tree
+from fly.ops import depths
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
 from fly.request import Sequence
 from fly.testing import ConformanceError, check_trees
-from fly.types import Draft, Noise, Target, depths
+from fly.types import Draft, Noise, Target
 from tests.test_conformance import NoResidual
 from tests.test_drafts import LARGE, SMALL, VOCAB, make_row
 from tests.toys import dense_logits

@@ -331,8 +331,8 @@ class SingleDraft(DraftStrategy):
             row.tokens += ids
             if probs_NV is not None:
                 probs[b] += list(probs_NV)[: len(ids)]
-        self.runner.commit(rows)
         if self.draft is not None:
+            self.runner.commit(rows)
             self.draft.commit(rows)
         return probs, surely
 
