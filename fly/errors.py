@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import importlib
+import math
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "import_object", "meant", "origin"]
+__all__ = ["check_choice", "check_number", "explain", "meant", "origin"]
 
 
 def explain(error: ValidationError) -> str:
@@ -33,14 +32,18 @@ def meant(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {like[0]!r}?)" if like else ""
 
 
-def import_object(path: str, what: str) -> Any:
-    """What ``module:name`` names. Raises ``ValueError`` saying why it cannot be had, whatever the module does."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what} {path!r} cannot be imported: {told}") from error
+def check_number(name: str, value: object, low: float, high: float = math.inf, *, above: bool = False) -> None:
+    """``value`` must be a finite number in [low, high], or in (low, high] if ``above``."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not (number and (low < value if above else low <= value) and value <= high):  # type: ignore[operator]
+        upper = f"{high:g}]" if math.isfinite(high) else "inf)"
+        raise ValueError(f"{name} {value!r} must be a finite number in {'(' if above else '['}{low:g}, {upper}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """``value`` must be one of ``choices``."""
+    if value not in choices:
+        raise ValueError(f"{name} {value!r} is unknown; choices: {list(choices)}")
 
 
 def origin(error: BaseException) -> str:

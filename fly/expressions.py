@@ -1,0 +1,231 @@
+"""Texts that name and build objects, in Python's grammar of names, calls and operators.
+
+A text is read and never executed; ``module:Class`` imports only where the caller trusts the source. This file knows
+neither policies nor drafts: a ``Registry`` says what may be named, and whoever reads a ``Text`` what its operators
+mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.metadata import entry_points
+from inspect import BoundArguments
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from fly.errors import explain, meant
+
+__all__ = ["CLASS_PATH", "Registry", "Source", "Text", "check_type", "hints_of"]
+
+T = TypeVar("T")
+CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
+# ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
+_PARSING = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """Classes by name: ours, and those that packages install under the entry-point group ``group``."""
+
+    kind: str  # what is read, for errors: "policy", "draft"
+    finished: str  # what an instance is called there
+    group: str
+    ours: Mapping[str, type]
+    bases: tuple[type, ...]
+    wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
+    usable: Callable[[type], bool]
+    presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
+
+    @cached_property
+    def types(self) -> dict[str, Any]:
+        """Raises ``ValueError`` if two packages claim one name, or a plug-in is not what is wanted."""
+        types: dict[str, Any] = dict(self.ours)
+        for entry in entry_points(group=self.group):
+            plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
+            self._check(plugin, source)
+            if types.setdefault(entry.name, plugin) is not plugin:
+                raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
+        return types
+
+    def load(self, path: str) -> Any:
+        """The class, or the finished instance, that ``module:name`` names. Raises ``ValueError`` saying why it cannot
+        be had, whatever the module does."""
+        module, _, name = path.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            what = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+            raise ValueError(f"{self.kind} {path!r} cannot be imported: {what}{error}") from error
+        if not isinstance(found, self.bases):
+            self._check(found, path)
+        return found
+
+    def _check(self, found: object, source: str) -> None:
+        if not (isinstance(found, type) and issubclass(found, self.bases) and self.usable(found)):
+            raise ValueError(f"{source}: must be {self.wanted}, or an instance of one, got {found!r}")
+
+
+class Source:
+    """What somebody gave as a policy or a draft. Errors about it start with it; ``named`` are the names it holds."""
+
+    def __init__(self, registry: Registry, given: object, trusted: bool, named: set[str] | None = None) -> None:
+        self.registry, self.given, self.trusted = registry, given, trusted
+        self.named: set[str] = set() if named is None else named
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"{self._start}: {message}")
+
+    @property
+    def _start(self) -> str:
+        return f"{self.registry.kind} {self.given!r}"
+
+    def find(self, name: str) -> Any:
+        """The class, preset or finished instance of a name or a class path; None if nothing is registered under it.
+
+        Raises ``ValueError`` for a class path where the source is not trusted.
+        """
+        self.named.add(name)
+        if not CLASS_PATH.fullmatch(name):
+            return self.registry.presets.get(name) or self.registry.types.get(name)
+        if not self.trusted:
+            raise self.error(f"{name!r} would import code, which is not allowed from here")
+        return self.registry.load(name)
+
+    def unknown(self, name: str, more: str = "", **choices: Iterable[str]) -> ValueError:
+        """The error for a name that is none of ``choices``, which are listed under their titles."""
+        listed = ", ".join(f"{title.replace('_', ' ')}: {list(names)}" for title, names in choices.items())
+        close = meant(name, [known for names in choices.values() for known in names])
+        return self.error(f"{name!r} is unknown{close}; {listed}{more}")
+
+    def build(
+        self,
+        make: Any,
+        name: str,
+        arguments: Sequence[Any],
+        options: Mapping[str, Any],
+        construct: Callable[[BoundArguments], Any],
+    ) -> Any:
+        """What ``construct`` makes of the parameters of ``make``, a class or function; a finished instance as it is.
+
+        Raises ``ValueError`` naming the parameter that does not exist, or what was wrong with the value of one.
+        """
+        if isinstance(make, self.registry.bases):  # an instance that a module keeps under a name
+            if arguments or options:
+                raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
+            return make
+        signature = inspect.signature(make)
+        if wrong := [option for option in options if option not in signature.parameters]:
+            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(signature.parameters)}")
+        try:
+            return construct(signature.bind(*arguments, **options))
+        except (TypeError, ValueError, OverflowError) as error:
+            if str(error).startswith(self._start):  # of a part, which has said so
+                raise
+            raise self.error(f"{name}: {error}") from error
+
+
+class Text(Source):
+    """A text as a tree of Python's grammar.
+
+    Args:
+        word: a regular expression of what is one word there, though Python would not read it as a name. Such words are
+            replaced by stand-ins before parsing; quoted texts and the names of parameters stay as they are.
+        example: a text of this kind.
+
+    Raises ``ValueError`` if it is no expression.
+    """
+
+    given: str
+
+    def __init__(self, registry: Registry, text: str, trusted: bool, word: str, example: str) -> None:
+        super().__init__(registry, text, trusted)
+        self._words: dict[str, str] = {}
+        pattern = rf"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|(?P<word>{word}|\b_word_\w*)"""
+        try:
+            self.tree = _parse(re.sub(pattern, self._stand_in, text.strip()))
+        except _UNREADABLE as error:
+            where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
+            raise ValueError(f"{self._start} is not an expression such as {example!r}{where}") from error
+
+    def read(self, build: Callable[[ast.expr], T]) -> T:
+        """``build`` of the whole tree. Raises ``ValueError`` if the text is nested too deeply for that."""
+        try:
+            return build(self.tree)
+        except RecursionError:
+            start = f"{self.registry.kind} of {len(self.given)} characters"
+            raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None
+
+    def source(self, node: ast.expr) -> str:
+        """The part of the text that a node was read from, spaces aside."""
+        return re.sub(r"\b_word_\d+\b", lambda match: self._words.get(match[0], match[0]), ast.unparse(node))
+
+    def value(self, node: ast.expr) -> Any:
+        """A plain value; a bare word is a string, as in ``entropy=normalized``."""
+        if isinstance(node, ast.Name):
+            return self._words.get(node.id, node.id)
+        try:
+            return ast.literal_eval(node)
+        except _UNREADABLE:
+            raise self.error(f"{self.source(node)!r} is not a plain value") from None
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        if (word := match["word"]) is None or _is_literal(word):
+            return match[0]
+        self._words[name := f"_word_{len(self._words)}"] = word
+        return name
+
+
+def _parse(text: str) -> ast.expr:
+    with _PARSING:
+        return ast.parse(text, mode="eval").body
+
+
+def _is_literal(word: str) -> bool:
+    """Whether a word is a number, True, False or None."""
+    try:
+        ast.literal_eval(_parse(word))
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of a class's fields or a function's parameters; none if they name what only type checkers import."""
+    try:
+        return get_type_hints(make)
+    except (NameError, TypeError):
+        return {}
+
+
+def check_type(name: str, value: object, hint: Any) -> None:
+    """Whether the value of a parameter is what its annotation says (an integer may stand for a float).
+
+    An annotation that nothing can be checked against is passed over. Raises ``ValueError`` naming the parameter, the
+    value and the annotation.
+    """
+    try:
+        adapter = TypeAdapter(_checkable(hint), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
+    except (PydanticUserError, TypeError, NameError):
+        return
+    try:
+        adapter.validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name} {value!r}: {explain(error)}") from error
+
+
+def _checkable(hint: Any) -> Any:
+    """An annotation without its protocols, of which no text can give an instance; Any if there is nothing else."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
+    return Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple
