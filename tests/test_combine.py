@@ -22,8 +22,7 @@ from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft
 from fly.engine import Runner
 from fly.ops import Stream, derive, draw, uniforms
-from fly.policies import AcceptancePolicy, Exact
-from fly.policies.catalogue import BlockVerification
+from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
 from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams, Target

@@ -17,12 +17,16 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInf
 
 from fly.expressions import CLASS_PATH, Registry, Source, Text, check_type, hints_of
 from fly.policies.base import AcceptancePolicy, Relaxed
-from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
+from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
+from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
+from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
 
 __all__ = [
+    "CATALOGUE",
+    "GATES",
     "PRESETS",
     "PolicyField",
     "check_types",
@@ -41,6 +45,13 @@ PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.vllm": FLy.vllm,
 }
 _COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
+# Rules of the literature and of other engines, beside ``Exact``, ``LossySampling`` and ``FLy``; all can be built with
+# their defaults.
+CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
+    *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
+    *(RelaxedTopN, BiLD, Fuzzy, Cascade, Cactus, Mentored),
+)
+GATES: tuple[type[Condition], ...] = (LogMargin, TopRatio)
 _OURS: tuple[type[Rule], ...] = (
     *(Exact, LossySampling, FLy),
     *(EntropyGate, AgreeingWindow, Room, ControlToken),

@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from torch import Tensor
 
+from fly.errors import Checked, Range
 from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import (
@@ -45,7 +46,7 @@ class Exact(ExactCore):
 
 
 @dataclass(frozen=True)
-class LossySampling(AcceptancePolicy):
+class LossySampling(AcceptancePolicy, Checked):
     """Lenience (Leviathan et al. 2023, appendix A.5): keep x with probability min(1, l·target(x)/draft(x)); at
     temperature 0, keep x if its probability is at least that of the most likely token over l.
 
@@ -54,11 +55,7 @@ class LossySampling(AcceptancePolicy):
 
     name: ClassVar[str] = "lossy"
     monotone: ClassVar[Mapping[str, int]] = {"lenience": 1}
-    lenience: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.lenience, (int, float)) and math.isfinite(self.lenience) and self.lenience >= 1):
-            raise ValueError(f"lenience {self.lenience!r} must be a finite number of at least 1")
+    lenience: Annotated[float, Range(1)] = 2.0
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         logits_BKV, choice_BK = target.logits_BKV[:, :-1], target.argmax_BK[:, :-1]
