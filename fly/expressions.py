@@ -13,10 +13,10 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
-from inspect import BoundArguments
+from inspect import Parameter
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -45,6 +45,8 @@ class Registry:
     bases: tuple[type, ...]
     wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
     usable: Callable[[type], bool]
+    choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by what they are called
+    more: str = ""  # what else may be named, in words
     presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
 
     @cached_property
@@ -77,11 +79,25 @@ class Registry:
 
 
 class Source:
-    """What somebody gave as a policy or a draft. Errors about it start with it; ``named`` are the names it holds."""
+    """What somebody gave as a policy or a draft, and how it is read. Errors about it start with it.
 
-    def __init__(self, registry: Registry, given: object, trusted: bool, named: set[str] | None = None) -> None:
+    Args:
+        trusted: whether ``module:Class`` may import.
+        named: takes the names that are looked up.
+        defaults: for every parameter of these names that is not given.
+    """
+
+    def __init__(
+        self,
+        registry: Registry,
+        given: object,
+        trusted: bool,
+        named: set[str] | None = None,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self.registry, self.given, self.trusted = registry, given, trusted
         self.named: set[str] = set() if named is None else named
+        self.defaults = defaults or {}
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"{self._start}: {message}")
@@ -91,32 +107,29 @@ class Source:
         return f"{self.registry.kind} {self.given!r}"
 
     def find(self, name: str) -> Any:
-        """The class, preset or finished instance of a name or a class path; None if nothing is registered under it.
+        """The class, preset or finished instance of a name or a class path.
 
-        Raises ``ValueError`` for a class path where the source is not trusted.
+        Raises ``ValueError`` for a class path where the source is not trusted, and for an unknown name.
         """
         self.named.add(name)
-        if not CLASS_PATH.fullmatch(name):
-            return self.registry.presets.get(name) or self.registry.types.get(name)
-        if not self.trusted:
-            raise self.error(f"{name!r} would import code, which is not allowed from here")
-        return self.registry.load(name)
-
-    def unknown(self, name: str, more: str = "", **choices: Iterable[str]) -> ValueError:
-        """The error for a name that is none of ``choices``, which are listed under their titles."""
-        listed = ", ".join(f"{title.replace('_', ' ')}: {list(names)}" for title, names in choices.items())
+        if CLASS_PATH.fullmatch(name):
+            if not self.trusted:
+                raise self.error(f"{name!r} would import code, which is not allowed from here")
+            return self.registry.load(name)
+        if found := self.registry.presets.get(name) or self.registry.types.get(name):
+            return found
+        choices = self.registry.choices()
         close = meant(name, [known for names in choices.values() for known in names])
-        return self.error(f"{name!r} is unknown{close}; {listed}{more}")
+        listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
+        raise self.error(f"{name!r} is unknown{close}; {listed}{self.registry.more}")
 
-    def build(
-        self,
-        make: Any,
-        name: str,
-        arguments: Sequence[Any],
-        options: Mapping[str, Any],
-        construct: Callable[[BoundArguments], Any],
-    ) -> Any:
-        """What ``construct`` makes of the parameters of ``make``, a class or function; a finished instance as it is.
+    def argument(self, given: Any, hint: Any) -> Any:
+        """The value of an argument whose parameter has the annotation ``hint``."""
+        return given
+
+    def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """What a class or function makes of these parameters, each of the type it is annotated with; a finished
+        instance as it is.
 
         Raises ``ValueError`` naming the parameter that does not exist, or what was wrong with the value of one.
         """
@@ -124,11 +137,21 @@ class Source:
             if arguments or options:
                 raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
             return make
-        signature = inspect.signature(make)
-        if wrong := [option for option in options if option not in signature.parameters]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(signature.parameters)}")
+        signature, hints = inspect.signature(make), hints_of(make)
+        parameters = signature.parameters
+        if wrong := [option for option in options if option not in parameters]:
+            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
         try:
-            return construct(signature.bind(*arguments, **options))
+            bound = signature.bind(*arguments, **options)
+            for parameter, given in bound.arguments.items():
+                hint, several = hints.get(parameter, Any), parameters[parameter].kind is Parameter.VAR_POSITIONAL
+                values = tuple(self.argument(part, hint) for part in (given if several else (given,)))
+                for value in values:
+                    check_type(parameter, value, hint)
+                bound.arguments[parameter] = values if several else values[0]
+            for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
+                bound.arguments[parameter] = self.defaults[parameter]
+            return make(*bound.args, **bound.kwargs)
         except (TypeError, ValueError, OverflowError) as error:
             if str(error).startswith(self._start):  # of a part, which has said so
                 raise
@@ -148,8 +171,16 @@ class Text(Source):
 
     given: str
 
-    def __init__(self, registry: Registry, text: str, trusted: bool, word: str, example: str) -> None:
-        super().__init__(registry, text, trusted)
+    def __init__(
+        self,
+        registry: Registry,
+        text: str,
+        trusted: bool,
+        word: str,
+        example: str,
+        defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(registry, text, trusted, defaults=defaults)
         self._words: dict[str, str] = {}
         pattern = rf"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|(?P<word>{word}|\b_word_\w*)"""
         try:
@@ -169,6 +200,13 @@ class Text(Source):
     def source(self, node: ast.expr) -> str:
         """The part of the text that a node was read from, spaces aside."""
         return re.sub(r"\b_word_\d+\b", lambda match: self._words.get(match[0], match[0]), ast.unparse(node))
+
+    def call(self, make: Any, name: str, call: ast.Call) -> Any:
+        """``build`` with the arguments of a call."""
+        return self.build(make, name, call.args, {str(keyword.arg): keyword.value for keyword in call.keywords})
+
+    def argument(self, given: ast.expr, hint: Any) -> Any:
+        return self.value(given)
 
     def value(self, node: ast.expr) -> Any:
         """A plain value; a bare word is a string, as in ``entropy=normalized``."""
@@ -200,10 +238,11 @@ def _is_literal(word: str) -> bool:
     return True
 
 
-def hints_of(make: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of a class's fields or a function's parameters; none if they name what only type checkers import."""
+def hints_of(make: Any) -> dict[str, Any]:
+    """Annotations of the parameters of a class or function; none if they name what only type checkers import."""
+    plain = isinstance(make, type) and not is_dataclass(make)
     try:
-        return get_type_hints(make)
+        return get_type_hints(make.__init__ if plain else make)
     except (NameError, TypeError):
         return {}
 
@@ -215,13 +254,12 @@ def check_type(name: str, value: object, hint: Any) -> None:
     value and the annotation.
     """
     try:
-        adapter = TypeAdapter(_checkable(hint), config=ConfigDict(strict=True, arbitrary_types_allowed=True))
-    except (PydanticUserError, TypeError, NameError):
-        return
-    try:
-        adapter.validate_python(value)
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+        TypeAdapter(_checkable(hint), config=config).validate_python(value)
     except ValidationError as error:
         raise ValueError(f"{name} {value!r}: {explain(error)}") from error
+    except (PydanticUserError, TypeError, NameError):
+        return
 
 
 def _checkable(hint: Any) -> Any:

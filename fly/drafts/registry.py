@@ -10,8 +10,7 @@ import inspect
 import os
 from collections import abc
 from collections.abc import Callable
-from inspect import BoundArguments
-from typing import Any, get_args, get_origin
+from typing import Any, TypeGuard, get_args, get_origin
 
 import torch
 
@@ -24,7 +23,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
-from fly.expressions import CLASS_PATH, Registry, Text, check_type, hints_of
+from fly.expressions import CLASS_PATH, Registry, Text, hints_of
 from fly.models import load_model
 from fly.policies import AcceptancePolicy, parse_policy
 
@@ -48,6 +47,8 @@ STRATEGIES = Registry(
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
     usable=lambda strategy: not inspect.isabstract(strategy),
+    choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": list(BUNDLED)},
+    more=", or the path of a checkpoint's directory",
 )
 # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
 _WORD = rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+"""
@@ -101,21 +102,15 @@ def parse_draft(
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "load": load}
     if text.strip() not in draft_types() and os.path.isdir(text):
         return SingleDraft(text, **loading)
-    reader = _Reader(text, trusted, loading)
+    reader = _Reader(STRATEGIES, text, trusted, _WORD, "ngram(k=4)+fly-draft", loading)
     return reader.read(reader.strategy)
 
 
 class _Reader(Text):
-    """Reads one text; ``loading`` is how its checkpoints are loaded and run."""
-
-    def __init__(self, text: str, trusted: bool, loading: dict[str, Any]) -> None:
-        super().__init__(STRATEGIES, text, trusted, _WORD, "ngram(k=4)+fly-draft")
-        self.loading = loading
-
     def strategy(self, node: ast.expr) -> DraftStrategy:
         """What an expression describes, where a strategy is wanted."""
         levels: list[ast.expr] = []
-        while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):  # a loop: chains may be long
+        while _is_sum(node):  # a loop: chains may be long
             levels.append(node.right)
             node = node.left
         if levels:
@@ -127,60 +122,47 @@ class _Reader(Text):
         call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
         if isinstance(call.func, ast.Name):
             word = self.value(call.func)
-            if (make := self.find(word)) is not None:
-                return self._call(make, word, call)
-            if isinstance(node, ast.Name) and (word in BUNDLED or os.path.isdir(word)):
-                return SingleDraft(word, **self.loading)
-            more = ", or the path of a checkpoint's directory"
-            raise self.unknown(word, more, strategies=["none", *sorted(draft_types())], bundled_checkpoints=BUNDLED)
-        if not (isinstance(node, ast.Constant) and isinstance(node.value, str)):
+            registered = word in draft_types() or CLASS_PATH.fullmatch(word)
+            if isinstance(node, ast.Call) or registered or not _is_checkpoint(word):
+                return self._call(self.find(word), word, call)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            word = node.value
+            if not _is_checkpoint(word):
+                raise self.error(f"{word!r} is no directory of a checkpoint; bundled: {list(BUNDLED)}")
+        else:
             raise self.error(f"{self.source(node)!r} is no strategy")
-        if not os.path.isdir(node.value) and node.value not in BUNDLED:
-            raise self.error(f"{node.value!r} is no directory of a checkpoint; bundled: {list(BUNDLED)}")
-        return SingleDraft(node.value, **self.loading)
+        return SingleDraft(word, **self.defaults)
 
     def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
-        hints, first = {}, None
-        if not isinstance(make, DraftStrategy):
-            hints = hints_of(make.__init__)
-            first = hints.get(next(iter(inspect.signature(make).parameters), ""))
-        arguments: list[ast.expr] = call.args
-        listed = len(arguments) == 1 and isinstance(arguments[0], ast.List)
-        takes_list = get_origin(first) in (abc.Sequence, list, tuple) and _mentions(first, DraftStrategy)
-        if arguments and takes_list and not listed:
-            arguments = [ast.List(arguments, ast.Load())]
+        """A class whose first parameter is a sequence of strategies takes them one by one, too."""
+        if call.args and isinstance(make, type):
+            first = hints_of(make).get(next(iter(inspect.signature(make).parameters), ""))
+            takes_list = get_origin(first) in (abc.Sequence, list, tuple) and _mentions(first, DraftStrategy)
+            if takes_list and not (len(call.args) == 1 and isinstance(call.args[0], ast.List)):
+                call = ast.Call(call.func, [ast.List(call.args, ast.Load())], call.keywords)
+        return self.call(make, word, call)
 
-        def construct(bound: BoundArguments) -> DraftStrategy:
-            parameters = bound.signature.parameters
-            for name, given in bound.arguments.items():
-                several, hint = parameters[name].kind is inspect.Parameter.VAR_POSITIONAL, hints.get(name, Any)
-                values = [self._argument(name, node, hint) for node in (given if several else (given,))]
-                bound.arguments[name] = tuple(values) if several else values[0]
-            for name in self.loading.keys() & parameters.keys() - bound.arguments.keys():
-                bound.arguments[name] = self.loading[name]
-            return make(*bound.args, **bound.kwargs)
-
-        options = {str(keyword.arg): keyword.value for keyword in call.keywords}
-        return self.build(make, word, arguments, options, construct)
-
-    def _argument(self, name: str, node: ast.expr, hint: Any) -> Any:
-        """An argument, which must be what the annotation of its parameter says."""
-        value = self._read(node, hint)
-        check_type(name, value, hint)
-        return value
-
-    def _read(self, node: ast.expr, hint: Any) -> Any:
-        if isinstance(node, (ast.List, ast.Tuple)):
-            items = [self._read(item, hint) for item in node.elts]
-            return items if isinstance(node, ast.List) else tuple(items)
-        if isinstance(node, ast.Call) or (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
-            return self.strategy(node)
-        value = self.value(node)
+    def argument(self, given: ast.expr, hint: Any) -> Any:
+        """A strategy or a policy where the annotation says so, with lists and tuples of them."""
+        if isinstance(given, (ast.List, ast.Tuple)):
+            items = [self.argument(item, hint) for item in given.elts]
+            return items if isinstance(given, ast.List) else tuple(items)
+        if isinstance(given, ast.Call) or _is_sum(given):
+            return self.strategy(given)
+        value = self.value(given)
         if isinstance(value, str) and _mentions(hint, DraftStrategy):
-            return self.strategy(node)
+            return self.strategy(given)
         if isinstance(value, str) and _mentions(hint, AcceptancePolicy):
             return parse_policy(value, trusted=self.trusted)
         return value
+
+
+def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:
+    return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
+
+
+def _is_checkpoint(word: str) -> bool:
+    return word in BUNDLED or os.path.isdir(word)
 
 
 def _mentions(hint: Any, wanted: type) -> bool:

@@ -173,8 +173,8 @@ class Cactus(_Reshaped):
     ``Exact``. At temperature 0 the target is certain, gamma = t, and this is exact match.
 
     HEURISTIC: the paper's budget KL(h || target) <= delta is a second-order approximation, and it is one of h, which
-    changes with x, not of the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With n
-    tokens of target probability t and n·sqrt(2·delta·t) near 1 the draft's distribution is emitted untouched, at a
+    changes with x, not of the emitted distribution: many unlikely tokens, each raised within the budget, add up. (With
+    n tokens of target probability t and n·sqrt(2·delta·t) near 1 the draft's distribution is emitted untouched, at a
     divergence near ln(2·delta/t)/2, which has no limit.)
     """
 

@@ -8,9 +8,8 @@ it reads. Nothing in a text is executed; ``module:Class`` imports only where the
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from inspect import BoundArguments
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
@@ -67,6 +66,7 @@ RULES = Registry(
     bases=(AcceptancePolicy, Condition),
     wanted="a dataclass that subclasses AcceptancePolicy or Condition",
     usable=is_dataclass,
+    choices=lambda: {"policies": sorted([*policy_types(), *PRESETS]), "conditions": sorted(condition_types())},
     presets=PRESETS,
 )
 
@@ -181,7 +181,7 @@ def _from_data(source: Source) -> Any:
         for key, item in value.items()
         if key != "name"
     }
-    return _build(source, _COMPOSITES.get(name) or _find(source, name), name, (), options)
+    return source.build(_COMPOSITES.get(name) or source.find(name), name, (), options)
 
 
 def _from_text(node: ast.expr, text: Text) -> Any:
@@ -201,22 +201,4 @@ def _from_text(node: ast.expr, text: Text) -> Any:
         return ~part
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = text.source(call.func)
-    make = _find(text, name)
-    arguments = [text.value(argument) for argument in call.args]
-    options = {str(keyword.arg): text.value(keyword.value) for keyword in call.keywords}
-    return _build(text, make, name, arguments, options)
-
-
-def _find(source: Source, name: str) -> Any:
-    if (make := source.find(name)) is None:
-        raise source.unknown(name, policies=sorted([*policy_types(), *PRESETS]), conditions=sorted(condition_types()))
-    return make
-
-
-def _build(source: Source, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    def construct(bound: BoundArguments) -> Rule:
-        rule: Rule = make(*bound.args, **bound.kwargs)
-        check_types(rule)
-        return rule
-
-    return source.build(make, name, arguments, options, construct)
+    return text.call(text.find(name), name, call)
