@@ -13,21 +13,36 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from inspect import Parameter
 from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
 from fly.errors import explain, meant
 
-__all__ = ["CLASS_PATH", "Registry", "Source", "Text", "check_type", "hints_of"]
+__all__ = [
+    "CLASS_PATH",
+    "Amount",
+    "Checked",
+    "Count",
+    "Registry",
+    "Share",
+    "Source",
+    "Text",
+    "check_types",
+    "hints_of",
+]
 
 T = TypeVar("T")
+# What parameters are annotated with
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
+Share = Annotated[float, Field(ge=0, le=1)]
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
 # ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
@@ -242,9 +257,27 @@ def hints_of(make: Any) -> dict[str, Any]:
     """Annotations of the parameters of a class or function; none if they name what only type checkers import."""
     plain = isinstance(make, type) and not is_dataclass(make)
     try:
-        return get_type_hints(make.__init__ if plain else make)
+        return get_type_hints(make.__init__ if plain else make, include_extras=True)
     except (NameError, TypeError):
         return {}
+
+
+class Checked:
+    """A dataclass that checks its parameters as they are set."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def check_types(instance: Any) -> None:
+    """Whether the parameters of a dataclass are what its annotations say: types, choices and ranges.
+
+    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
+    names that are imported for type checkers only, are not checked.
+    """
+    hints = hints_of(type(instance))
+    for parameter in fields(instance):
+        check_type(parameter.name, getattr(instance, parameter.name), hints.get(parameter.name, Any))
 
 
 def check_type(name: str, value: object, hint: Any) -> None:

@@ -12,12 +12,23 @@ Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positi
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from fly.types import Draft, Target
 
-__all__ = ["binary", "drafted", "gate_distribution", "gate_probs", "matches", "possible", "raw_log_probs"]
+__all__ = [
+    "binary",
+    "by_temperature",
+    "drafted",
+    "gate_distribution",
+    "gate_probs",
+    "matches",
+    "possible",
+    "raw_log_probs",
+]
 
 
 def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
@@ -30,22 +41,24 @@ def matches(target: Target, draft: Draft) -> Tensor:
     return draft.tokens_BK == target.argmax_BK[:, :-1]
 
 
+def by_temperature(target: Target, greedy: Tensor, sampled: Callable[[], Tensor]) -> Tensor:
+    """``greedy`` in rows at temperature 0, ``sampled()`` in the others; both have a row of the batch each."""
+    if target.all_greedy:
+        return greedy
+    return torch.where(target.greedy_B.view(-1, *[1] * (greedy.dim() - 1)), greedy, sampled())
+
+
 def possible(target: Target, draft: Draft) -> Tensor:
     """[B, K] bool: the target gives the token some mass."""
-    allowed_BK = target.allowed(draft.tokens_BK)
-    if target.all_greedy:
-        return allowed_BK
-    return torch.where(target.greedy_B.unsqueeze(1), allowed_BK, target.probs_of(draft.tokens_BK) > 0)
+    tokens_BK = draft.tokens_BK
+    return by_temperature(target, target.allowed(tokens_BK), lambda: target.probs_of(tokens_BK) > 0)
 
 
 def gate_distribution(target: Target) -> Tensor:
     """[B, K, V] the distribution a gate looks at: processed, raw at temperature 0."""
     if not target.some_greedy:
         return target.probs_BKV[:, :-1]
-    raw_BKV = target.logits_BKV[:, :-1].softmax(-1)
-    if target.all_greedy:
-        return raw_BKV
-    return torch.where(target.greedy_B.view(-1, 1, 1), raw_BKV, target.probs_BKV[:, :-1])
+    return by_temperature(target, target.logits_BKV[:, :-1].softmax(-1), lambda: target.probs_BKV[:, :-1])
 
 
 def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
@@ -56,12 +69,9 @@ def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
     places_N2 = torch.cartesian_prod(*(torch.arange(size, device=tokens_BK.device) for size in tokens_BK.shape))
     logs_N = raw_log_probs(target, draft, *places_N2.unbind(1))
     token_BK, peak_BK = (log_N.exp().view_as(tokens_BK) for log_N in logs_N)
-    if target.all_greedy:
-        return token_BK, peak_BK
-    greedy_B1 = target.greedy_B.unsqueeze(1)
     return (
-        torch.where(greedy_B1, token_BK, target.probs_of(tokens_BK)),
-        torch.where(greedy_B1, peak_BK, target.probs_of(choice_BK)),
+        by_temperature(target, token_BK, lambda: target.probs_of(tokens_BK)),
+        by_temperature(target, peak_BK, lambda: target.probs_of(choice_BK)),
     )
 
 

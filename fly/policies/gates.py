@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+from pydantic import Field
 from torch import Tensor
 
-from fly.errors import Checked, Range
+from fly.expressions import Amount, Checked, Share
 from fly.ops import entropy, jensen_shannon, kl, pick, top, total_variation
 from fly.policies.base import AcceptancePolicy
 from fly.policies.conditions import Block, Condition
@@ -52,8 +53,8 @@ class Typical(_Gate):
 
     name: ClassVar[str] = "typical"
     monotone: ClassVar[Mapping[str, int]] = {"eps": -1, "delta": -1}
-    eps: Annotated[float, Range(0, 1)] = 0.09
-    delta: Annotated[float, Range(0, 1)] = 0.3
+    eps: Share = 0.09
+    delta: Share = 0.3
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         probs_BKV = gate_distribution(target)
@@ -72,8 +73,8 @@ class RelaxedTopN(_Gate):
 
     name: ClassVar[str] = "topn"
     monotone: ClassVar[Mapping[str, int]] = {"n": 1, "delta": 1}
-    n: Annotated[int, Range(1)] = 10
-    delta: Annotated[float, Range(0, 1)] = 0.6
+    n: Annotated[int, Field(ge=1)] = 10
+    delta: Share = 0.6
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, peak_BK = gate_probs(target, draft)
@@ -93,7 +94,7 @@ class BiLD(_Gate):
 
     name: ClassVar[str] = "bild"
     monotone: ClassVar[Mapping[str, int]] = {"r": 1}
-    r: Annotated[float, Range(0)] = 3.0
+    r: Amount = 3.0
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         token_BK, _ = gate_probs(target, draft)
@@ -119,7 +120,7 @@ class Fuzzy(_Gate):
     name: ClassVar[str] = "fuzzy"
     monotone: ClassVar[Mapping[str, int]] = {"threshold": 1}
     divergence: Literal["js", "kl", "tv"] = "js"
-    threshold: Annotated[float, Range(0)] = 0.3
+    threshold: Amount = 0.3
 
     def opens(self, target: Target, draft: Draft) -> Tensor:
         if draft.probs_BKV is None:
@@ -138,7 +139,7 @@ class LogMargin(Condition, Checked):
     """
 
     name: ClassVar[str] = "margin"
-    tau: Annotated[float, Range(0)] = 0.3
+    tau: Amount = 0.3
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]
@@ -157,7 +158,7 @@ class TopRatio(Condition, Checked):
     """
 
     name: ClassVar[str] = "mars"
-    theta: Annotated[float, Range(0, 1)] = 0.9
+    theta: Share = 0.9
 
     def evaluate(self, block: Block) -> Tensor:
         logits_BKV = block.target.logits_BKV[:, :-1]

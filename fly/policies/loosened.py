@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from fly.errors import Checked, Range
+from fly.expressions import Amount, Checked, Share
 from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, Bound, exact_accept_probs
 from fly.policies.formulas import binary, drafted, gate_probs, possible
@@ -42,7 +43,7 @@ class AdditiveSlack(AcceptancePolicy, Checked):
     name: ClassVar[str] = "slack"
     monotone: ClassVar[Mapping[str, int]] = {"eps": 1}
     guarantee = Guarantee.BOUNDED
-    eps: Annotated[float, Range(0, 1)] = 0.1
+    eps: Share = 0.1
 
     @property
     def bound(self) -> Bound:
@@ -65,7 +66,7 @@ class Ears(AcceptancePolicy, Checked):
     name: ClassVar[str] = "ears"
     monotone: ClassVar[Mapping[str, int]] = {"beta": 1}
     guarantee = Guarantee.BOUNDED
-    beta: Annotated[float, Range(0, 1)] = 0.3
+    beta: Share = 0.3
 
     @property
     def bound(self) -> Bound:
@@ -88,8 +89,8 @@ class Thresholds(AcceptancePolicy, Checked):
 
     name: ClassVar[str] = "thresholds"
     monotone: ClassVar[Mapping[str, int]] = {"threshold_acc": -1, "threshold_single": -1}
-    threshold_acc: Annotated[float, Range(0, 1, above=True)] = 1.0
-    threshold_single: Annotated[float, Range(0, 1, above=True)] = 1.0
+    threshold_acc: Annotated[float, Field(gt=0, le=1)] = 1.0
+    threshold_single: Annotated[float, Field(gt=0, le=1)] = 1.0
 
     @property
     def guarantee(self) -> Guarantee:  # type: ignore[override]  # a value of the instance, not of the class
@@ -139,7 +140,7 @@ class Cascade(_Reshaped):
     name: ClassVar[str] = "cascade"
     monotone: ClassVar[Mapping[str, int]] = {"alpha": 1}
     rule: Literal["chow", "diff"] = "diff"
-    alpha: Annotated[float, Range(0, 1)] = 0.2
+    alpha: Share = 0.2
 
     def defers(self, sure_N: Tensor, peak_N: Tensor) -> Tensor:
         """[N] bool, given how sure the drafter is and the target's largest probability."""
@@ -180,7 +181,7 @@ class Cactus(_Reshaped):
 
     name: ClassVar[str] = "cactus"
     monotone: ClassVar[Mapping[str, int]] = {"delta": 1}
-    delta: Annotated[float, Range(0)] = 1.0
+    delta: Amount = 1.0
 
     def raised(self, token_N: Tensor) -> Tensor:
         """gamma, from the target's probability of the token."""
@@ -223,7 +224,7 @@ class Mentored(_Reshaped):
     name: ClassVar[str] = "mentored"
     monotone: ClassVar[Mapping[str, int]] = {"budget": 1}
     guarantee = Guarantee.BOUNDED
-    budget: Annotated[float, Range(0)] = 0.2
+    budget: Amount = 0.2
 
     @property
     def bound(self) -> Bound:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
-from fly.expressions import CLASS_PATH, Registry, Source, Text, check_type, hints_of
+from fly.expressions import CLASS_PATH, Registry, Source, Text, check_types
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
 from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
@@ -134,17 +134,6 @@ def dump_policy(rule: Rule) -> dict[str, Any]:
     name = rule.name if known else f"{type(rule).__module__}:{type(rule).__qualname__}"
     parameters = fields(rule)  # type: ignore[arg-type]  # rules are dataclasses
     return {"name": name} | {f.name: _to_data(getattr(rule, f.name)) for f in parameters if f.init}
-
-
-def check_types(rule: Rule) -> None:
-    """Whether the parameters of a rule are what its annotations say (an integer may stand for a float).
-
-    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
-    names that are imported for type checkers only, are not checked.
-    """
-    hints = hints_of(type(rule))
-    for parameter in fields(rule):  # type: ignore[arg-type]  # rules are dataclasses
-        check_type(parameter.name, getattr(rule, parameter.name), hints.get(parameter.name, Any))
 
 
 def _validate(value: object, info: ValidationInfo) -> AcceptancePolicy:

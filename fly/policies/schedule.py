@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fly.errors import Checked, Range
+from fly.expressions import Amount, Checked, Count, Share
 from fly.policies.conditions import Block, Condition
 from fly.policies.formulas import raw_log_probs
 
@@ -39,7 +39,7 @@ class AfterTokens(Condition, Checked):
     """
 
     name: ClassVar[str] = "after"
-    count: Annotated[int, Range(0)] = 2
+    count: Count = 2
 
     def evaluate(self, block: Block) -> Tensor:
         return block.target.generated_B.unsqueeze(1) + _columns(block) >= self.count
@@ -53,7 +53,7 @@ class AboveContext(Condition, Checked):
     """
 
     name: ClassVar[str] = "above"
-    position: Annotated[int, Range(0)] = 0
+    position: Count = 0
 
     def evaluate(self, block: Block) -> Tensor:
         lengths = [len(tokens) for tokens in _history(block, self)]
@@ -66,7 +66,7 @@ class Budget(Condition, Checked):
     """Relaxed tokens are at most this ``share`` of the tokens generated, this one included."""
 
     name: ClassVar[str] = "budget"
-    share: Annotated[float, Range(0, 1)] = 0.1
+    share: Share = 0.1
 
     @property
     def possible(self) -> bool:
@@ -83,7 +83,7 @@ class AtMost(Condition, Checked):
     """At most ``count`` tokens of the whole output are relaxed; exact for the rest."""
 
     name: ClassVar[str] = "at_most"
-    count: Annotated[int, Range(0)] = 10
+    count: Count = 10
 
     @property
     def possible(self) -> bool:
@@ -102,7 +102,7 @@ class NatsBudget(Condition, Checked):
     """
 
     name: ClassVar[str] = "nats"
-    nats: Annotated[float, Range(0)] = 5.0
+    nats: Amount = 5.0
 
     @property
     def possible(self) -> bool:
