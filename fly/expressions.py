@@ -45,15 +45,19 @@ Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
 Share = Annotated[float, Field(ge=0, le=1)]
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
+_KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
 # ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
 _PARSING = threading.Lock()
 
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """Classes by name: ours, and those that packages install under the entry-point group ``group``."""
+    """What texts of one kind may name: our classes, and those that packages install under the entry-point group
+    ``group``."""
 
     kind: str  # what is read, for errors: "policy", "draft"
+    example: str  # a text of this kind
+    word: str  # a regular expression of what is one word, though Python would not read it as a name
     finished: str  # what an instance is called there
     group: str
     ours: Mapping[str, type]
@@ -93,26 +97,15 @@ class Registry:
             raise ValueError(f"{source}: must be {self.wanted}, or an instance of one, got {found!r}")
 
 
+@dataclass
 class Source:
-    """What somebody gave as a policy or a draft, and how it is read. Errors about it start with it.
+    """What somebody gave as a policy or a draft, and how it is read. Errors about it start with it."""
 
-    Args:
-        trusted: whether ``module:Class`` may import.
-        named: takes the names that are looked up.
-        defaults: for every parameter of these names that is not given.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        given: object,
-        trusted: bool,
-        named: set[str] | None = None,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.registry, self.given, self.trusted = registry, given, trusted
-        self.named: set[str] = set() if named is None else named
-        self.defaults = defaults or {}
+    registry: Registry
+    given: Any
+    trusted: bool  # whether ``module:Class`` may import
+    named: set[str] = field(default_factory=set)  # takes the names that are looked up
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for parameters of these names that are not given
 
     def error(self, message: str) -> ValueError:
         return ValueError(f"{self._start}: {message}")
@@ -174,40 +167,20 @@ class Source:
 
 
 class Text(Source):
-    """A text as a tree of Python's grammar.
-
-    Args:
-        word: a regular expression of what is one word there, though Python would not read it as a name. Such words are
-            replaced by stand-ins before parsing; quoted texts and the names of parameters stay as they are.
-        example: a text of this kind.
-
-    Raises ``ValueError`` if it is no expression.
-    """
-
-    given: str
-
-    def __init__(
-        self,
-        registry: Registry,
-        text: str,
-        trusted: bool,
-        word: str,
-        example: str,
-        defaults: Mapping[str, Any] | None = None,
-    ) -> None:
-        super().__init__(registry, text, trusted, defaults=defaults)
-        self._words: dict[str, str] = {}
-        pattern = rf"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|(?P<word>{word}|\b_word_\w*)"""
-        try:
-            self.tree = _parse(re.sub(pattern, self._stand_in, text.strip()))
-        except _UNREADABLE as error:
-            where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
-            raise ValueError(f"{self._start} is not an expression such as {example!r}{where}") from error
+    """A text as a tree of Python's grammar. Words that Python would not read as names are replaced by stand-ins before
+    parsing; quoted texts and the names of parameters stay as they are."""
 
     def read(self, build: Callable[[ast.expr], T]) -> T:
-        """``build`` of the whole tree. Raises ``ValueError`` if the text is nested too deeply for that."""
+        """``build`` of the whole tree. Raises ``ValueError`` if the text is no expression, or nested too deeply."""
+        self._words: dict[str, str] = {}
+        word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
         try:
-            return build(self.tree)
+            tree = _parse(re.sub(_KEPT + word, self._stand_in, self.given.strip()))
+        except _UNREADABLE as error:
+            where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
+            raise ValueError(f"{self._start} is not an expression such as {self.registry.example!r}{where}") from error
+        try:
+            return build(tree)
         except RecursionError:
             start = f"{self.registry.kind} of {len(self.given)} characters"
             raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None

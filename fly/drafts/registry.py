@@ -31,6 +31,9 @@ __all__ = ["draft_types", "parse_draft"]
 
 STRATEGIES = Registry(
     kind="draft",
+    example="ngram(k=4)+fly-draft",
+    # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
+    word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
     group="fly.drafts",
     ours={
@@ -50,8 +53,6 @@ STRATEGIES = Registry(
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": list(BUNDLED)},
     more=", or the path of a checkpoint's directory",
 )
-# Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
-_WORD = rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+"""
 
 
 def draft_types() -> dict[str, type[DraftStrategy]]:
@@ -102,7 +103,7 @@ def parse_draft(
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "load": load}
     if text.strip() not in draft_types() and os.path.isdir(text):
         return SingleDraft(text, **loading)
-    reader = _Reader(STRATEGIES, text, trusted, _WORD, "ngram(k=4)+fly-draft", loading)
+    reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)
 
 

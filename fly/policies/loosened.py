@@ -234,10 +234,8 @@ class Mentored(_Reshaped):
         if target.all_greedy:
             return drafted(exact_accept_probs(target, draft), draft)
         token_BK = target.probs_of(draft.tokens_BK).double()
-        if draft.probs_BKV is None:
-            alpha_BK, _ = self._limits(*binary(token_BK))
-        else:
-            alpha_BK, _ = self._limits(target.probs_BKV[:, :-1], draft.probs_BKV)
+        draft_BKV = draft.probs_BKV
+        alpha_BK, _ = self._limits(*(binary(token_BK) if draft_BKV is None else (target.probs_BKV[:, :-1], draft_BKV)))
         return drafted((token_BK / (alpha_BK * draft.own_probs_BK().double())).clamp_max(1), draft)
 
     def reshape(self, target_NV: Tensor, draft_NV: Tensor, token_N: Tensor) -> Tensor:
@@ -262,9 +260,8 @@ class Mentored(_Reshaped):
         targets, drafts = prefix(target_NV), prefix(draft_NV)
         aparts = prefix(torch.where(target_NV > 0, apart_NV, 0.0))
         all_targets, all_drafts = targets[..., -1:], drafts[..., -1:]
-        # mass that max(target/beta - draft, 0) has when beta is the ratio of each token: falls along the order
-        lifted_NV = (all_targets - targets[..., :-1]) / ratio_NV - (all_drafts - drafts[..., :-1])
-        rising_NV = -lifted_NV
+        # minus the mass of max(target/beta - draft, 0) when beta is the ratio of each token: rises along the order
+        rising_NV = (all_drafts - drafts[..., :-1]) - (all_targets - targets[..., :-1]) / ratio_NV
 
         def at(raise_N1: Tensor) -> tuple[Tensor, Tensor]:
             """ln beta, and the divergence of the distribution that alpha = exp(-raise) gives."""

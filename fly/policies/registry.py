@@ -8,6 +8,7 @@ it reads. Nothing in a text is executed; ``module:Class`` imports only where the
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
@@ -60,6 +61,8 @@ _OURS: tuple[type[Rule], ...] = (
 )
 RULES = Registry(
     kind="policy",
+    example="fly(theta=0.3) & after(2)",
+    word=rf"\b{CLASS_PATH.pattern}",
     finished="rule",
     group="fly.policies",
     ours={rule.name: rule for rule in _OURS},
@@ -112,13 +115,11 @@ def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePoli
 
     (The policy does not tell: ``fly & after(2)`` has become the conditions that it is made of.)
     """
-    source: Source
-    if isinstance(value, str):
-        source = text = Text(RULES, value, trusted, rf"\b{CLASS_PATH.pattern}", "fly(theta=0.3) & after(2)")
-        rule = text.read(lambda tree: _from_text(tree, text))
+    source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
+    if isinstance(source, Text):
+        rule = source.read(functools.partial(_from_text, source))
         core = f": 'exact | {rule}'"
     else:
-        source = Source(RULES, value, trusted)
         try:
             rule, core = _from_data(source), " under 'relaxed'"
         except RecursionError:
@@ -173,9 +174,9 @@ def _from_data(source: Source) -> Any:
     return source.build(_COMPOSITES.get(name) or source.find(name), name, (), options)
 
 
-def _from_text(node: ast.expr, text: Text) -> Any:
+def _from_text(text: Text, node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-        left, right = (_from_text(side, text) for side in (node.left, node.right))
+        left, right = (_from_text(text, side) for side in (node.left, node.right))
         both = isinstance(node.op, ast.BitAnd)
         try:
             return left & right if both else left | right
@@ -184,7 +185,7 @@ def _from_text(node: ast.expr, text: Text) -> Any:
             reason = "" if "operand" in str(error) else f": {error}"
             raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        part = _from_text(node.operand, text)
+        part = _from_text(text, node.operand)
         if not isinstance(part, Condition):
             raise text.error(f"only a condition can be negated, '{part}' is a policy")
         return ~part
