@@ -9,8 +9,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from fly.cache import DEFAULT_BYTES
-from fly.drafts.registry import CLASS_PATH
 from fly.errors import explain
+from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
 
 __all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config"]

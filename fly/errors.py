@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import importlib
 import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "import_object", "meant", "origin"]
+__all__ = ["explain", "meant", "origin"]
 
 
 def explain(error: ValidationError) -> str:
@@ -31,16 +29,6 @@ def meant(word: str, known: Iterable[str]) -> str:
     """Which of ``known`` somebody who wrote ``word`` may have meant, as a question; empty where nothing is like it."""
     like = difflib.get_close_matches(word, known, 1)
     return f" (did you mean {like[0]!r}?)" if like else ""
-
-
-def import_object(path: str, what: str) -> Any:
-    """What ``module:name`` names. Raises ``ValueError`` saying why it cannot be had, whatever the module does."""
-    module, _, name = path.partition(":")
-    try:
-        return getattr(importlib.import_module(module), name)
-    except Exception as error:
-        told = str(error) if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: {error}"
-        raise ValueError(f"{what} {path!r} cannot be imported: {told}") from error
 
 
 def origin(error: BaseException) -> str:

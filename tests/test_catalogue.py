@@ -18,25 +18,28 @@ from hypothesis import assume, currently_in_test_context, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fly.policies import AcceptancePolicy, Condition, Exact, Relaxed, verify
-from fly.policies.catalogue import (
-    CATALOGUE,
-    GATES,
+from fly.policies import (
+    AcceptancePolicy,
     AdditiveSlack,
     BiLD,
     BlockVerification,
     Cactus,
     Cascade,
+    Condition,
     Ears,
+    Exact,
     ExactSample,
     Fuzzy,
     LogMargin,
     Mentored,
+    Relaxed,
     RelaxedTopN,
     Thresholds,
     TopRatio,
     Typical,
+    verify,
 )
+from fly.policies.registry import CATALOGUE, GATES
 from fly.types import Draft, Guarantee, Noise, Target, Why
 
 BatchSampling = list[float]

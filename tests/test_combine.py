@@ -21,8 +21,7 @@ from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft
 from fly.ops import Stream, derive, draw, uniforms
-from fly.policies import AcceptancePolicy, Exact
-from fly.policies.catalogue import BlockVerification
+from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.sampling import BatchSampling

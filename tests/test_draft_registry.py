@@ -13,10 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from fly import expressions
 from fly.bundled import resolve_checkpoint
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft, registry
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
-from fly.drafts.registry import draft_types, parse_draft
+from fly.drafts.registry import STRATEGIES, draft_types, parse_draft
 from fly.models import CheckpointError
 from fly.policies import AfterTokens, Exact, FLy
 from fly.request import Sequence
@@ -256,8 +257,8 @@ def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
             assert group == "fly.drafts"
             return [EntryPoint(name, f"{HERE}:{attribute}", group)]
 
-        monkeypatch.setattr(registry, "entry_points", found)
-        registry._types.cache_clear()
+        monkeypatch.setattr(expressions, "entry_points", found)
+        vars(STRATEGIES).pop("types", None)
 
     try:
         install("plugged", "Plugged")
@@ -270,7 +271,7 @@ def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None
         with pytest.raises(ValueError, match=r"entry point x.*must be a class"):
             draft_types()
     finally:
-        registry._types.cache_clear()
+        vars(STRATEGIES).pop("types", None)
 
 
 def test_the_table_is_a_copy() -> None:

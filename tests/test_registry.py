@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fly import expressions
 from fly.policies import (
     AboveContext,
     AcceptancePolicy,
@@ -37,9 +38,9 @@ from fly.policies import (
     load_policy,
     parse_policy,
     policy_types,
-    registry,
 )
 from fly.policies.base import exact_accept_probs
+from fly.policies.registry import RULES
 from fly.testing import check_policy
 from fly.types import Draft, Guarantee, Target
 
@@ -198,26 +199,33 @@ class Plugged(Exact):
     guarantee = Guarantee.LOSSLESS
 
 
+def forget() -> None:
+    """Entry points are looked for anew."""
+    vars(RULES).pop("types", None)
+
+
 def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     def found(group: str) -> list[EntryPoint]:
         assert group == "fly.policies"
         return [EntryPoint("plugged", f"{__name__}:Plugged", group)]
 
-    monkeypatch.setattr(registry, "entry_points", found)
-    registry._types.cache_clear()
+    monkeypatch.setattr(expressions, "entry_points", found)
+    forget()
     try:
         assert policy_types()["plugged"] is Plugged
         assert parse_policy("plugged | after(3)") == Plugged() | AfterTokens(3)
-        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("fly", f"{__name__}:Plugged", group)])
-        registry._types.cache_clear()
+        monkeypatch.setattr(
+            expressions, "entry_points", lambda group: [EntryPoint("fly", f"{__name__}:Plugged", group)]
+        )
+        forget()
         with pytest.raises(ValueError, match="taken"):
             policy_types()
-        monkeypatch.setattr(registry, "entry_points", lambda group: [EntryPoint("x", f"{__name__}:Config", group)])
-        registry._types.cache_clear()
+        monkeypatch.setattr(expressions, "entry_points", lambda group: [EntryPoint("x", f"{__name__}:Config", group)])
+        forget()
         with pytest.raises(ValueError, match="must be a dataclass"):
             policy_types()
     finally:
-        registry._types.cache_clear()
+        forget()
 
 
 @dataclass(frozen=True)

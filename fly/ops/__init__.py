@@ -1,8 +1,9 @@
 """Pure tensor functions, one place a formula. Knows nothing of policies, models or caches."""
 
+from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
 from fly.ops.random import Stream, derive, draw, uniforms
 from fly.ops.trees import depths, first_branch, leaf_paths, tree_mask
-from fly.ops.vocabulary import Top, argmax, entropy, log_mass, pick, top
+from fly.ops.vocabulary import Top, argmax, log_mass, pick, top
 
 __all__ = [
     "Stream",
@@ -13,10 +14,13 @@ __all__ = [
     "draw",
     "entropy",
     "first_branch",
+    "jensen_shannon",
+    "kl",
     "leaf_paths",
     "log_mass",
     "pick",
     "top",
+    "total_variation",
     "tree_mask",
     "uniforms",
 ]

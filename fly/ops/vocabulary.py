@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "entropy", "log_mass", "pick", "top"]
+__all__ = ["SMALL", "Top", "argmax", "log_mass", "pick", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this are done in one go
@@ -67,11 +67,6 @@ def top(values: Tensor, n: int) -> Top:
     found, at = torch.cat([picked, values[..., whole:]], dim=-1).topk(n, dim=-1)
     inside = (best.squeeze(-1).gather(-1, (at // _CHUNK).clamp_max(n - 1))) * _CHUNK + at % _CHUNK
     return Top(found, torch.where(at < n * _CHUNK, inside, whole + at - n * _CHUNK))
-
-
-def entropy(probs: Tensor) -> Tensor:
-    """[...]: -sum p ln p, in nats, of each vector [..., V]; rounding does not take a certain one below zero."""
-    return (-torch.special.xlogy(probs, probs).sum(-1)).clamp_min(0)
 
 
 def log_mass(

@@ -1,23 +1,10 @@
 """Acceptance policies: which drafted tokens may stand, and the conditions they are composed of."""
 
 from fly.policies.base import AcceptancePolicy, Bound, Relaxed
-from fly.policies.catalogue import (
-    AdditiveSlack,
-    BiLD,
-    BlockVerification,
-    Cactus,
-    Cascade,
-    Ears,
-    ExactSample,
-    Fuzzy,
-    LogMargin,
-    Mentored,
-    RelaxedTopN,
-    Thresholds,
-    TopRatio,
-    Typical,
-)
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
+from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
+from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
+from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.registry import (
     PolicyField,
     condition_types,

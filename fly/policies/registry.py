@@ -8,33 +8,25 @@ it reads. Nothing in a text is executed; ``module:Class`` imports only where the
 from __future__ import annotations
 
 import ast
-import inspect
-import re
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
-from functools import cache
-from importlib.metadata import entry_points
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
-from pydantic import (
-    BeforeValidator,
-    ConfigDict,
-    InstanceOf,
-    PlainSerializer,
-    TypeAdapter,
-    ValidationError,
-    ValidationInfo,
-    WithJsonSchema,
-)
+from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInfo, WithJsonSchema
 
-from fly.errors import explain, import_object, meant
+from fly.expressions import CLASS_PATH, Registry, Source, Text, check_types
 from fly.policies.base import AcceptancePolicy, Relaxed
-from fly.policies.catalogue import CATALOGUE, GATES
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
+from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
+from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
+from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
 
 __all__ = [
+    "CATALOGUE",
+    "GATES",
     "PRESETS",
     "PolicyField",
     "check_types",
@@ -43,18 +35,43 @@ __all__ = [
     "load_policy",
     "parse_policy",
     "policy_types",
+    "read_policy",
 ]
 
-# A colon is no part of an expression, so class paths are replaced before parsing; quoted texts keep theirs.
-_CLASS_PATH = re.compile(r"""(?P<quoted>"[^"]*"|'[^']*')|\b[A-Za-z_][\w.]*:[A-Za-z_]\w*""")
 Rule = AcceptancePolicy | Condition
-_ENTRY_POINTS = "fly.policies"
 PRESETS: dict[str, Callable[[], AcceptancePolicy]] = {
     "fly.reference": FLy.reference,
     "fly.paper": FLy.paper,
     "fly.vllm": FLy.vllm,
 }
-_COMPOSITES: tuple[type, ...] = (Relaxed, All, AnyOf, Not)
+_COMPOSITES: dict[str, type[Rule]] = {rule.name: rule for rule in (Relaxed, All, AnyOf, Not)}
+# Rules of the literature and of other engines, beside ``Exact``, ``LossySampling`` and ``FLy``; all can be built with
+# their defaults.
+CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
+    *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
+    *(RelaxedTopN, BiLD, Fuzzy, Cascade, Cactus, Mentored),
+)
+GATES: tuple[type[Condition], ...] = (LogMargin, TopRatio)
+_OURS: tuple[type[Rule], ...] = (
+    *(Exact, LossySampling, FLy),
+    *(EntropyGate, AgreeingWindow, Room, ControlToken),
+    *CATALOGUE,
+    *GATES,
+    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase),
+)
+RULES = Registry(
+    kind="policy",
+    example="fly(theta=0.3) & after(2)",
+    word=rf"\b{CLASS_PATH.pattern}",
+    finished="rule",
+    group="fly.policies",
+    ours={rule.name: rule for rule in _OURS},
+    bases=(AcceptancePolicy, Condition),
+    wanted="a dataclass that subclasses AcceptancePolicy or Condition",
+    usable=is_dataclass,
+    choices=lambda: {"policies": sorted([*policy_types(), *PRESETS]), "conditions": sorted(condition_types())},
+    presets=PRESETS,
+)
 
 
 def policy_types() -> dict[str, type[AcceptancePolicy]]:
@@ -62,30 +79,12 @@ def policy_types() -> dict[str, type[AcceptancePolicy]]:
 
     Raises ``ValueError`` if two packages claim one name, or a plug-in is no policy.
     """
-    return {name: rule for name, rule in _types().items() if issubclass(rule, AcceptancePolicy)}
+    return {name: rule for name, rule in RULES.types.items() if issubclass(rule, AcceptancePolicy)}
 
 
 def condition_types() -> dict[str, type[Condition]]:
     """Every condition class by name; plug-ins as in ``policy_types``."""
-    return {name: rule for name, rule in _types().items() if issubclass(rule, Condition)}
-
-
-@cache
-def _types() -> dict[str, Any]:
-    ours: tuple[Any, ...] = (
-        *(Exact, LossySampling, FLy),
-        *(EntropyGate, AgreeingWindow, Room, ControlToken),
-        *CATALOGUE,
-        *GATES,
-        *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase),
-    )
-    types: dict[str, Any] = {rule.name: rule for rule in ours}
-    for entry in entry_points(group=_ENTRY_POINTS):
-        rule = entry.load()
-        _check_rule_class(rule, f"entry point {entry.name} = {entry.value}")
-        if types.setdefault(entry.name, rule) is not rule:
-            raise ValueError(f"entry point {entry.name} = {entry.value}: the name is taken by {types[entry.name]!r}")
-    return types
+    return {name: rule for name, rule in RULES.types.items() if issubclass(rule, Condition)}
 
 
 def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
@@ -100,26 +99,7 @@ def parse_policy(text: str, *, trusted: bool = False) -> AcceptancePolicy:
 
     Raises ``ValueError`` naming the part that is wrong, and the choices.
     """
-    imports: dict[str, str] = {}
-
-    def stand_in(match: re.Match[str]) -> str:
-        if match["quoted"]:
-            return match[0]
-        imports[name := f"_import_{len(imports)}"] = match[0]
-        return name
-
-    try:
-        tree = ast.parse(_CLASS_PATH.sub(stand_in, text.strip()), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
-        raise ValueError(f"policy {text!r} is not an expression such as 'fly(theta=0.3) & after(2)'{where}") from error
-    try:
-        rule = _build(tree.body, text, imports, trusted)
-    except RecursionError:
-        raise ValueError(f"policy of {len(text)} characters is nested too deeply: {text[:40]!r}...") from None
-    if not isinstance(rule, AcceptancePolicy):
-        raise ValueError(f"policy {text!r} is a condition; attach it to a core: 'exact | {rule}'")
-    return rule
+    return load_policy(text, trusted=trusted)
 
 
 def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
@@ -127,19 +107,31 @@ def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
 
     Raises ``ValueError`` naming the bad part and the choices.
     """
-    if isinstance(value, AcceptancePolicy):
-        return value
-    if isinstance(value, str):
-        return parse_policy(value, trusted=trusted)
-    rule = _from_data(value, trusted)
+    return value if isinstance(value, AcceptancePolicy) else read_policy(value, trusted=trusted)[0]
+
+
+def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
+    """The policy of a text or a mapping, and which rules it names, those that merely combine others aside.
+
+    (The policy does not tell: ``fly & after(2)`` has become the conditions that it is made of.)
+    """
+    source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
+    if isinstance(source, Text):
+        rule = source.read(functools.partial(_from_text, source))
+        core = f": 'exact | {rule}'"
+    else:
+        try:
+            rule, core = _from_data(source), " under 'relaxed'"
+        except RecursionError:
+            raise ValueError("policy is a mapping that is nested too deeply") from None
     if not isinstance(rule, AcceptancePolicy):
-        raise ValueError(f"policy {value!r} is a condition; attach it to a core under 'relaxed'")
-    return rule
+        raise ValueError(f"policy {value!r} is a condition; attach it to a core{core}")
+    return rule, source.named
 
 
 def dump_policy(rule: Rule) -> dict[str, Any]:
     """The mapping that ``load_policy`` reads: the name and every parameter, nested rules included."""
-    known = _types().get(rule.name) is type(rule) or isinstance(rule, _COMPOSITES)
+    known = type(rule) in (RULES.types.get(rule.name), *_COMPOSITES.values())
     name = rule.name if known else f"{type(rule).__module__}:{type(rule).__qualname__}"
     parameters = fields(rule)  # type: ignore[arg-type]  # rules are dataclasses
     return {"name": name} | {f.name: _to_data(getattr(rule, f.name)) for f in parameters if f.init}
@@ -165,117 +157,38 @@ def _to_data(value: Any) -> Any:
     return [_to_data(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _from_data(value: object, trusted: bool) -> Rule:
-    if isinstance(value, str):
-        return parse_policy(value, trusted=trusted)
+def _from_data(source: Source) -> Any:
+    value = source.given
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         raise ValueError(f"policy {value!r} is neither a text nor a mapping with a name")
-    options: dict[str, Any] = {}
-    for key, item in value.items():
-        if isinstance(item, Mapping):
-            options[key] = _from_data(item, trusted)
-        elif isinstance(item, (list, tuple)):
-            options[key] = tuple(_from_data(i, trusted) if isinstance(i, Mapping) else i for i in item)
-        else:
-            options[key] = item
-    name = options.pop("name")
-    composite = {kind.name: kind for kind in _COMPOSITES}.get(name)  # type: ignore[attr-defined]
-    return _make(composite or _look_up(name, repr(value), trusted), name, (), options, repr(value))
+
+    def part(item: object) -> Any:
+        return _from_data(Source(RULES, item, source.trusted, source.named)) if isinstance(item, Mapping) else item
+
+    name = value["name"]
+    options = {
+        key: tuple(map(part, item)) if isinstance(item, (list, tuple)) else part(item)
+        for key, item in value.items()
+        if key != "name"
+    }
+    return source.build(_COMPOSITES.get(name) or source.find(name), name, (), options)
 
 
-def _build(node: ast.expr, text: str, imports: dict[str, str], trusted: bool) -> Any:
+def _from_text(text: Text, node: ast.expr) -> Any:
     if isinstance(node, ast.BinOp) and isinstance(node.op, (ast.BitAnd, ast.BitOr)):
-        left, right = (_build(side, text, imports, trusted) for side in (node.left, node.right))
+        left, right = (_from_text(text, side) for side in (node.left, node.right))
+        both = isinstance(node.op, ast.BitAnd)
         try:
-            return left & right if isinstance(node.op, ast.BitAnd) else left | right
+            return left & right if both else left | right
         except TypeError as error:
-            symbol = "&" if isinstance(node.op, ast.BitAnd) else "|"
             # Python's own words for operands that are no rules ("unsupported operand") would add nothing.
             reason = "" if "operand" in str(error) else f": {error}"
-            raise ValueError(f"policy {text!r}: cannot combine '{left}' {symbol} '{right}'{reason}") from None
+            raise text.error(f"cannot combine '{left}' {'&' if both else '|'} '{right}'{reason}") from None
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Invert):
-        part = _build(node.operand, text, imports, trusted)
+        part = _from_text(text, node.operand)
         if not isinstance(part, Condition):
-            raise ValueError(f"policy {text!r}: only a condition can be negated, '{part}' is a policy")
+            raise text.error(f"only a condition can be negated, '{part}' is a policy")
         return ~part
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
-    name = ast.unparse(call.func)
-    name = imports.get(name, name)
-    make = _look_up(name, repr(text), trusted)
-    arguments = [_literal(argument, text) for argument in call.args]
-    options = {str(keyword.arg): _literal(keyword.value, text) for keyword in call.keywords}
-    return _make(make, name, arguments, options, repr(text))
-
-
-def _literal(node: ast.expr, text: str) -> Any:
-    if isinstance(node, ast.Name):
-        return node.id  # a bare word is a string: entropy=normalized
-    try:
-        return ast.literal_eval(node)
-    except ValueError:
-        raise ValueError(f"policy {text!r}: {ast.unparse(node)!r} is not a plain value") from None
-
-
-def _look_up(name: str, source: str, trusted: bool) -> Callable[..., Any] | Rule:
-    if _CLASS_PATH.fullmatch(name):
-        if not trusted:
-            raise ValueError(f"policy {source}: {name!r} would import code, which is not allowed from here")
-        return _import(name)
-    make = PRESETS.get(name) or _types().get(name)
-    if make is None:
-        policies, conditions = sorted([*policy_types(), *PRESETS]), sorted(condition_types())
-        raise ValueError(
-            f"policy {source}: {name!r} is unknown{meant(name, policies + conditions)}; policies: {policies}, "
-            f"conditions: {conditions}"
-        )
-    return make
-
-
-def _make(make: Callable[..., Any] | Rule, name: str, arguments: Any, options: dict[str, Any], source: str) -> Any:
-    if isinstance(make, (AcceptancePolicy, Condition)):  # an instance that a module keeps under a name
-        if arguments or options:
-            raise ValueError(f"policy {source}: {name} is a finished rule, '{make}', and takes no parameters")
-        return make
-    known = list(inspect.signature(make).parameters)
-    if unknown := [option for option in options if option not in known]:
-        raise ValueError(f"policy {source}: {name} has no parameter {unknown[0]!r}; choices: {known}")
-    try:
-        rule = make(*arguments, **options)
-        check_types(rule)
-        return rule
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"policy {source}: {name}: {error}") from error
-
-
-def check_types(rule: Rule) -> None:
-    """Whether the parameters of a rule are what its annotations say (an integer may stand for a float).
-
-    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
-    names that are imported for type checkers only, are not checked.
-    """
-    try:
-        hints = get_type_hints(type(rule))
-    except (NameError, TypeError):
-        return
-    config = ConfigDict(strict=True, arbitrary_types_allowed=True)
-    for parameter in fields(rule):  # type: ignore[arg-type]  # rules are dataclasses
-        hint, value = hints[parameter.name], getattr(rule, parameter.name)
-        try:
-            TypeAdapter(hint, config=config).validate_python(value)
-        except ValidationError as error:
-            raise ValueError(f"{parameter.name} {value!r}: {explain(error)}") from error
-
-
-def _import(path: str) -> Any:
-    rule = import_object(path, "policy")
-    if not isinstance(rule, (AcceptancePolicy, Condition)):
-        _check_rule_class(rule, path)
-    return rule
-
-
-def _check_rule_class(rule: object, source: str) -> None:
-    if not (isinstance(rule, type) and issubclass(rule, (AcceptancePolicy, Condition)) and is_dataclass(rule)):
-        raise ValueError(
-            f"{source}: must be a dataclass that subclasses AcceptancePolicy or Condition, or an instance of one, "
-            f"got {rule!r}"
-        )
+    name = text.source(call.func)
+    return text.call(text.find(name), name, call)

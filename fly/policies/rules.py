@@ -9,11 +9,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-import torch
+from pydantic import Field
 from torch import Tensor
 
+from fly.expressions import Checked
 from fly.ops import pick
 from fly.policies.base import AcceptancePolicy, ExactCore
 from fly.policies.conditions import (
@@ -24,6 +25,7 @@ from fly.policies.conditions import (
     EntropyGate,
     Room,
 )
+from fly.policies.formulas import by_temperature, matches
 from fly.types import Draft, Guarantee, Target
 
 __all__ = ["Exact", "FLy", "LossySampling"]
@@ -45,7 +47,7 @@ class Exact(ExactCore):
 
 
 @dataclass(frozen=True)
-class LossySampling(AcceptancePolicy):
+class LossySampling(AcceptancePolicy, Checked):
     """Lenience (Leviathan et al. 2023, appendix A.5): keep x with probability min(1, l·target(x)/draft(x)); at
     temperature 0, keep x if its probability is at least that of the most likely token over l.
 
@@ -54,23 +56,19 @@ class LossySampling(AcceptancePolicy):
 
     name: ClassVar[str] = "lossy"
     monotone: ClassVar[Mapping[str, int]] = {"lenience": 1}
-    lenience: float = 2.0
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.lenience, (int, float)) and math.isfinite(self.lenience) and self.lenience >= 1):
-            raise ValueError(f"lenience {self.lenience!r} must be a finite number of at least 1")
+    lenience: Annotated[float, Field(ge=1, allow_inf_nan=False)] = 2.0
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        logits_BKV, choice_BK = target.logits_BKV[:, :-1], target.argmax_BK[:, :-1]
-        near_BK = draft.tokens_BK == choice_BK
+        logits_BKV, near_BK = target.logits_BKV[:, :-1], matches(target, draft)
         if self.lenience > 1:  # at 1, a token as likely as the argmax is still not the argmax
             # target(x) >= max target / l, in logits: no softmax over the vocabulary needed
-            gap_BK = pick(logits_BKV, choice_BK) - pick(logits_BKV, draft.tokens_BK)
+            gap_BK = pick(logits_BKV, target.argmax_BK[:, :-1]) - pick(logits_BKV, draft.tokens_BK)
             near_BK = near_BK | (gap_BK <= math.log(self.lenience))
-        if target.all_greedy:
-            return near_BK.float()
-        sampled_BK = (self.lenience * target.probs_of(draft.tokens_BK) / draft.own_probs_BK()).clamp_max(1.0)
-        return torch.where(target.greedy_B.unsqueeze(1), near_BK.float(), sampled_BK)
+
+        def sampled() -> Tensor:
+            return (self.lenience * target.probs_of(draft.tokens_BK) / draft.own_probs_BK()).clamp_max(1.0)
+
+        return by_temperature(target, near_BK.float(), sampled)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ a position only matters if every mismatch before it was excused, so the mismatch
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -16,7 +15,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from fly.policies.conditions import Block, Condition, check_count
+from fly.expressions import Amount, Checked, Count, Share
+from fly.policies.conditions import Block, Condition
+from fly.policies.formulas import raw_log_probs
 
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
 
@@ -31,34 +32,28 @@ def _mismatches_so_far(block: Block) -> Tensor:
 
 
 @dataclass(frozen=True)
-class AfterTokens(Condition):
+class AfterTokens(Condition, Checked):
     """At least ``count`` tokens were generated before this one: the first ``count`` stay exact.
 
     Exact first tokens recover most of what relaxed rules cost in refusals and other safety behaviour.
     """
 
     name: ClassVar[str] = "after"
-    count: int = 2
-
-    def __post_init__(self) -> None:
-        check_count("count", self.count)
+    count: Count = 2
 
     def evaluate(self, block: Block) -> Tensor:
         return block.target.generated_B.unsqueeze(1) + _columns(block) >= self.count
 
 
 @dataclass(frozen=True)
-class AboveContext(Condition):
+class AboveContext(Condition, Checked):
     """The token's position in the whole context, prompt included, is at least ``position``.
 
     Raises ``ValueError`` if the block does not say how long the rows are.
     """
 
     name: ClassVar[str] = "above"
-    position: int = 0
-
-    def __post_init__(self) -> None:
-        check_count("position", self.position)
+    position: Count = 0
 
     def evaluate(self, block: Block) -> Tensor:
         lengths = [len(tokens) for tokens in _history(block, self)]
@@ -67,15 +62,11 @@ class AboveContext(Condition):
 
 
 @dataclass(frozen=True)
-class Budget(Condition):
+class Budget(Condition, Checked):
     """Relaxed tokens are at most this ``share`` of the tokens generated, this one included."""
 
     name: ClassVar[str] = "budget"
-    share: float = 0.1
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.share, (int, float)) and 0 <= self.share <= 1):
-            raise ValueError(f"share {self.share!r} must be a number in [0, 1]")
+    share: Share = 0.1
 
     @property
     def possible(self) -> bool:
@@ -88,14 +79,11 @@ class Budget(Condition):
 
 
 @dataclass(frozen=True)
-class AtMost(Condition):
+class AtMost(Condition, Checked):
     """At most ``count`` tokens of the whole output are relaxed; exact for the rest."""
 
     name: ClassVar[str] = "at_most"
-    count: int = 10
-
-    def __post_init__(self) -> None:
-        check_count("count", self.count)
+    count: Count = 10
 
     @property
     def possible(self) -> bool:
@@ -106,7 +94,7 @@ class AtMost(Condition):
 
 
 @dataclass(frozen=True)
-class NatsBudget(Condition):
+class NatsBudget(Condition, Checked):
     """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; exact for the rest.
 
     A relaxed token x replaces the target's distribution by certainty, at a cost of KL(x || target) = -ln target(x),
@@ -114,26 +102,18 @@ class NatsBudget(Condition):
     """
 
     name: ClassVar[str] = "nats"
-    nats: float = 5.0
-
-    def __post_init__(self) -> None:
-        if not (isinstance(self.nats, (int, float)) and math.isfinite(self.nats) and self.nats >= 0):
-            raise ValueError(f"nats {self.nats!r} must be a finite number of at least 0")
+    nats: Amount = 5.0
 
     @property
     def possible(self) -> bool:
         return self.nats > 0
 
     def evaluate(self, block: Block) -> Tensor:
-        target = block.target
-
         def cost(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            peak_N = target.logits_BKV[rows_N, positions_N, target.argmax_BK[rows_N, positions_N]]
-            own_N = target.logits_BKV[rows_N, positions_N, block.draft.tokens_BK[rows_N, positions_N]]
-            return peak_N - own_N + target.log_mass(rows_N, positions_N)
+            return -raw_log_probs(block.target, block.draft, rows_N, positions_N)[0]
 
         spent_BK = block.at_mismatches(cost).masked_fill(block.agree_BK, 0.0).cumsum(-1)
-        return target.nats_B.unsqueeze(1) + spent_BK <= self.nats
+        return block.target.nats_B.unsqueeze(1) + spent_BK <= self.nats
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,17 @@ imports code.
 
 from __future__ import annotations
 
-import ast
 import json
-import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fly.policies import AcceptancePolicy, Exact, condition_types, load_policy, parse_policy, policy_types
-from fly.policies.base import Relaxed
-from fly.policies.conditions import All, AnyOf, Not
-from fly.policies.registry import PRESETS
+from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
+from fly.policies.registry import PRESETS, read_policy
 from fly.types import Guarantee
 
 __all__ = ["Rules", "Speculation"]
 
-_COMPOSITES = {rule.name for rule in (Relaxed, All, AnyOf, Not)}
 _LONGEST = 2000  # characters of a policy from a request: a hundred conditions
 
 
@@ -71,8 +66,6 @@ class Rules:
     ) -> None:
         self.policy, self.k, self.draft = policy, k, draft
         self.max_k, self.require_lossless = max(max_k, k), require_lossless
-        # ast.parse of Python 3.11 counts its depth in one place for all threads, and takes fright when two are at it.
-        self._parsing = threading.Lock()
         self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]
@@ -124,17 +117,12 @@ class Rules:
         if size > _LONGEST:
             raise ValueError(f"policy: {size} characters; at most {_LONGEST} are read")
         try:
-            with self._parsing:
-                rule = load_policy(given)
-                named = (
-                    _in_text(ast.parse(given.strip(), mode="eval").body) if isinstance(given, str) else _in_data(given)
-                )
-                names = set(named)
+            rule, named = read_policy(given)
         except (RecursionError, MemoryError, TypeError, OverflowError) as error:
             raise ValueError(f"policy: cannot be read: {error}") from None
         except ValueError as error:
             raise ValueError(f"policy: {error}") from None
-        if refused := sorted(names - {*self.names, *self._whole}):
+        if refused := sorted(named - {*self.names, *self._whole}):
             raise ValueError(f"policy: {', '.join(refused)} not enabled here; choices: {self.choices}")
         return self._promised(rule)
 
@@ -146,27 +134,3 @@ class Rules:
 
 def _squeezed(text: str) -> str:
     return "".join(text.split())
-
-
-def _in_text(node: ast.expr) -> Iterator[str]:
-    """The rules that a policy's text names. (A parsed policy does not tell: ``fly & after(2)`` has become the
-    conditions that it is made of.)"""
-    if isinstance(node, ast.BinOp):
-        yield from _in_text(node.left)
-        yield from _in_text(node.right)
-    elif isinstance(node, ast.UnaryOp):
-        yield from _in_text(node.operand)
-    else:
-        yield ast.unparse(node.func if isinstance(node, ast.Call) else node)
-
-
-def _in_data(value: object) -> Iterator[str]:
-    """The rules that a policy's mapping names, those that merely combine others aside."""
-    if isinstance(value, Mapping):
-        if value.get("name") not in _COMPOSITES:
-            yield str(value.get("name"))
-        for item in value.values():
-            yield from _in_data(item)
-    elif isinstance(value, list):
-        for item in value:
-            yield from _in_data(item)

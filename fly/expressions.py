@@ -1,0 +1,275 @@
+"""Texts that name and build objects, in Python's grammar of names, calls and operators.
+
+A text is read and never executed; ``module:Class`` imports only where the caller trusts the source. This file knows
+neither policies nor drafts: a ``Registry`` says what may be named, and whoever reads a ``Text`` what its operators
+mean.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import cached_property
+from importlib.metadata import entry_points
+from inspect import Parameter
+from types import UnionType
+from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.errors import PydanticUserError
+
+from fly.errors import explain, meant
+
+__all__ = [
+    "CLASS_PATH",
+    "Amount",
+    "Checked",
+    "Count",
+    "Registry",
+    "Share",
+    "Source",
+    "Text",
+    "check_types",
+    "hints_of",
+]
+
+T = TypeVar("T")
+# What parameters are annotated with
+Count = Annotated[int, Field(ge=0)]
+Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
+Share = Annotated[float, Field(ge=0, le=1)]
+CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
+_KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
+# ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
+_PARSING = threading.Lock()
+
+
+@dataclass(frozen=True, eq=False)
+class Registry:
+    """What texts of one kind may name: our classes, and those that packages install under the entry-point group
+    ``group``."""
+
+    kind: str  # what is read, for errors: "policy", "draft"
+    example: str  # a text of this kind
+    word: str  # a regular expression of what is one word, though Python would not read it as a name
+    finished: str  # what an instance is called there
+    group: str
+    ours: Mapping[str, type]
+    bases: tuple[type, ...]
+    wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
+    usable: Callable[[type], bool]
+    choices: Callable[[], Mapping[str, Iterable[str]]]  # the names that an error lists, by what they are called
+    more: str = ""  # what else may be named, in words
+    presets: Mapping[str, Callable[[], Any]] = field(default_factory=dict)  # functions without parameters, by name
+
+    @cached_property
+    def types(self) -> dict[str, Any]:
+        """Raises ``ValueError`` if two packages claim one name, or a plug-in is not what is wanted."""
+        types: dict[str, Any] = dict(self.ours)
+        for entry in entry_points(group=self.group):
+            plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
+            self._check(plugin, source)
+            if types.setdefault(entry.name, plugin) is not plugin:
+                raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
+        return types
+
+    def load(self, path: str) -> Any:
+        """The class, or the finished instance, that ``module:name`` names. Raises ``ValueError`` saying why it cannot
+        be had, whatever the module does."""
+        module, _, name = path.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except Exception as error:
+            what = "" if isinstance(error, (ImportError, AttributeError)) else f"{type(error).__name__}: "
+            raise ValueError(f"{self.kind} {path!r} cannot be imported: {what}{error}") from error
+        if not isinstance(found, self.bases):
+            self._check(found, path)
+        return found
+
+    def _check(self, found: object, source: str) -> None:
+        if not (isinstance(found, type) and issubclass(found, self.bases) and self.usable(found)):
+            raise ValueError(f"{source}: must be {self.wanted}, or an instance of one, got {found!r}")
+
+
+@dataclass
+class Source:
+    """What somebody gave as a policy or a draft, and how it is read. Errors about it start with it."""
+
+    registry: Registry
+    given: Any
+    trusted: bool  # whether ``module:Class`` may import
+    named: set[str] = field(default_factory=set)  # takes the names that are looked up
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # for parameters of these names that are not given
+
+    def error(self, message: str) -> ValueError:
+        return ValueError(f"{self._start}: {message}")
+
+    @property
+    def _start(self) -> str:
+        return f"{self.registry.kind} {self.given!r}"
+
+    def find(self, name: str) -> Any:
+        """The class, preset or finished instance of a name or a class path.
+
+        Raises ``ValueError`` for a class path where the source is not trusted, and for an unknown name.
+        """
+        self.named.add(name)
+        if CLASS_PATH.fullmatch(name):
+            if not self.trusted:
+                raise self.error(f"{name!r} would import code, which is not allowed from here")
+            return self.registry.load(name)
+        if found := self.registry.presets.get(name) or self.registry.types.get(name):
+            return found
+        choices = self.registry.choices()
+        close = meant(name, [known for names in choices.values() for known in names])
+        listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
+        raise self.error(f"{name!r} is unknown{close}; {listed}{self.registry.more}")
+
+    def argument(self, given: Any, hint: Any) -> Any:
+        """The value of an argument whose parameter has the annotation ``hint``."""
+        return given
+
+    def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
+        """What a class or function makes of these parameters, each of the type it is annotated with; a finished
+        instance as it is.
+
+        Raises ``ValueError`` naming the parameter that does not exist, or what was wrong with the value of one.
+        """
+        if isinstance(make, self.registry.bases):  # an instance that a module keeps under a name
+            if arguments or options:
+                raise self.error(f"{name} is a finished {self.registry.finished} and takes no parameters")
+            return make
+        signature, hints = inspect.signature(make), hints_of(make)
+        parameters = signature.parameters
+        if wrong := [option for option in options if option not in parameters]:
+            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
+        try:
+            bound = signature.bind(*arguments, **options)
+            for parameter, given in bound.arguments.items():
+                hint, several = hints.get(parameter, Any), parameters[parameter].kind is Parameter.VAR_POSITIONAL
+                values = tuple(self.argument(part, hint) for part in (given if several else (given,)))
+                for value in values:
+                    check_type(parameter, value, hint)
+                bound.arguments[parameter] = values if several else values[0]
+            for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
+                bound.arguments[parameter] = self.defaults[parameter]
+            return make(*bound.args, **bound.kwargs)
+        except (TypeError, ValueError, OverflowError) as error:
+            if str(error).startswith(self._start):  # of a part, which has said so
+                raise
+            raise self.error(f"{name}: {error}") from error
+
+
+class Text(Source):
+    """A text as a tree of Python's grammar. Words that Python would not read as names are replaced by stand-ins before
+    parsing; quoted texts and the names of parameters stay as they are."""
+
+    def read(self, build: Callable[[ast.expr], T]) -> T:
+        """``build`` of the whole tree. Raises ``ValueError`` if the text is no expression, or nested too deeply."""
+        self._words: dict[str, str] = {}
+        word = rf"(?P<word>{self.registry.word}|\b_word_\w*)"
+        try:
+            tree = _parse(re.sub(_KEPT + word, self._stand_in, self.given.strip()))
+        except _UNREADABLE as error:
+            where = f" ({error.msg})" if isinstance(error, SyntaxError) else ""
+            raise ValueError(f"{self._start} is not an expression such as {self.registry.example!r}{where}") from error
+        try:
+            return build(tree)
+        except RecursionError:
+            start = f"{self.registry.kind} of {len(self.given)} characters"
+            raise ValueError(f"{start} is nested too deeply: {self.given[:40]!r}...") from None
+
+    def source(self, node: ast.expr) -> str:
+        """The part of the text that a node was read from, spaces aside."""
+        return re.sub(r"\b_word_\d+\b", lambda match: self._words.get(match[0], match[0]), ast.unparse(node))
+
+    def call(self, make: Any, name: str, call: ast.Call) -> Any:
+        """``build`` with the arguments of a call."""
+        return self.build(make, name, call.args, {str(keyword.arg): keyword.value for keyword in call.keywords})
+
+    def argument(self, given: ast.expr, hint: Any) -> Any:
+        return self.value(given)
+
+    def value(self, node: ast.expr) -> Any:
+        """A plain value; a bare word is a string, as in ``entropy=normalized``."""
+        if isinstance(node, ast.Name):
+            return self._words.get(node.id, node.id)
+        try:
+            return ast.literal_eval(node)
+        except _UNREADABLE:
+            raise self.error(f"{self.source(node)!r} is not a plain value") from None
+
+    def _stand_in(self, match: re.Match[str]) -> str:
+        if (word := match["word"]) is None or _is_literal(word):
+            return match[0]
+        self._words[name := f"_word_{len(self._words)}"] = word
+        return name
+
+
+def _parse(text: str) -> ast.expr:
+    with _PARSING:
+        return ast.parse(text, mode="eval").body
+
+
+def _is_literal(word: str) -> bool:
+    """Whether a word is a number, True, False or None."""
+    try:
+        ast.literal_eval(_parse(word))
+    except _UNREADABLE:
+        return False
+    return True
+
+
+def hints_of(make: Any) -> dict[str, Any]:
+    """Annotations of the parameters of a class or function; none if they name what only type checkers import."""
+    plain = isinstance(make, type) and not is_dataclass(make)
+    try:
+        return get_type_hints(make.__init__ if plain else make, include_extras=True)
+    except (NameError, TypeError):
+        return {}
+
+
+class Checked:
+    """A dataclass that checks its parameters as they are set."""
+
+    def __post_init__(self) -> None:
+        check_types(self)
+
+
+def check_types(instance: Any) -> None:
+    """Whether the parameters of a dataclass are what its annotations say: types, choices and ranges.
+
+    Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
+    names that are imported for type checkers only, are not checked.
+    """
+    hints = hints_of(type(instance))
+    for parameter in fields(instance):
+        check_type(parameter.name, getattr(instance, parameter.name), hints.get(parameter.name, Any))
+
+
+def check_type(name: str, value: object, hint: Any) -> None:
+    """Whether the value of a parameter is what its annotation says (an integer may stand for a float).
+
+    An annotation that nothing can be checked against is passed over. Raises ``ValueError`` naming the parameter, the
+    value and the annotation.
+    """
+    try:
+        config = ConfigDict(strict=True, arbitrary_types_allowed=True)
+        TypeAdapter(_checkable(hint), config=config).validate_python(value)
+    except ValidationError as error:
+        raise ValueError(f"{name} {value!r}: {explain(error)}") from error
+    except (PydanticUserError, TypeError, NameError):
+        return
+
+
+def _checkable(hint: Any) -> Any:
+    """An annotation without its protocols, of which no text can give an instance; Any if there is nothing else."""
+    parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kept = tuple(part for part in parts if not getattr(part, "_is_protocol", False))
+    return Union[kept] if kept else Any  # noqa: UP007  # a union of a tuple

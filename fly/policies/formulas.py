@@ -1,0 +1,91 @@
+"""What the rules of the literature and of other engines have in common.
+
+- A token to which the target gives no mass never stands, whatever a rule's formula says: bans, top-k and top-p bind
+  every rule. "No mass" is 0 in the processed distribution, and a logit of -inf at temperature 0.
+- At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it take it as it is; rules that
+  *gate* on how probable the token is look at the raw distribution softmax(logits) there, and keep the target's own
+  choice in any case. A correction at temperature 0 is always the target's most likely token.
+- A deterministic draft (no distribution) counts as one-hot on its token.
+
+Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fly.types import Draft, Target
+
+__all__ = [
+    "binary",
+    "by_temperature",
+    "drafted",
+    "gate_distribution",
+    "gate_probs",
+    "matches",
+    "possible",
+    "raw_log_probs",
+]
+
+
+def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
+    """Chances as float, 0 on padding (whatever stood there, NaN included)."""
+    return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
+
+
+def matches(target: Target, draft: Draft) -> Tensor:
+    """[B, K] bool: the token is the target's most likely one."""
+    return draft.tokens_BK == target.argmax_BK[:, :-1]
+
+
+def by_temperature(target: Target, greedy: Tensor, sampled: Callable[[], Tensor]) -> Tensor:
+    """``greedy`` in rows at temperature 0, ``sampled()`` in the others; both have a row of the batch each."""
+    if target.all_greedy:
+        return greedy
+    return torch.where(target.greedy_B.view(-1, *[1] * (greedy.dim() - 1)), greedy, sampled())
+
+
+def possible(target: Target, draft: Draft) -> Tensor:
+    """[B, K] bool: the target gives the token some mass."""
+    tokens_BK = draft.tokens_BK
+    return by_temperature(target, target.allowed(tokens_BK), lambda: target.probs_of(tokens_BK) > 0)
+
+
+def gate_distribution(target: Target) -> Tensor:
+    """[B, K, V] the distribution a gate looks at: processed, raw at temperature 0."""
+    if not target.some_greedy:
+        return target.probs_BKV[:, :-1]
+    return by_temperature(target, target.logits_BKV[:, :-1].softmax(-1), lambda: target.probs_BKV[:, :-1])
+
+
+def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
+    """[B, K] twice, of the distribution a gate looks at: its probability of the token, and of the likeliest token."""
+    tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
+    if not target.some_greedy:
+        return target.probs_of(tokens_BK), target.probs_of(choice_BK)
+    places_N2 = torch.cartesian_prod(*(torch.arange(size, device=tokens_BK.device) for size in tokens_BK.shape))
+    logs_N = raw_log_probs(target, draft, *places_N2.unbind(1))
+    token_BK, peak_BK = (log_N.exp().view_as(tokens_BK) for log_N in logs_N)
+    return (
+        by_temperature(target, token_BK, lambda: target.probs_of(tokens_BK)),
+        by_temperature(target, peak_BK, lambda: target.probs_of(choice_BK)),
+    )
+
+
+def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N] twice, of the unprocessed distribution at these positions: ln of its probability of the drafted token, and of
+    the likeliest token. No softmax over the vocabulary."""
+    peak_N = -target.log_mass(rows_N, positions_N)
+    at = rows_N, positions_N
+    gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]
+    return gap_N + peak_N, peak_N
+
+
+def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, 2] twice, a target that gives the token probability ``token_N`` and a draft that is one-hot on it: all other
+    tokens count as one, which changes no divergence between the two."""
+    target_N2 = torch.stack([token_N, (1 - token_N).clamp_min(0)], -1)
+    return target_N2, torch.tensor([1.0, 0.0], dtype=token_N.dtype, device=token_N.device).expand_as(target_N2)

@@ -1,0 +1,112 @@
+"""Lossless rules besides ``Exact``: the target's own sample, and whole blocks at once.
+
+Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positions are 0-based, papers count from 1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fly.ops import draw, pick
+from fly.policies.base import AcceptancePolicy, decide, exact_accept_probs, verdict_of
+from fly.policies.formulas import drafted
+from fly.types import Draft, Guarantee, Noise, Target, Verdict
+
+__all__ = ["BlockVerification", "ExactSample"]
+
+
+@dataclass(frozen=True)
+class ExactSample(AcceptancePolicy):
+    """Lossless by construction: x stands iff it equals the target's own sample at that position, drawn from the
+    row's random stream; the first sample that differs is the correction. (The rule of llama.cpp's and of many
+    n-gram engines: sample from the target, compare.)
+
+    Whatever the draft proposes, the emitted text is the one that sampling without a draft would give from the same
+    coins. Coin j draws position j by inverting the cumulative distribution; the bonus has its own. At temperature 0:
+    exact match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic.
+    Draws at all K positions: costs K passes over the vocabulary.
+    """
+
+    name: ClassVar[str] = "sample"
+    guarantee = Guarantee.LOSSLESS
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        """target(x), the chance that the target draws x as well."""
+        return drafted(target.probs_of(draft.tokens_BK), draft)
+
+    def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
+        """The target without the rejected token: the distribution of its sample, given that it was another one."""
+        return super().correction(target, Draft(draft.tokens_BK, draft.lengths_B), at_B)
+
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        """A coin draws a token here instead of being compared with a chance, and a sample that differs is emitted."""
+        longest = draft.tokens_BK.shape[1]
+        if target.all_greedy or not longest:
+            return super().verdict(target, draft, noise)
+        own_BK = draw(target.probs_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(-1, longest)
+        same_BK = (own_BK == draft.tokens_BK) & draft.mask_BK()
+        verdict = decide(self, target, draft, noise, same_BK, same_BK)
+        rejected_B = verdict.accepted_B < draft.lengths_B
+        own_B = pick(own_BK, verdict.accepted_B.clamp_max(longest - 1))
+        return replace(verdict, next_token_B=torch.where(rejected_B, own_B, verdict.next_token_B))
+
+
+@dataclass(frozen=True)
+class BlockVerification(AcceptancePolicy):
+    """Block verification (Sun et al., arXiv 2403.10444, alg. 2): lossless, and it accepts at least as many tokens in
+    expectation as the token-wise rule, since a late token may rescue an early one.
+
+    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens stand if some coin j >= i falls
+    below h_j: S_j = sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
+    h = p at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
+
+    A deterministic draft is one-hot. At temperature 0 this is exact match. ``block | condition`` excuses mismatches
+    of the token-wise rule, which is what ``accept_probs`` gives.
+    """
+
+    name: ClassVar[str] = "block"
+    guarantee = Guarantee.LOSSLESS
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        """Those of the token-wise rule; the block's own are no chances of single tokens."""
+        return drafted(exact_accept_probs(target, draft), draft)
+
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        mask_BK = draft.mask_BK()
+        rows, longest = mask_BK.shape
+        if target.all_greedy or not longest:
+            return super().verdict(target, draft, noise)
+        rows_B = torch.arange(rows, device=mask_BK.device)
+        counts_K = torch.arange(1, longest + 1, device=mask_BK.device)
+        target_BK = target.probs_of(draft.tokens_BK)
+        # p as a sum of logarithms that is pushed back to 0 wherever it would rise above
+        log_BK = torch.where(mask_BK, (target_BK / draft.own_probs_BK()).double().log(), 0.0).cumsum(-1)
+        reach_BK = (log_BK - log_BK.cummax(-1).values.clamp_min(0)).exp().to(target_BK.dtype)
+
+        before_BK = reach_BK[:, :-1]  # p of every token but the last
+        if draft.probs_BKV is None:
+            spare_BK = before_BK * (1 - target_BK[:, 1:]).clamp_min(0)
+        else:
+            spare_BK = (before_BK[..., None] * target.probs_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
+        below_BK = spare_BK + (1 - before_BK)
+        # Nothing to spare and nothing short (0/0): the distributions are equal from here, and keeping on is right.
+        early_BK = torch.where(below_BK > 0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny), 1.0)
+        last_BK = counts_K == draft.lengths_B.unsqueeze(1)
+        chance_BK = torch.where(last_BK, reach_BK, torch.nn.functional.pad(early_BK, (0, 1)))
+
+        accepted_B = (counts_K * ((noise.accept_BK < chance_BK) & mask_BK)).amax(-1)  # one carries all before it
+        at_B = accepted_B.clamp_max(longest - 1)
+        probs_BV = target.probs_at(rows_B, accepted_B)
+        reach_B = torch.where(accepted_B > 0, pick(reach_BK, (accepted_B - 1).clamp_min(0)), 1.0)
+        residual_BV = probs_BV * reach_B.unsqueeze(1)
+        if draft.probs_BKV is None:
+            residual_BV = residual_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
+        else:
+            residual_BV = (residual_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
+        rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
+        next_token_B = draw(torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV), noise.sample_B)
+        return verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
