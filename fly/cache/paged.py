@@ -64,7 +64,6 @@ class _Row:
     """One sequence's share of a packed forward."""
 
     new: slice  # its tokens among the packed T
-    length: int  # tokens it has after this forward
     stored: slice | Tensor  # its slots in the cache: a slice while consecutive, else an index [S]
     mask_NS: Tensor | None  # True where attention is allowed; None where every key is
     causal: bool  # no earlier tokens: plain causal attention, no mask needed
@@ -104,7 +103,7 @@ class PagedBatch:
             fresh = mask_NS is None and count > 1 and start == 0
             if mask_NS is None and count > 1 and not fresh:
                 mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)
-            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
+            rows.append(_Row(slice(at, at + count), stored, mask_NS, fresh))
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
 
@@ -145,7 +144,7 @@ class PagedBatch:
                 mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
                 alone = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
-                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), len(seen_S), seen_S, None, False)]
+                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), seen_S, None, False)]
                 yield alone
 
 

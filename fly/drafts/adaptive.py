@@ -7,7 +7,7 @@ import math
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from fly.backends.cpu.library import Sure
@@ -49,11 +49,6 @@ def _rest(rows: abc.Sequence[Sequence], known: list[_Row]) -> int:
     """Rounds for which nothing needs to be thought about; those that are never drafted for keep nobody from it."""
     drafted = [row for row, own in zip(known, rows) if own.k]
     return min((row.rest if row.beside == len(rows) else 0 for row in drafted), default=0)
-
-
-def _unseen(rows: abc.Sequence[Sequence], known: list[_Row]) -> list[int]:
-    """Tokens that the strategy would have to catch up with."""
-    return [max(len(own.tokens) - row.seen - _LATE, 0) for own, row in zip(rows, known)]
 
 
 def _best(reach: list[list[float]], base: float, start: float, each: float, verify: float) -> list[int]:
@@ -134,26 +129,23 @@ class AdaptiveDraft(Wrapper):
         self._last: tuple[Places, float] = [], 0.0  # rows after rounds taken at once, and when those were over
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        known, meant, draft = self._known(rows), self._round, _nothing(len(rows))
+        known, this, draft = self._known(rows), self._round, _nothing(len(rows))
         if _rest(rows, known):
             self._round = _IDLE
             self._go_on(known, 1)
             return draft
         begin = self.clock()
-        costs = self._begin(rows)
-        unseen, places = _unseen(rows, known), _places(rows)
-        if meant is not None and meant.before is not None and meant.places == places:  # decided by ``continuation``
-            lengths = list(map(min, meant.lengths, max_len))
-        else:
-            lengths, _ = self._lengths(costs, known, unseen, max_len)
-        this = Round(costs, places, lengths, teaches=all(row.generated for row in rows), begin=begin)
+        if this is None or this.before is None or this.places != _places(rows):  # else ``continuation`` has decided
+            this, _ = self._decide(rows, known, max_len)
+        lengths = list(map(min, this.lengths, max_len))
+        teaches = all(row.generated for row in rows)
+        this = replace(this, lengths=lengths, teaches=teaches, begin=begin, before=None)
         if any(lengths):
             draft = self.strategy.propose(rows, lengths)
             this.verified = sum(map(len, draft.chains))
-            costs.count(lengths, this.verified)
-            for row, own, n, missed in zip(known, rows, lengths, unseen):
-                if n:
-                    row.seen, this.late = len(own.tokens), this.late + missed
+            this.costs.count(lengths, this.verified)
+            for row, own, n in zip(known, rows, lengths):
+                row.seen = len(own.tokens) if n else row.seen
         this.drafting = self.clock() - begin
         self._round = this
         return draft
@@ -164,26 +156,23 @@ class AdaptiveDraft(Wrapper):
         count, none = len(rows), [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none, Sure(), None)
-        known, inner, places = self._known(rows), self.strategy.continuation(rows), _places(rows)
-        since = self._last[1] if self._last[0] == places else None
-        before = [(row.stats.rounds, len(row.drafts)) for row in rows]
-        costs, trying = self._costs[all(row.greedy for row in rows)], False
-        self._round = this = Round(costs, places, none, before=before, since=since)
-        if not (rounds := _rest(rows, known)):
-            self._begin(rows)
-            unseen = _unseen(rows, known)
-            this.lengths, trying = self._lengths(costs, known, unseen, [row.k for row in rows], inner is not None)
-            this.late = sum(missed for n, missed in zip(this.lengths, unseen) if n)
+        known, inner, trying = self._known(rows), self.strategy.continuation(rows), False
+        if rounds := _rest(rows, known):
+            this = Round(self._costs_of(rows), _places(rows), none)
+        else:
+            this, trying = self._decide(rows, known, [row.k for row in rows], inner is not None)
             rounds = _rest(rows, known)
-        this.resting = rounds > 0
+        self._round, this.resting = this, rounds > 0
+        this.before = [(row.stats.rounds, len(row.drafts)) for row in rows]
+        this.since = self._last[1] if self._last[0] == this.places else None
         if not any(this.lengths):
             return Continuation(None, none, Sure(), None, rounds or _MEASURED, spent=this.spent)
         if inner is None:
             return None
-        base = costs.plain[count].seconds
+        base = this.costs.plain[count].seconds
         spare = 0.0  # of a try: it goes on as long as it pays for itself, for two rounds at least
         if not trying:  # after each round another must be affordable
-            spare = self._balance + ONCE * base - costs.price(this.lengths) - costs.interruption(base)
+            spare = self._balance + ONCE * base - this.costs.price(this.lengths) - this.costs.interruption(base)
         most = list(map(min, this.lengths, inner.most))
         return inner._replace(most=most, worth=base / count, spare=spare, spent=this.spent)
 
@@ -229,13 +218,23 @@ class AdaptiveDraft(Wrapper):
             row.rest = max(row.rest - rounds, 0)
         self._quiet += max(row.base for row in known) * rounds
 
-    def _begin(self, rows: abc.Sequence[Sequence]) -> Costs:
-        """What these rows cost, once the rounds that were not thought about are booked."""
-        costs = self._costs[all(row.greedy for row in rows)]
+    def _costs_of(self, rows: abc.Sequence[Sequence]) -> Costs:
+        return self._costs[all(row.greedy for row in rows)]
+
+    def _decide(
+        self, rows: abc.Sequence[Sequence], known: list[_Row], max_len: abc.Sequence[int], at_once: bool = False
+    ) -> tuple[Round, bool]:
+        """What to ask for in a round, or in several that are taken ``at_once``; and whether that is only to see what
+        becomes of it. Rounds that were not thought about are booked first."""
+        costs = self._costs_of(rows)
         if self._quiet and (plain := costs.plain.get(len(rows))) is not None:
             self._book(self._quiet, 0.0, plain.seconds)
             self._quiet = 0.0
-        return costs
+        # Tokens that the strategy would have to catch up with:
+        unseen = [max(len(own.tokens) - row.seen - _LATE, 0) for own, row in zip(rows, known)]
+        lengths, trying = self._lengths(costs, known, unseen, max_len, at_once)
+        late = sum(missed for n, missed in zip(lengths, unseen) if n)
+        return Round(costs, _places(rows), lengths, late), trying
 
     def _learn(self, this: Round, rows: abc.Sequence[Sequence], now: float) -> None:
         """Learn from what was over at ``now``, but for the strategy's own commit."""
@@ -301,10 +300,9 @@ class AdaptiveDraft(Wrapper):
         self._pot = min(self._pot + self.loss * elapsed + _GIFT * max(gained, 0.0), _POT * base)
 
     def _lengths(
-        self, costs: Costs, known: list[_Row], unseen: list[int], max_len: abc.Sequence[int], at_once: bool = False
+        self, costs: Costs, known: list[_Row], unseen: list[int], max_len: abc.Sequence[int], at_once: bool
     ) -> tuple[list[int], bool]:
-        """How many tokens to ask for in each row, in this round or in several that are taken ``at_once``; and whether
-        that is only to see what becomes of them."""
+        """How many tokens to ask for in each row, and whether only to see what becomes of them."""
         count, rates = len(known), self._rates
         again, first, tries = (_AGAIN_AT_ONCE, _FIRST, _TRIED) if at_once else (_AGAIN, 1, 1)
         plain = costs.plain.get(count)
