@@ -98,16 +98,8 @@ class Rates:
     def __init__(self) -> None:
         self.tried: list[float] = []
         self.stood: list[float] = []
-
-    @property
-    def seen(self) -> float:
-        """Drafted tokens of which it is known whether they stood."""
-        return sum(self.tried)
-
-    @property
-    def overall(self) -> float:
-        """Chance that a token stands if all before it do."""
-        return (sum(self.stood) + _PRIOR * _HOPE) / (self.seen + _PRIOR)
+        self.seen = 0.0  # drafted tokens of which it is known whether they stood
+        self.overall = _HOPE  # chance that a token stands if all before it do
 
     def add(self, asked: int, accepted: int, share: float) -> None:
         """Learn from a draft, of which ``share`` counts."""
@@ -118,6 +110,8 @@ class Rates:
         for position in range(reached):
             self.tried[position] += share
             self.stood[position] += share * (position < accepted)
+        self.seen = sum(self.tried)
+        self.overall = (sum(self.stood) + _PRIOR * _HOPE) / (self.seen + _PRIOR)
 
     def reach(self, chance: float, rate: float, most: int) -> list[float]:
         """For each of ``most`` positions the chance that its token and all before it stand, if with ``chance`` tokens
