@@ -14,13 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from fly.bundled import sandbox, tasks
-from fly.bundled import train as training
+from fly.bundled import CHECKPOINTS, sandbox
 from fly.bundled.tasks import KINDS, SPLITS, Problem, check, check_many, problems
-from fly.bundled.train import Round
 from fly.models import load_model
+from tools import train as training
+from tools.train import Round
 
-CHECKPOINTS = Path(tasks.__file__).parent / "checkpoints"
 NAMES = ("fly-target", "fly-draft", "fly-tiny")
 
 seeds = st.integers(0, 2**32)

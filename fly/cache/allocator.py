@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 __all__ = ["BlockAllocator", "OutOfBlocks"]
 
@@ -16,8 +17,7 @@ class OutOfBlocks(RuntimeError):
 _ROOT = 0  # what a first page follows
 
 
-@dataclass
-class _Published:
+class _Published(NamedTuple):
     """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``."""
 
     pages: int = 0
@@ -29,7 +29,7 @@ class BlockAllocator:
 
     Every operation is all or nothing. Pages of one sequence are consecutive whenever the pool allows it: a
     sequence grows into the page after its last one, and a new sequence starts in the middle of the largest free
-    run behind another sequence, so that both keep room to grow.
+    run after another sequence, so that both keep room to grow.
 
     Pages whose content is known (``publish``) can be shared by later sequences that begin with the same tokens
     (``adopt``). Content is compared as it is, no hash stands for it. A page that nobody holds any more keeps its
@@ -94,15 +94,13 @@ class BlockAllocator:
         """
         if n_tokens < 0:
             raise ValueError(f"n_tokens {n_tokens} must not be negative")
-        table, length = self._tables.get(seq, []), self._lengths.get(seq, 0)
-        grow, shares = self.blocks_for(n_tokens) - len(table), self._shares_tail(seq, n_tokens)
-        needed = max(grow, 0) + shares
-        if needed > self.num_free:
+        table, length, shares = self.table(seq), self.length(seq), self._shares_tail(seq, n_tokens)
+        grow, copies = self.blocks_for(n_tokens) - len(table), []
+        if (needed := max(grow, 0) + shares) > self.num_free:
             raise OutOfBlocks(
                 f"sequence {seq!r} needs {needed} more blocks of {self.block_size} tokens for {n_tokens} tokens; "
                 f"{self.num_free} of {self.num_blocks} are free"
             )
-        copies = []
         if grow < 0:
             for block in reversed(table[grow:]):
                 self._drop(block)
@@ -128,9 +126,7 @@ class BlockAllocator:
     def _shares_tail(self, seq: Hashable, n_tokens: int) -> bool:
         """Whether ``seq`` would grow into a partly filled page that another holds as well."""
         length = self.length(seq)
-        if n_tokens <= length or length % self.block_size == 0:
-            return False
-        return self._references[self._tables[seq][-1]] > 1
+        return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int) -> None:
         """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones may share.
@@ -140,14 +136,15 @@ class BlockAllocator:
         if n_tokens > self.length(seq):
             raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot hold {n_tokens}")
         size, table = self.block_size, self.table(seq)
-        known = self._published.setdefault(seq, _Published())
-        for number in range(known.pages, n_tokens // size):
-            key = (known.at, tuple(tokens[number * size : (number + 1) * size]))
+        first, at = self._published.get(seq, _Published())
+        for number in range(first, n_tokens // size):
+            key = (at, tuple(tokens[number * size : (number + 1) * size]))
             if key not in self._contents:
                 self._unlist(table[number])
                 self._last += 1
                 self._contents[key], self._keys[table[number]] = (self._last, table[number]), key
-            known.pages, known.at = number + 1, self._contents[key][0]
+            at, _ = self._contents[key]
+        self._published[seq] = _Published(max(first, n_tokens // size), at)
 
     def adopt(self, seq: Hashable, tokens: Sequence[int]) -> int:
         """Start ``seq`` with the pages that hold the beginning of ``tokens``, if there are any, and return how many
@@ -187,8 +184,8 @@ class BlockAllocator:
         if child in self._tables:
             raise ValueError(f"cannot fork into sequence {child!r}: it exists already")
         self._tables[child], self._lengths[child] = list(self._tables[parent]), self._lengths[parent]
-        if (known := self._published.get(parent)) is not None:
-            self._published[child] = replace(known)
+        if parent in self._published:
+            self._published[child] = self._published[parent]
         for block in self._tables[child]:
             self._hold(block)
 
@@ -205,13 +202,15 @@ class BlockAllocator:
 
     def _drop(self, block: int) -> None:
         self._references[block] -= 1
-        if self._references[block]:
-            return
-        if block in self._keys:
-            self._idle[block] = None
-        else:
-            self._used[block] = 0
-            self._free += 1
+        if not self._references[block]:
+            if block in self._keys:
+                self._idle[block] = None
+            else:
+                self._clear(block)
+
+    def _clear(self, block: int) -> None:
+        self._used[block] = 0
+        self._free += 1
 
     def _unlist(self, block: int) -> None:
         """What ``block`` holds is no longer known."""
@@ -223,21 +222,17 @@ class BlockAllocator:
         while self._free < count:
             block, _ = self._idle.popitem(last=False)
             self._unlist(block)
-            self._used[block] = 0
-            self._free += 1
+            self._clear(block)
 
     def _take(self, table: list[int], count: int) -> None:
         """Append ``count`` free pages to ``table``; the caller has checked that there are enough."""
         self._evict(count)
         while count:
-            after = table[-1] + 1 if table else self.num_blocks
-            if after < self.num_blocks and not self._used[after]:
-                start = after
-            else:
+            start = table[-1] + 1 if table else self.num_blocks
+            if start >= self.num_blocks or self._used[start]:
                 start = self._start(count)
             end = self._used.find(1, start, start + count)
-            run = range(start, start + count if end < 0 else end)
-            run = range(run.start, min(run.stop, self.num_blocks))
+            run = range(start, min(start + count, self.num_blocks) if end < 0 else end)
             for block in run:
                 self._references[block], self._used[block] = 1, 1
             table.extend(run)
@@ -246,12 +241,6 @@ class BlockAllocator:
 
     def _start(self, count: int) -> int:
         """Where to begin a run of ``count`` pages: the largest free run, at its middle if a neighbour may grow."""
-        best, longest, at = 0, 0, self._used.find(0)
-        while at >= 0:
-            end = self._used.find(1, at)
-            end = self.num_blocks if end < 0 else end
-            if end - at > longest:
-                best, longest = at, end - at
-            at = self._used.find(0, end)
-        middle = best + longest // 2
-        return middle if best > 0 and best + longest - middle >= count else best
+        start, end = max((run.span() for run in re.finditer(b"\0+", self._used)), key=lambda run: run[1] - run[0])
+        middle = start + (end - start) // 2
+        return middle if start > 0 and end - middle >= count else start

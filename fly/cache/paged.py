@@ -1,4 +1,4 @@
-"""Paged key/value tensors and the one attention function over them. Knows nothing of sampling or policies.
+"""Paged key/value tensors and the one attention function over them. Knows nothing of models, sampling or policies.
 
 Shape legend: T packed new tokens, N new tokens of one row, S tokens of one row so far, H query heads,
 G key/value heads, D head width, L layers, P pages, Z tokens a page.
@@ -20,10 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.cache.allocator import BlockAllocator
-from fly.models.config import LlamaConfig
 
-__all__ = ["DEFAULT_BYTES", "PagedBatch", "PagedKVCache", "block_size_for"]
-
+__all__ = ["DEFAULT_BYTES", "Cacheable", "PagedBatch", "PagedKVCache", "Sizes", "block_size_for"]
 
 _LARGE = 1 << 22  # bytes
 DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
@@ -31,14 +29,31 @@ DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
 
 def block_size_for(device: torch.device | str) -> int:
     """Tokens a page on a kind of device: few on the CPU, whose kernels find their way through any table, so that little
-    is left unused behind the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
+    is left unused after the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
     return 4 if torch.device(device).type == "cpu" else 256
 
 
-class Cacheable(Protocol):
-    """What a cache must know of a model."""
+class Sizes(Protocol):
+    """The sizes that a cache is made of, such as a ``LlamaConfig`` has."""
 
-    config: LlamaConfig
+    @property
+    def num_hidden_layers(self) -> int: ...
+
+    @property
+    def num_key_value_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def max_position_embeddings(self) -> int: ...
+
+
+class Cacheable(Protocol):
+    """What a cache must know of a model; its keys and values are float32 unless it has another ``dtype``."""
+
+    @property
+    def config(self) -> Sizes: ...
 
     @property
     def device(self) -> torch.device: ...
@@ -49,7 +64,6 @@ class _Row:
     """One sequence's share of a packed forward."""
 
     new: slice  # its tokens among the packed T
-    length: int  # tokens it has after this forward
     stored: slice | Tensor  # its slots in the cache: a slice while consecutive, else an index [S]
     mask_NS: Tensor | None  # True where attention is allowed; None where every key is
     causal: bool  # no earlier tokens: plain causal attention, no mask needed
@@ -77,7 +91,8 @@ class PagedBatch:
         """Slots [T] that the packed tokens are written to, and what each row reads."""
         cache, device = self.cache, self.cache.device
         rows, written, at = [], [], 0
-        for b, (seq, start, count) in enumerate(zip(self.seqs, self.starts, self.counts)):
+        masks = self.masks or [None] * len(self.seqs)
+        for seq, start, count, mask_NS in zip(self.seqs, self.starts, self.counts, masks):
             length = start + count
             stored: slice | list[int] | Tensor = cache.slots(seq, 0, length)
             if isinstance(stored, slice):
@@ -85,11 +100,10 @@ class PagedBatch:
             else:
                 stored = torch.tensor(stored, device=device)
                 written.append(stored[start:])
-            mask_NS = None if self.masks is None else self.masks[b]
             fresh = mask_NS is None and count > 1 and start == 0
             if mask_NS is None and count > 1 and not fresh:
                 mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)
-            rows.append(_Row(slice(at, at + count), length, stored, mask_NS, fresh))
+            rows.append(_Row(slice(at, at + count), stored, mask_NS, fresh))
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
 
@@ -130,7 +144,7 @@ class PagedBatch:
                 mask_1S = None if row.mask_NS is None else row.mask_NS[n : n + 1, : start + n + 1]
                 alone = PagedBatch(self.cache, [seq], [start + n], [1], [mask_1S])
                 at = row.new.start + n
-                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), len(seen_S), seen_S, None, False)]
+                alone._packed = slots_T[at : at + 1], [_Row(slice(0, 1), seen_S, None, False)]
                 yield alone
 
 
@@ -142,7 +156,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=dtype)
-    # Private: what processes could share has large pages only where the whole system is told to.
+    # Private: what processes could share has large pages only where the whole system is set to.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
@@ -153,7 +167,7 @@ class PagedKVCache:
     """Keys and values of every layer in pages, and the allocator that says whose they are.
 
     Args:
-        config: the model whose keys and values are stored.
+        config: sizes of the model whose keys and values are stored.
         num_blocks: pages; one page holds ``block_size`` tokens of all layers.
         block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
         dtype, device: of the stored tensors.
@@ -163,7 +177,7 @@ class PagedKVCache:
 
     def __init__(
         self,
-        config: LlamaConfig,
+        config: Sizes,
         num_blocks: int,
         block_size: int | None = None,
         dtype: torch.dtype = torch.float32,
@@ -172,12 +186,7 @@ class PagedKVCache:
         block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.device = torch.device(device)
-        shape = (
-            config.num_hidden_layers,
-            num_blocks * block_size,
-            config.num_key_value_heads,
-            config.head_dim,
-        )
+        shape = config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim
         self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod
@@ -193,7 +202,7 @@ class PagedKVCache:
         return cls(model.config, -(-tokens // block_size), block_size, dtype, model.device)
 
     @staticmethod
-    def bytes_per_token(config: LlamaConfig, dtype: torch.dtype) -> int:
+    def bytes_per_token(config: Sizes, dtype: torch.dtype) -> int:
         """Bytes one cached token takes over all layers, keys and values together."""
         return 2 * config.num_hidden_layers * config.num_key_value_heads * config.head_dim * dtype.itemsize
 
@@ -202,9 +211,8 @@ class PagedKVCache:
         size = self.allocator.block_size
         for source, destination in self.allocator.resize(seq, n_tokens):
             for stored in (self.keys, self.values):
-                stored[:, destination * size : (destination + 1) * size] = stored[
-                    :, source * size : (source + 1) * size
-                ]
+                pages = stored.unflatten(1, (-1, size))
+                pages[:, destination] = pages[:, source]
 
     def slots(self, seq: Hashable, start: int, stop: int) -> slice | list[int]:
         """Slots of the tokens ``start`` to ``stop`` of ``seq``: a slice where consecutive, else one by one."""
@@ -219,15 +227,10 @@ class PagedKVCache:
         """Roll ``seq`` back to its first ``start`` tokens, followed by those of its later ones that are numbered in
         ``kept`` (ascending, 0 is the token at ``start``): what stands of a tree moves up to where it belongs."""
         if list(kept) != list(range(len(kept))):
-            size, table = self.allocator.block_size, self.allocator.table(seq)
-
-            def slots(numbers: Sequence[int]) -> Tensor:
-                at = [start + number for number in numbers]
-                return torch.tensor([table[i // size] * size + i % size for i in at], device=self.device)
-
-            source, destination = slots(kept), slots(range(len(kept)))
+            slots = self.slots(seq, start, start + max(kept) + 1)
+            at = list(range(slots.start, slots.stop)) if isinstance(slots, slice) else slots
             for stored in (self.keys, self.values):
-                stored[:, destination] = stored[:, source]
+                stored[:, at[: len(kept)]] = stored[:, [at[number] for number in kept]]
         self.resize(seq, start + len(kept))
 
     def batch(
@@ -242,7 +245,7 @@ class PagedKVCache:
         ``masks[b]`` [N, S], bool, says which of the S = starts[b] + counts[b] stored tokens each of the N = counts[b]
         new ones sees; None is causal. Every count is at least 1.
 
-        Raises ``ValueError`` where ``resize`` has not reserved the room: the slots behind a sequence's last page may be
+        Raises ``ValueError`` where ``resize`` has not reserved the room: the slots after a sequence's last page may be
         another's.
         """
         for seq, start, count in zip(seqs, starts, counts, strict=True):

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from fly.drafts.base import DraftStrategy, Wrapper, pad
@@ -19,8 +19,7 @@ from fly.types import Draft
 __all__ = ["RelayDraft", "UnionDraft"]
 
 
-@dataclass(frozen=True)
-class _Piece:
+class _Piece(NamedTuple):
     """What one strategy proposed for one row."""
 
     tokens: list[int]
@@ -58,12 +57,11 @@ class _Combined(Wrapper):
         if draft.parents_BK is not None:
             raise ValueError(f"{type(member).__name__} proposed a tree; {type(self).__name__} combines chains only")
         probs_BKV = draft.probs_BKV
-        pieces = []
-        for b, (row, tokens) in enumerate(zip(rows, draft.chains)):
-            # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
-            probs_NV = None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)]
-            pieces.append(_Piece(tokens, probs_NV))
-        return pieces
+        # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
+        return [
+            _Piece(tokens, None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)])
+            for b, (row, tokens) in enumerate(zip(rows, draft.chains))
+        ]
 
 
 class RelayDraft(_Combined):
@@ -74,9 +72,9 @@ class RelayDraft(_Combined):
     own number of tokens to follow what stands so far, however many that are, unless the row has ended. Where any
     stage gave distributions, each token keeps the distribution it was drawn from, and those of deterministic stages
     have all mass on themselves. How much a stage proposes may depend on what earlier ones drew (a lookup may find
-    nothing there), but
-    not on its own draws: whether a position is drafted is known before its token, which is all that losslessness
-    needs. In the paper lengths are searched for; here they are given, and a stage is any strategy of chains.
+    nothing there), but not on its own draws: whether a position is drafted is known before its token, which is all that
+    losslessness needs. In the paper lengths are searched for; here they are given, and a stage is any strategy of
+    chains.
     """
 
     def __init__(self, stages: abc.Sequence[tuple[DraftStrategy, int]]) -> None:
@@ -98,12 +96,14 @@ class RelayDraft(_Combined):
                 break
             left = [min(k, len(rows[b].tokens) + max_len[b] - len(tokens[b])) for b in active]
             forks = [_extended(rows[b], tokens[b], number) for b in active]
-            for b, piece in zip(active, self._ask(member, forks, left)):
+            pieces = dict(zip(active, self._ask(member, forks, left)))
+            active = []
+            for b, piece in pieces.items():
                 drafted[b].append(piece)
                 tokens[b] += piece.tokens
-            active = [b for b in active if len(tokens[b]) < len(rows[b].tokens) + max_len[b]]
-            ended = {b for b in active if drafted[b][-1].tokens and tokens[b][-1] in rows[b].stop_ids}
-            active = [b for b in active if b not in ended]
+                ended = piece.tokens and piece.tokens[-1] in rows[b].stop_ids
+                if not ended and len(tokens[b]) < len(rows[b].tokens) + max_len[b]:
+                    active.append(b)
         return _join(drafted)
 
 
@@ -129,10 +129,6 @@ class _Average:
         """Accepted tokens to expect of ``length`` proposed ones, the sum over them of acceptance^j."""
         length, a = min(length, self.length), self.acceptance
         return length if a == 1 else a * (1 - a**length) / (1 - a)
-
-    def of_length(self, length: int) -> _Average:
-        """As if the next proposal had this length."""
-        return replace(self, length=float(length))
 
     def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
         """With one more proposal, of at most ``asked`` tokens, and what was emitted (at least one token)."""
@@ -169,8 +165,7 @@ class UnionDraft(_Combined):
 
     Drawn tokens never decide. To look at them and then drop them would change their distribution, and with it that of
     the text. So a proposal with a distribution stands once it is drawn (above temperature 0), and whether to draw it is
-    decided
-    before: if more is expected of that strategy than is offered so far, and than of any that comes later.
+    decided before: if more is expected of that strategy than is offered so far, and than of any that comes later.
     Deterministic proposals are free to be compared.
 
     With a relaxed policy what was emitted leans to the proposal that was used, and so do the averages.
@@ -205,18 +200,15 @@ class UnionDraft(_Combined):
                 continue
             pieces = self._ask(member, [rows[b] for b in asked], [max_len[b] for b in asked])
             for b, piece in zip(asked, pieces):
-                row = rows[b]
+                row, n = rows[b], len(piece.tokens)
                 self._rounds[row.id].proposed[number] = piece.tokens
-                if not piece.tokens:  # which does not depend on what it would have drawn
-                    continue
-                n = len(piece.tokens)
-                offer = self._averages[row.id][number].of_length(n).expected(n)
-                if piece.probs_NV is not None:
+                offer = replace(self._averages[row.id][number], length=float(n)).expected(n)
+                drawn = piece.probs_NV is not None and n > 0  # that it has none does not depend on what it would draw
+                if drawn:
                     self._draws[number] = True
                     open_rows.remove(b)
-                elif offer <= offers[b]:
-                    continue
-                chosen[b], offers[b] = [piece], offer
+                if drawn or offer > offers[b]:
+                    chosen[b], offers[b] = [piece], offer
         return _join(chosen)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
@@ -246,20 +238,18 @@ def _join(pieces: abc.Sequence[list[_Piece]]) -> Draft:
     """A ``Draft`` of each row's pieces, one after the other; deterministic ones get one-hot distributions if any has a
     distribution."""
     tokens = [[token for piece in row for token in piece.tokens] for row in pieces]
-    distribution = next((piece.probs_NV for row in pieces for piece in row if piece.probs_NV is not None), None)
-    if distribution is None:
+    some_NV = next((piece.probs_NV for row in pieces for piece in row if piece.probs_NV is not None), None)
+    if some_NV is None:
         return pad(tokens)
-    proposal = pad(tokens, distribution.device)
-    probs_BKV = torch.zeros(
-        *proposal.tokens_BK.shape, distribution.shape[-1], dtype=distribution.dtype, device=distribution.device
-    )
+    draft = pad(tokens, some_NV.device)
+    probs_BKV = some_NV.new_zeros(*draft.tokens_BK.shape, some_NV.shape[-1])
     for b, row in enumerate(pieces):
         start = 0
         for piece in row:
             end = start + len(piece.tokens)
             if piece.probs_NV is not None:
-                probs_BKV[b, start:end] = piece.probs_NV.to(distribution.device)
+                probs_BKV[b, start:end] = piece.probs_NV.to(some_NV.device)
             else:
                 probs_BKV[b, range(start, end), piece.tokens] = 1.0
             start = end
-    return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
+    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter, abc, deque
+from collections import Counter, abc, defaultdict, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from fly.drafts.base import DraftStrategy, pad, until_end
@@ -26,32 +27,25 @@ class _Places:
     """Where each gram ends, oldest first, in texts where something follows it."""
 
     depth: int
-    of: dict[tuple[int, ...], list[_Place]] = field(default_factory=dict)
+    of: defaultdict[tuple[int, ...], list[_Place]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, text: list[int], end: int) -> None:
         """Index the grams that end at ``end``, which comes after all others."""
-        place = (text, end)
         for gram in self._grams(text, end):
-            self.of.setdefault(gram, []).append(place)
+            self.of[gram].append((text, end))
 
     def drop(self, text: list[int], end: int, at: int) -> None:
         """Undo ``add`` for the latest place (``at`` -1) or the oldest (``at`` 0)."""
         for gram in self._grams(text, end):
-            places = self.of[gram]
-            del places[at]
-            if not places:
+            del self.of[gram][at]
+            if not self.of[gram]:
                 del self.of[gram]
 
     def longest(self, text: list[int], lookback: int) -> tuple[int, list[_Place]]:
         """Length of the longest match with the end of ``text``, and the places that have it, latest first."""
-        places: list[_Place] = []
-        best = 0
-        for gram in self._grams(text, len(text) - 1):
-            if gram in self.of:
-                places, best = self.of[gram][: -lookback - 1 : -1], len(gram)
-                break
-        found: list[_Place] = []
-        for other, end in places:
+        gram = next((gram for gram in self._grams(text, len(text) - 1) if gram in self.of), ())
+        best, found = len(gram), list[_Place]()
+        for other, end in self.of[gram][: -lookback - 1 : -1] if gram else ():
             if other[max(0, end + 1 - best) : end + 1] != text[-best:]:
                 continue
             n, most = best, min(self.depth, len(text), end + 1)
@@ -65,14 +59,6 @@ class _Places:
     def _grams(self, text: list[int], end: int) -> Iterator[tuple[int, ...]]:
         longest = min(self.depth, end + 1)
         return (tuple(text[end + 1 - n : end + 1]) for n in _ANCHORS if n <= longest)
-
-
-@dataclass
-class _Own:
-    """A request's own text, indexed up to the last token but one: nothing has followed the last yet."""
-
-    places: _Places
-    text: list[int] = field(default_factory=list)
 
 
 class SuffixDraft(DraftStrategy):
@@ -126,21 +112,23 @@ class SuffixDraft(DraftStrategy):
             raise ValueError(f"min_prob {min_prob} must lie in 0..1")
         self.depth, self.factor, self.offset, self.min_prob = depth, factor, offset, min_prob
         self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
-        self._own: dict[int, _Own] = {}
+        # Requests' own texts, indexed up to the last token but one: nothing has followed the last yet.
+        self._own: dict[int, tuple[list[int], _Places]] = {}
         self._shared = _Places(depth)
         self._outputs: deque[tuple[list[int], int]] = deque()  # each with the first of its positions that is indexed
-        self._held = 0  # tokens of all of them
+        self._held = 0  # tokens in all of them
 
     def attach(self, target: Runner) -> None:
         """Raises ``ValueError`` for a target of another vocabulary than an earlier one: its outputs are shared."""
+        if not self.shared_tokens:
+            return
         size = target.executor.config.vocab_size
-        if self.shared_tokens and self.vocab_size not in (None, size):
+        if self.vocab_size not in (None, size):
             raise ValueError(
                 f"this strategy shares outputs of a target with {self.vocab_size} tokens in its vocabulary, "
                 f"and cannot draft for one with {size}; give each its own, or shared_tokens=0"
             )
-        if self.shared_tokens:
-            self.vocab_size = size
+        self.vocab_size = size
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]
@@ -158,10 +146,10 @@ class SuffixDraft(DraftStrategy):
     def _lookup(self, row: Sequence, most: int) -> list[int]:
         if most < 1:
             return []
-        own = self._sync(row)
-        score, drafted = self._follow(own.text, own.places, most)
-        shared_score, shared = self._follow(own.text, self._shared, most)
-        return shared if shared_score > score else drafted
+        text, own = self._sync(row)
+        found = [self._follow(text, index, most) for index in (own, self._shared)]
+        _, drafted = max(found, key=itemgetter(0))  # its own among equals, which comes first
+        return drafted
 
     def _follow(self, text: list[int], index: _Places, most: int) -> tuple[float, list[int]]:
         """The proposal of one index, and its score."""
@@ -183,15 +171,16 @@ class SuffixDraft(DraftStrategy):
             score += chance
         return score, drafted
 
-    def _sync(self, row: Sequence) -> _Own:
-        own = self._own.setdefault(row.id, _Own(_Places(self.depth)))
-        keep = common_prefix(own.text, row.tokens)
+    def _sync(self, row: Sequence) -> tuple[list[int], _Places]:
+        """The row's own text, and its index."""
+        text, places = own = self._own.setdefault(row.id, ([], _Places(self.depth)))
+        keep = common_prefix(text, row.tokens)
         indexed = max(0, keep - 1)
-        for end in range(len(own.text) - 2, indexed - 1, -1):
-            own.places.drop(own.text, end, -1)
-        own.text[keep:] = row.tokens[keep:]
-        for end in range(indexed, len(own.text) - 1):
-            own.places.add(own.text, end)
+        for end in range(len(text) - 2, indexed - 1, -1):
+            places.drop(text, end, -1)
+        text[keep:] = row.tokens[keep:]
+        for end in range(indexed, len(text) - 1):
+            places.add(text, end)
         return own
 
     def _share(self, row: Sequence) -> None:

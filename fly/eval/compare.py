@@ -40,7 +40,7 @@ class Result:
 
     @property
     def decoding_speed(self) -> float:
-        """Tokens a second behind those that came with the prompts, over the time since."""
+        """Tokens a second after those that came with the prompts, over the time since."""
         return self.stats.emitted / self.times.decoding
 
     @property
@@ -69,7 +69,7 @@ def decode(
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
     Settings take turns of a few prompts (``together``), so that a busy moment of the machine falls on all of them
-    alike, and none finds the caches of the processor full of another's doings each time; each is warmed up before any
+    alike, and none always finds another's data in the processor's caches; each is warmed up before any
     clock runs, on another prompt, since a strategy may remember what it has seen.
     ``advance(name)`` is called after every completion; ``clocked`` also times the models, which waits for a GPU after
     every forward.
@@ -83,7 +83,7 @@ def decode(
     for result, prompt in in_turns(results, prompts, together):
         llm = result.setting.llm
         for allocator in llm.scheduler.allocators():
-            allocator.forget()  # else who comes later would find the prompt in the cache
+            allocator.forget()  # or the next setting would find the prompt in the cache
         ids = llm.chat_prompt(prompt) if isinstance(prompt, str) else prompt
         output, times = timed(result.setting, ids, params, clocked)
         result.times += times

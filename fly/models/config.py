@@ -20,6 +20,19 @@ class CheckpointError(ValueError):
     """A checkpoint directory cannot be used; the message names the file, the bad value and the choices."""
 
 
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; empty if there is no such file. Raises ``CheckpointError``."""
+    if not path.exists():
+        return {}
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
 class RopeScaling(BaseModel):
     """How rotary frequencies are stretched beyond the trained context (``rope_scaling``/``rope_parameters``)."""
 
@@ -66,19 +79,18 @@ class LlamaConfig(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _fill_derived(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = dict(values)
-            if values.get("num_key_value_heads") is None:
-                values["num_key_value_heads"] = values.get("num_attention_heads")
-            hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
-            # Sizes that are no positive integers are left for the fields to refuse.
-            if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
-                if hidden % heads:
-                    raise ValueError(
-                        f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
-                    )
-                values["head_dim"] = hidden // heads
-        return values
+        if not isinstance(values, dict):
+            return values
+        hidden, heads = values.get("hidden_size"), values.get("num_attention_heads")
+        derived = {"num_key_value_heads": heads}
+        # Sizes that are no positive integers are left for the fields to refuse.
+        if values.get("head_dim") is None and isinstance(hidden, int) and isinstance(heads, int) and heads > 0:
+            if hidden % heads:
+                raise ValueError(
+                    f"hidden_size {hidden} is no multiple of num_attention_heads {heads}, and head_dim is not given"
+                )
+            derived["head_dim"] = hidden // heads
+        return values | {name: value for name, value in derived.items() if values.get(name) is None}
 
     @model_validator(mode="after")
     def _sizes_fit(self) -> LlamaConfig:
@@ -109,9 +121,9 @@ class LlamaConfig(BaseModel):
             if not isinstance(stated := raw.get(name) or {}, dict):
                 raise CheckpointError(f"{source}: {name} must be an object, got {stated!r}")
             rope |= stated
-        rope_type = rope.pop("rope_type", None) or rope.pop("type", None) or "default"
-        rope.pop("type", None)
-        theta = next((t for t in (rope.pop("rope_theta", None), raw.get("rope_theta")) if t is not None), 10000.0)
+        old_type, theta = rope.pop("type", None), rope.pop("rope_theta", None)  # older names and places
+        rope_type = rope.pop("rope_type", None) or old_type or "default"
+        theta = raw.get("rope_theta") if theta is None else theta
         if rope.pop("partial_rotary_factor", 1.0) != 1.0:
             raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
         if rope_type not in ROPE_TYPES:
@@ -123,21 +135,19 @@ class LlamaConfig(BaseModel):
             raise CheckpointError(f"{source}: rope settings {unknown} are not supported")
         values = {name: raw[name] for name in cls.model_fields if name in raw and not name.startswith("rope")}
         try:
-            return cls(
-                **values, rope_theta=theta, rope_scaling=RopeScaling.model_validate({"rope_type": rope_type, **rope})
-            )
+            scaling = RopeScaling.model_validate({"rope_type": rope_type, **rope})
+            return cls(**values, rope_theta=10000.0 if theta is None else theta, rope_scaling=scaling)
         except ValidationError as error:
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
         """The same facts as a ``config.json`` dictionary that transformers also reads."""
-        values = self.model_dump(exclude={"rope_scaling"})
         scaling = self.rope_scaling
         return {
             "architectures": [ARCHITECTURES[0]],
             "model_type": "llama",
             "hidden_act": "silu",
-            **values,
+            **self.model_dump(exclude={"rope_scaling"}),
             "rope_scaling": None if scaling.rope_type == "default" else scaling.model_dump(),
             "torch_dtype": dtype,
             **extra,
@@ -147,12 +157,7 @@ class LlamaConfig(BaseModel):
     def read(cls, directory: Path) -> tuple[LlamaConfig, dict[str, Any]]:
         """``(config, raw dictionary)`` of ``directory/config.json``. Raises ``CheckpointError``."""
         path = Path(directory) / "config.json"
-        try:
-            raw = json.loads(path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
-            raise CheckpointError(f"{path}: not found; a checkpoint directory needs a config.json") from None
-        except ValueError as error:
-            raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-        if not isinstance(raw, dict):
-            raise CheckpointError(f"{path}: must hold a JSON object, got {type(raw).__name__}")
+        if not path.exists():
+            raise CheckpointError(f"{path}: not found; a checkpoint directory needs a config.json")
+        raw = read_json(path)
         return cls.from_hf(raw, str(path)), raw

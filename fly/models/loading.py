@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,10 +17,17 @@ from torch import nn
 from fly.models.config import CheckpointError, LlamaConfig
 from fly.models.llama import Llama, allocate, skeleton
 
-if TYPE_CHECKING:
-    from fly.parallel.plan import Part
-
-__all__ = ["DTYPES", "checkpoint_tensors", "load_model", "resolve_device", "resolve_dtype", "save_model"]
+__all__ = [
+    "DTYPES",
+    "Part",
+    "Piece",
+    "checkpoint_tensors",
+    "layout",
+    "load_model",
+    "resolve_device",
+    "resolve_dtype",
+    "save_model",
+]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
@@ -37,7 +44,7 @@ class Piece:
     shape: tuple[int, ...]
     rows: slice
     cut: tuple[slice, ...] = ()  # a slice for each dimension
-    stored: bool = True  # False: zeros instead, where another rank holds it
+    stored: bool = True  # False: zeros instead, where another part holds it
 
     def length(self, dim: int) -> int:
         """What is left of a dimension."""
@@ -48,15 +55,24 @@ class Piece:
         return file.get_slice(self.key)[self.cut] if self.cut else file.get_tensor(self.key)
 
 
+class Part(Protocol):
+    """What is to be held of a model, where others hold the rest."""
+
+    @property
+    def pieces(self) -> Mapping[str, list[Piece]]:
+        """For each parameter, the checkpoint tensors it is made of, in row order."""
+        ...
+
+    def build(self) -> Llama:
+        """The module that holds it, without memory (on torch's meta device)."""
+        ...
+
+
 def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str, list[Piece]]:
     """For each parameter of ``Llama(config)``, the checkpoint tensors it is made of, in row order."""
-    head = config.head_dim
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
     fused = {
-        "qkv_proj": [
-            ("q_proj", config.num_attention_heads * head),
-            ("k_proj", config.num_key_value_heads * head),
-            ("v_proj", config.num_key_value_heads * head),
-        ],
+        "qkv_proj": [("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)],
         "gate_up_proj": [("gate_proj", config.intermediate_size), ("up_proj", config.intermediate_size)],
     }
     plan: dict[str, list[Piece]] = {}
@@ -74,13 +90,9 @@ def layout(config: LlamaConfig, parameters: dict[str, nn.Parameter]) -> dict[str
 
 def resolve_dtype(dtype: str | torch.dtype, raw: dict[str, Any]) -> torch.dtype:
     """``dtype`` as a torch dtype; ``"auto"`` is what the checkpoint's config states (float32 if it states none)."""
-    if isinstance(dtype, torch.dtype):
-        name = str(dtype).removeprefix("torch.")
-    elif dtype == "auto":
-        name = str(raw.get("torch_dtype") or raw.get("dtype") or "float32").removeprefix("torch.")
-    else:
-        name = _ALIASES.get(dtype, dtype)
-    if name not in DTYPES:
+    stated = raw.get("torch_dtype") or raw.get("dtype") or "float32" if dtype == "auto" else dtype
+    name = str(stated).removeprefix("torch.")
+    if (name := _ALIASES.get(name, name)) not in DTYPES:
         if dtype == "auto":
             raise CheckpointError(f"config.json: dtype {name!r} is not supported; choices: {[*DTYPES]}")
         raise ValueError(f"dtype {dtype!r} is not supported; choices: {['auto', *DTYPES, *_ALIASES]}")
@@ -135,8 +147,8 @@ def load_model(
         path: directory with ``config.json`` and ``model.safetensors`` (or an index and its shards).
         dtype: ``"auto"`` (as the config states), or one of bfloat16, float16, float32.
         device: ``"auto"``, or any torch device.
-        part: gives what is to be held of a model, by its configuration; only that is read. None is all of it. The
-            module's own communication is not this function's business (``fly.parallel.load`` adds it).
+        part: gives what is to be held of a model, by its configuration; only that is read. None is all of it. What
+            the parts say to one another is not this function's business.
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
@@ -149,10 +161,10 @@ def load_model(
     wanted_dtype, wanted_device = resolve_dtype(dtype, raw), resolve_device(device)
     if part is None:
         model = skeleton(config)
-        plan = layout(config, dict(model.named_parameters()))
+        plan: Mapping[str, list[Piece]] = layout(config, dict(model.named_parameters()))
     else:
-        share = part(config)
-        model, plan = share.build(), share.pieces
+        held = part(config)
+        model, plan = held.build(), held.pieces
     with ExitStack() as stack:
         where: dict[str, Any] = {}
         for file in _weight_files(directory):
@@ -183,7 +195,7 @@ def load_model(
     return model.eval().requires_grad_(False)
 
 
-def _check_tensors(directory: Path, plan: dict[str, list[Piece]], where: dict[str, Any], allowed: set[str]) -> None:
+def _check_tensors(directory: Path, plan: Mapping[str, list[Piece]], where: dict[str, Any], allowed: set[str]) -> None:
     expected = {piece.key: piece.shape for pieces in plan.values() for piece in pieces}
     if missing := sorted(set(expected) - set(where)):
         raise CheckpointError(f"{directory}: tensors are missing: {_names(missing)}")

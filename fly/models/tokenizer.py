@@ -18,22 +18,12 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
 from fly.errors import explain
-from fly.models.config import CheckpointError
+from fly.models.config import CheckpointError, read_json
 from fly.types import SamplingParams
 
 __all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
 
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.exists():
-        return {}
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CheckpointError(f"{path}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
+_EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
 
 
 def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
@@ -43,8 +33,7 @@ def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
     """
     for name in ("generation_config.json", "config.json"):
         path = Path(directory) / name
-        value = _read_json(path).get("eos_token_id")
-        if value is not None:
+        if (value := read_json(path).get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
                 raise CheckpointError(f"{path}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
@@ -58,7 +47,7 @@ def read_sampling_defaults(directory: str | Path) -> SamplingParams:
     Raises ``CheckpointError`` for values out of range.
     """
     path = Path(directory) / "generation_config.json"
-    settings = _read_json(path)
+    settings = read_json(path)
     if not settings.get("do_sample"):
         return SamplingParams(temperature=0.0)
     names = ("temperature", "top_k", "top_p", "min_p")
@@ -81,7 +70,7 @@ class Tokenizer:
             self.raw = RawTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
-        settings = _read_json(directory / "tokenizer_config.json")
+        settings = read_json(directory / "tokenizer_config.json")
         template_file = directory / "chat_template.jinja"
         try:
             template = settings.get("chat_template")
@@ -156,24 +145,20 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
         if marks[0] not in text:
             return self.encode(text, add_special_tokens=False)
-        ids: list[int] = []
-        for number, part in enumerate(re.split("|".join(map(re.escape, marks)), text)):
-            tokenizer = self._plain if number % 2 else self.raw
-            ids += tokenizer.encode(part, add_special_tokens=False).ids
-        return ids
+        parts, tokenizers = re.split("|".join(map(re.escape, marks)), text), (self.raw, self._plain)
+        encoded = [tokenizers[n % 2].encode(part, add_special_tokens=False) for n, part in enumerate(parts)]
+        return [i for found in encoded for i in found.ids]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
         """What the chat template looks at, such as ``messages`` and ``tools``; empty without a template."""
-        tree = jinja2.Environment(extensions=["jinja2.ext.loopcontrols"]).parse(self.template or "")
+        tree = jinja2.Environment(extensions=_EXTENSIONS).parse(self.template or "")
         return frozenset(jinja2.meta.find_undeclared_variables(tree))
 
     @cached_property
     def _compiled_template(self) -> jinja2.Template:
         """The template as code, which takes a hundred times as long to make as to run."""
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-        )
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
 
         def refuse(message: str) -> None:
             raise jinja2.TemplateError(message)
@@ -204,8 +189,7 @@ class Tokenizer:
             if self._exact_specials and not any(text in value for text in self._exact_specials):
                 return value
             found = self.raw.encode(value, add_special_tokens=False)
-            special = self.control_ids
-            spans = [span for token, span in zip(found.ids, found.offsets) if token in special]
+            spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
             for start, end in reversed(spans):
                 value = f"{value[:start]}{marks[0]}{value[start:end]}{marks[1]}{value[end:]}"
             return value
@@ -243,10 +227,7 @@ class TextStream:
             return ""
         self._held += self._unfinished()
         self._ids, self._decoded = [], 0
-        rest = self._settle(stoppable=True)  # what came last may have completed a stop string
-        if not self.stopped:
-            rest, self.text, self._held = rest + self._held, self.text + self._held, ""
-        return rest
+        return self._settle(stoppable=True, keep=False)  # what came last may have completed a stop string
 
     def _decode(self, token: int) -> str:
         """What ``token`` settles of the decoded text."""
@@ -254,7 +235,7 @@ class TextStream:
             settled = self._decoder.step(self._tokenizer.raw, token) or ""
         except Exception:  # bare, from the library
             # Where single bytes are tokens (``<0xF0>``), a run of bytes with one bad byte decodes to replacement
-            # marks only, which takes back characters that were already given out. Start afresh behind them.
+            # marks only, which takes back characters that were already given out. Start afresh after them.
             before = self._unfinished()
             self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
             return before + self._decode(token)
@@ -266,17 +247,14 @@ class TextStream:
         """Characters the decoder keeps to itself because bytes are missing, as replacement marks."""
         return self._tokenizer.decode(self._ids)[self._decoded :]
 
-    def _settle(self, stoppable: bool) -> str:
-        if stoppable and self._stop:
-            found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-            if found:
-                self.stopped = True
-                settled, self._held = self._held[: min(found)], ""
-                self.text += settled
-                return settled
-        keep = max((self._overlap(stop) for stop in self._stop), default=0) if stoppable else 0
-        settled = self._held[: len(self._held) - keep]
-        self._held = self._held[len(settled) :]
+    def _settle(self, stoppable: bool, keep: bool = True) -> str:
+        """Give out what is held, up to a stop string, or what may be the beginning of one (if that is to be kept)."""
+        stops = self._stop if stoppable else ()
+        if found := [at for stop in stops if (at := self._held.find(stop)) >= 0]:
+            self.stopped, end = True, min(found)
+        else:
+            end = len(self._held) - (max(map(self._overlap, stops), default=0) if keep else 0)
+        settled, self._held = self._held[:end], "" if found else self._held[end:]
         self.text += settled
         return settled
 

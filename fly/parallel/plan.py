@@ -14,8 +14,8 @@ from typing import Literal
 import torch
 from torch import nn
 
-from fly.models import Llama, LlamaConfig
-from fly.models.llama import skeleton
+from fly.models.config import LlamaConfig
+from fly.models.llama import Llama, skeleton
 from fly.models.loading import Piece, layout
 
 __all__ = ["LLAMA", "LLAMA_WHOLE_SUMS", "Part", "PlanError", "Rule", "Style"]
@@ -88,12 +88,13 @@ class Part:
         self.config, self.rank, self.size, self.plan = config, rank, size, tuple(plan)
         for rule in self.plan:
             if rule.divides:
-                self._units(rule)
+                self._check_divides(rule)
+        heads = {"num_attention_heads", "num_key_value_heads"}
         divided = {rule.of for rule in self.plan if rule.divides and rule.style != "gather"}
-        names = ("num_attention_heads", "num_key_value_heads", "intermediate_size")
-        if len(divided & set(names[:2])) == 1:
-            raise PlanError(f"the plan divides {sorted(divided & set(names[:2]))[0]}; query and key heads go together")
-        local = {name: max(getattr(config, name) // size, 1) for name in names if name in divided}
+        if len(divided & heads) == 1:
+            raise PlanError(f"the plan divides {(divided & heads).pop()}; query and key heads go together")
+        names = divided & (heads | {"intermediate_size"})
+        local = {name: max(getattr(config, name) // size, 1) for name in names}
         self.sizes = LlamaConfig.model_validate({**config.model_dump(), **local})
         self.pieces = self._cut(layout(config, dict(skeleton(config).named_parameters())))
         self._check_shapes()
@@ -106,10 +107,8 @@ class Part:
     def slots(self, of: str) -> slice:
         """Which of the units of a size, such as heads or tokens of the vocabulary, this rank holds."""
         total = int(getattr(self.config, of))
-        if total < self.size:  # fewer heads than ranks: neighbours share one
-            return slice(at := self.rank * total // self.size, at + 1)
-        share = total // self.size
-        return slice(self.rank * share, (self.rank + 1) * share)
+        first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
+        return slice(first, max(end, first + 1))  # where there are fewer heads than ranks, neighbours share one
 
     def build(self) -> Llama:
         """This rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
@@ -139,8 +138,8 @@ class Part:
             raise PlanError(f"{key} is matched {said}; the plan's rules: {[rule.names for rule in self.plan]}")
         return found[0]
 
-    def _units(self, rule: Rule) -> None:
-        """Whether a size divides by the ranks, or (heads of keys and values) the ranks by it."""
+    def _check_divides(self, rule: Rule) -> None:
+        """A size must divide by the ranks, or (heads of keys and values) the ranks by it."""
         if rule.of not in LlamaConfig.model_fields:
             raise PlanError(f"rule {rule.names!r} divides {rule.of!r}, which is no size of a model")
         total = getattr(self.config, rule.of)
@@ -153,30 +152,26 @@ class Part:
             )
 
     def _cut(self, whole: Mapping[str, list[Piece]]) -> dict[str, list[Piece]]:
-        unused = set(self.plan)
         found: dict[str, list[Piece]] = {}
         for name, pieces in whole.items():
             found[name], start = [], 0
             for piece in pieces:
                 rule = self._rule(piece.key)
-                unused.discard(rule)
                 cut = [slice(0, length) for length in piece.shape]
-                stored = True
-                if rule.style == "row" and len(piece.shape) == 1:
-                    stored = self.rank == 0
-                elif rule.divides:
+                once = rule.style == "row" and len(piece.shape) == 1  # a bias
+                if rule.divides and not once:
                     dim = int(rule.style == "row")
                     units, slots = int(getattr(self.config, rule.of)), self.slots(rule.of)
                     if piece.shape[dim] % units:
                         raise PlanError(f"{piece.key}: {piece.shape[dim]} is no multiple of {rule.of} {units}")
                     each = piece.shape[dim] // units
                     cut[dim] = slice(slots.start * each, slots.stop * each)
-                length = cut[0].stop - cut[0].start
-                found[name].append(replace(piece, rows=slice(start, start + length), cut=tuple(cut), stored=stored))
-                start += length
-        for rule in self.plan:
-            if rule in unused:
-                raise PlanError(f"rule {rule.names!r} ({rule.style}) matches no tensor of this model")
+                rows, stored = slice(start, start + cut[0].stop - cut[0].start), self.rank == 0 or not once
+                found[name].append(replace(piece, rows=rows, cut=tuple(cut), stored=stored))
+                start = rows.stop
+        keys = [piece.key for pieces in whole.values() for piece in pieces]
+        if unused := [rule for rule in self.plan if not any(map(rule.matches, keys))]:
+            raise PlanError(f"rule {unused[0].names!r} ({unused[0].style}) matches no tensor of this model")
         return found
 
     def _check_shapes(self) -> None:
@@ -186,12 +181,12 @@ class Part:
             styles = {self._rule(piece.key).style for piece in self.pieces[name]}
             if len(styles) > 1:
                 raise PlanError(f"{name} is made of parts that are divided differently: {sorted(styles)}")
-            wanted = expected[name]
+            outputs, *inputs = expected[name]
             if styles & {"gather", "vocabulary"}:
-                wanted = (wanted[0] // self.size, *wanted[1:])
-            if "gather" in styles:  # from all inputs
-                wanted = (wanted[0], *(width * self.size for width in wanted[1:]))
-            if shape != wanted:
+                outputs //= self.size
+            if "gather" in styles:
+                inputs = [width * self.size for width in inputs]
+            if shape != (wanted := (outputs, *inputs)):
                 raise PlanError(
                     f"{name}: the plan leaves {list(shape)} to each of {self.size} ranks, where the other tensors ask "
                     f"for {list(wanted)}"

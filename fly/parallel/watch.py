@@ -2,7 +2,7 @@
 
 Every rank has a thread that says through the rendezvous store that it lives and how far it has come, and looks at
 what the others say. A collective that waits for a lost rank cannot be interrupted, so the thread ends the process;
-torchrun sees that, and starts the group again if it was told to. Knows nothing of models or tensors.
+torchrun sees that, and starts the group again if it was asked to. Knows nothing of models or tensors.
 """
 
 from __future__ import annotations
@@ -85,13 +85,7 @@ class Watch:
             self._store.set(_key("left", self.rank), repr(error) if error else "")
         # A failed collective is somebody else's fault, whom the thread is about to name.
         wait = 2 * self.heartbeat_timeout + _LEAVE if isinstance(error, CollectiveError) else _LEAVE
-        started = time.monotonic()
-        while len(self._left) < self.size - 1 and not self._stop.is_set():
-            if error is not None and time.monotonic() - started > wait:
-                if not isinstance(error, MemoryError) and "OutOfMemory" not in type(error).__name__:
-                    traceback.print_exception(error)
-                self.declare(self.rank, _failed(error))
-            time.sleep(0.01)
+        self._wait(lambda: len(self._left) == self.size - 1, wait, error)
         self._stop.set()
         self._thread.join()
         for handle in self._handles.values():
@@ -102,11 +96,16 @@ class Watch:
         self._errors += 1
         key = _key("error", self._errors, type(error).__name__)
         self._store.add(key, 1)
+        self._wait(lambda: self._store.add(key, 0) == self.size, self.heartbeat_timeout, error)
+
+    def _wait(self, over: Callable[[], bool], seconds: float, error: BaseException | None) -> None:
+        """Wait until all is ``over``. After so many seconds with an ``error`` this rank is to blame."""
         started = time.monotonic()
-        while self._store.add(key, 0) < self.size and not self._stop.is_set():
-            if time.monotonic() - started > self.heartbeat_timeout:
-                traceback.print_exception(error)
-                self.declare(self.rank, _failed(error))
+        while not over() and not self._stop.is_set():
+            if error is not None and time.monotonic() - started > seconds:
+                if not isinstance(error, MemoryError) and "OutOfMemory" not in type(error).__name__:
+                    traceback.print_exception(error)
+                self.declare(self.rank, f"failed: {type(error).__name__}: {' '.join(str(error).split())}")
             time.sleep(0.005)
 
     def declare(self, rank: int, reason: str) -> None:
@@ -193,16 +192,12 @@ class Watch:
         entered, since = self.progress.entered, self.progress.since
         if since is None or now - since < self.collective_timeout:
             return
-        behind = {other: int(beat.split()[1]) for other, beat in said.items() if beat}
-        if behind and (least := min(behind.values())) < entered:
-            other = min(rank for rank, count in behind.items() if count == least)
+        counts = {int(beat.split()[1]): other for other, beat in reversed(said.items()) if beat}
+        if counts and (least := min(counts)) < entered:
+            other = counts[least]
             if other in self._left and now - since < self.collective_timeout + 2 * _LEAVE:
                 return  # it is about to say why
             self.declare(other, f"hangs: for {self.collective_timeout:g} s it has not come to collective {least + 1}")
-
-
-def _failed(error: BaseException) -> str:
-    return f"failed: {type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def _key(*parts: object) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, decide, exact_accept_probs, verdict_of
+from fly.policies.base import AcceptancePolicy, exact_accept_probs, longest_prefix, verdict_of
 from fly.policies.formulas import drafted
 from fly.types import Draft, Guarantee, Noise, Target, Verdict
 
@@ -49,7 +49,7 @@ class ExactSample(AcceptancePolicy):
             return super().verdict(target, draft, noise)
         own_BK = draw(target.probs_BKV[:, :-1].flatten(0, 1), noise.accept_BK.flatten()).view(-1, longest)
         same_BK = (own_BK == draft.tokens_BK) & draft.mask_BK()
-        verdict = decide(self, target, draft, noise, same_BK, same_BK)
+        verdict = longest_prefix(self, target, draft, noise, same_BK, same_BK)
         rejected_B = verdict.accepted_B < draft.lengths_B
         own_B = pick(own_BK, verdict.accepted_B.clamp_max(longest - 1))
         return replace(verdict, next_token_B=torch.where(rejected_B, own_B, verdict.next_token_B))

@@ -1,4 +1,4 @@
-"""Train and evaluate the bundled checkpoints: ``python -m fly.bundled.train all``.
+"""Train and evaluate the bundled checkpoints, from a checkout: ``python -m tools.train all``.
 
 One byte-level BPE tokenizer is shared by all three models, which differ in size alone.  Everything is a
 function of the seed: the problems, their order, the initial weights and the number of steps.
@@ -25,12 +25,12 @@ from rich.table import Table
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from fly.bundled.tasks import FREE_WORDS, KINDS, Problem, check_many, problems
+from fly.bundled import CHECKPOINTS, wording
+from fly.bundled.tasks import KINDS, Problem, check_many, problems
 from fly.models import Llama, LlamaConfig, load_model, save_model
 
 __all__ = ["RECIPES", "Recipe", "build_tokenizer", "evaluate", "greedy", "save_tokenizer", "train"]
 
-CHECKPOINTS = Path(__file__).parent / "checkpoints"
 VOCABULARY = 1024
 CONTEXT = 1024
 BEGIN, ENDOFTEXT, END, USER, ASSISTANT, SYSTEM = SPECIALS = (
@@ -235,21 +235,21 @@ def _conversations(
     begin, user, assistant, system, end = _ids(tokenizer, BEGIN, USER, ASSISTANT, SYSTEM, END)
     systems = _encode(tokenizer, _SYSTEM_TEXTS)
     # Words of several tokens are chosen with their first; in lower case that may be a letter with other uses.
-    spelled = _encode(tokenizer, [space + word for word in sorted(FREE_WORDS) for space in ("", " ")])
+    spelled = _encode(tokenizer, [space + word for word in sorted(set().union(*wording.FREE)) for space in ("", " ")])
     free = {ids[0] for ids in spelled if len(ids) == 1 or tokenizer.decode(ids[:1]).strip().istitle()}
     stream = _mixed(shares, seed)
     while True:
         chunk = list(islice(stream, 3000))
         rng.shuffle(chunk)
-        asked, told = (
+        asked, solved = (
             _encode(tokenizer, [p.prompt for p in chunk]),
             _encode(tokenizer, [p.solution for p in chunk]),
         )
-        for question, solution in zip(asked, told):
+        for question, solution in zip(asked, solved):
             head = [begin, system, *rng.choice(systems), end] if rng.random() < 0.1 else [begin]
             head += [user, *question, end, assistant]
-            told_weights = [_FREE_WEIGHT if token in free else 1.0 for token in solution]
-            weights = [_PROMPT_WEIGHT] * len(head) + [*told_weights, 1.0]
+            solution_weights = [_FREE_WEIGHT if token in free else 1.0 for token in solution]
+            weights = [_PROMPT_WEIGHT] * len(head) + [*solution_weights, 1.0]
             yield [*head, *solution, end], weights
 
 
@@ -497,6 +497,7 @@ def _card(name: str, recipe: Recipe, facts: dict[str, Any], scores: dict[str, di
         f"{r.steps:,} at {r.peak:.0%} of the learning rates, problems {':'.join(map(str, r.shares))}"
         for r in recipe.rounds
     )
+    note = facts.get("note", "")
     return f"""---
 library_name: transformers
 pipeline_tag: text-generation
@@ -546,11 +547,11 @@ design; numbers, names, list items and program semantics follow from the prompt.
 | wall time | {facts["minutes"]:g} minutes on a CPU |
 | seed | {facts["seed"]} |
 
-`python -m fly.bundled.train {name}` runs this recipe.{" " + facts["note"] if "note" in facts else ""}
+From a checkout of `fly`, `python -m tools.train {name}` runs this recipe.{" " + note if note else ""}
 
 ## Accuracy
 
-Greedy decoding, {n} problems per cell, `python -m fly.bundled.train evaluate {name}`. An arithmetic or
+Greedy decoding, {n} problems per cell, `python -m tools.train evaluate {name}`. An arithmetic or
 text problem counts if the final answer line is exactly right; a code problem if the program passes its tests.
 
 | kind | held out (in domain) | out of domain |
