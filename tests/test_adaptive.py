@@ -23,7 +23,7 @@ from fly.executor import Spent
 from fly.request import Sequence
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
-from tests.toys import dense_logits, random_llama
+from tests.toys import dense_logits, random_llama, run
 
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10)
 
@@ -46,8 +46,8 @@ def test_drafting_ends_before_the_first_token_it_is_unsure_of(
     draw."""
     rows = [make_row(text, 1.0 if sampled else 0.0, seed=b) for b, text in enumerate(texts)]
     below = (lambda: NGramDraft()) if cascade else (lambda: None)
-    free = SingleDraft(MEDIUM, draft=below()).propose(rows, [6] * len(rows))
-    limited = SingleDraft(MEDIUM, draft=below(), confidence=confidence, entropy=entropy)
+    free = SingleDraft(run(MEDIUM), draft=below()).propose(rows, [6] * len(rows))
+    limited = SingleDraft(run(MEDIUM), draft=below(), confidence=confidence, entropy=entropy)
     draft = limited.propose(rows, [6] * len(rows))
     for row, everything, some in zip(rows, proposals(free), proposals(draft)):
         assert some == everything[: len(some)]
@@ -70,7 +70,7 @@ def test_drafting_ends_before_the_first_token_it_is_unsure_of(
 @pytest.mark.parametrize(("option", "value"), [("confidence", 1.5), ("entropy", -1.0), ("entropy", math.nan), ("k", 0)])
 def test_wrong_limits_are_named(option: str, value: float) -> None:
     with pytest.raises(ValueError, match=option):
-        SingleDraft(SMALL, **{option: value})  # type: ignore[arg-type]
+        SingleDraft(run(SMALL), **{option: value})  # type: ignore[arg-type]
 
 
 # --- goodput on a simulated machine ----------------------------------------------------------------------
@@ -427,7 +427,7 @@ def test_of_trees_it_counts_what_can_be_emitted() -> None:
 
 
 def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
-    strategy = AdaptiveDraft(CascadeDraft([NGramDraft(), SingleDraft(SMALL)]))
+    strategy = AdaptiveDraft(CascadeDraft([NGramDraft(), SingleDraft(run(SMALL))]))
     llm = LLM(LARGE, draft=strategy, k=8, cache_tokens=512)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     prompts = [[1, 2, 3], [4], [5, 6]]

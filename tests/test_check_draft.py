@@ -32,7 +32,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.testing import ConformanceError
 from fly.types import Draft
-from tests.toys import random_llama
+from tests.toys import random_llama, run
 
 VOCAB = 12
 MODEL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64)
@@ -349,16 +349,16 @@ class Backwards(Twins):
 OURS: dict[str, Callable[[], DraftStrategy]] = {
     "bigram": Bigram,
     "ngram": NGramDraft,
-    "single": lambda: SingleDraft(MODEL, block_size=3),
-    "cascade": lambda: CascadeDraft([NGramDraft(), SingleDraft(OTHER, k=5)]),
-    "confidence": lambda: SingleDraft(MODEL, confidence=0.15),
+    "single": lambda: SingleDraft(run(MODEL), block_size=3),
+    "cascade": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(OTHER), k=5)]),
+    "confidence": lambda: SingleDraft(run(MODEL), confidence=0.15),
     "suffix": SuffixDraft,
     "recycling": RecyclingDraft,
-    "tree": lambda: TreeDraft(MODEL, nodes=7, depth=3, width=2),
+    "tree": lambda: TreeDraft(run(MODEL), nodes=7, depth=3, width=2),
     "skip": lambda: LayerSkipDraft((1,)),
-    "relay": lambda: RelayDraft([(SingleDraft(MODEL), 3), (NGramDraft(), 3)]),
-    "union": lambda: UnionDraft([NGramDraft(), SingleDraft(MODEL)]),
-    "adaptive": lambda: AdaptiveDraft(SingleDraft(MODEL)),
+    "relay": lambda: RelayDraft([(SingleDraft(run(MODEL)), 3), (NGramDraft(), 3)]),
+    "union": lambda: UnionDraft([NGramDraft(), SingleDraft(run(MODEL))]),
+    "adaptive": lambda: AdaptiveDraft(SingleDraft(run(MODEL))),
 }
 
 
@@ -426,7 +426,7 @@ def test_a_failed_report_is_raised_and_names_the_strategy() -> None:
 
 @pytest.mark.usefixtures("few_seeds")
 def test_a_strategy_that_was_made_is_copied_and_its_model_is_not() -> None:
-    strategy = SingleDraft(MODEL)
+    strategy = SingleDraft(run(MODEL))
     calls: list[int] = []
     report = check_draft(strategy, advance=lambda: calls.append(1))
     assert report.passed and len(calls) == len(DRAFT_CHECKS)

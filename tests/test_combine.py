@@ -27,7 +27,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
-from tests.toys import dense_logits, random_llama
+from tests.toys import dense_logits, random_llama, run
 
 VOCAB = 17
 SMALL = random_llama(1, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64)
@@ -88,22 +88,24 @@ stops = st.sampled_from([(), (3,), (0, 1, 2, 5, 8)])
 temperatures = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=4, max_size=4)
 
 STRATEGIES: dict[str, Callable[[], DraftStrategy]] = {
-    "model, then lookup": lambda: RelayDraft([(SingleDraft(LARGE), 3), (NGramDraft(), 6)]),
-    "lookup, then model": lambda: RelayDraft([(NGramDraft(), 2), (SingleDraft(MEDIUM, block_size=3), 4)]),
+    "model, then lookup": lambda: RelayDraft([(SingleDraft(run(LARGE)), 3), (NGramDraft(), 6)]),
+    "lookup, then model": lambda: RelayDraft([(NGramDraft(), 2), (SingleDraft(run(MEDIUM), block_size=3), 4)]),
     "two models, then suffixes": lambda: RelayDraft(
-        [(SingleDraft(LARGE), 2), (SingleDraft(SMALL), 3), (SuffixDraft(offset=4, shared_tokens=0), 9)]
+        [(SingleDraft(run(LARGE)), 2), (SingleDraft(run(SMALL)), 3), (SuffixDraft(offset=4, shared_tokens=0), 9)]
     ),
     "union of lookups and a model": lambda: UnionDraft(
-        [NGramDraft(), SuffixDraft(offset=2, shared_tokens=0), SingleDraft(LARGE)]
+        [NGramDraft(), SuffixDraft(offset=2, shared_tokens=0), SingleDraft(run(LARGE))]
     ),
-    "union of two models": lambda: UnionDraft([SingleDraft(SMALL), SingleDraft(LARGE, block_size=3)]),
+    "union of two models": lambda: UnionDraft([SingleDraft(run(SMALL)), SingleDraft(run(LARGE), block_size=3)]),
     "union with a relay": lambda: UnionDraft(
-        [NGramDraft(), RelayDraft([(SingleDraft(MEDIUM), 2), (NGramDraft(), 6)]), SingleDraft(LARGE)]
+        [NGramDraft(), RelayDraft([(SingleDraft(run(MEDIUM)), 2), (NGramDraft(), 6)]), SingleDraft(run(LARGE))]
     ),
     "relay below a model": lambda: CascadeDraft(
-        [RelayDraft([(SingleDraft(SMALL), 2), (NGramDraft(), 4)]), SingleDraft(LARGE)]
+        [RelayDraft([(SingleDraft(run(SMALL)), 2), (NGramDraft(), 4)]), SingleDraft(run(LARGE))]
     ),
-    "union below a model": lambda: CascadeDraft([UnionDraft([NGramDraft(), SingleDraft(SMALL)]), SingleDraft(LARGE)]),
+    "union below a model": lambda: CascadeDraft(
+        [UnionDraft([NGramDraft(), SingleDraft(run(SMALL))]), SingleDraft(run(LARGE))]
+    ),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
@@ -169,7 +171,7 @@ def test_the_claimed_distribution_is_that_of_each_stage_and_drawn_with_its_own_r
     middle: int,
 ) -> None:
     """Composed by hand: models for the first and last positions, a lookup between them."""
-    relay = RelayDraft([(SingleDraft(LARGE), first), (NGramDraft(k=9), middle), (SingleDraft(SMALL), 3)])
+    relay = RelayDraft([(SingleDraft(run(LARGE)), first), (NGramDraft(k=9), middle), (SingleDraft(run(SMALL)), 3)])
     rows = [make_row(tokens, t, seed ^ b, stop) for b, ((tokens, _), t) in enumerate(zip(batch, heat))]
     draft = relay.propose(rows, [most for _, most in batch])
     for b, (row, drafted) in enumerate(zip(rows, proposals(draft))):
@@ -207,7 +209,7 @@ def test_no_stage_of_any_round_reuses_randomness(monkeypatch: pytest.MonkeyPatch
         return uniforms(seed_B, round_B, stream, n)
 
     monkeypatch.setattr(draft_models, "uniforms", spy)
-    relay = RelayDraft([(SingleDraft(LARGE), 2), (SingleDraft(MEDIUM), 2), (SingleDraft(SMALL), 3)])
+    relay = RelayDraft([(SingleDraft(run(LARGE)), 2), (SingleDraft(run(MEDIUM)), 2), (SingleDraft(run(SMALL)), 3)])
     row = make_row([1, 2, 3], temperature=1.0, seed=5)
     for kept in (0, 1, 2, 3, 0, 4, 1, 1):  # rounds begin where stages of earlier ones did
         [drafted] = proposals(relay.propose([row], [7]))
@@ -400,13 +402,14 @@ def test_of_two_that_draw_the_one_expected_to_offer_more_is_asked() -> None:
 def test_a_union_hands_on_the_distribution_of_what_it_chose(
     batch: list[tuple[list[int], int]], heat: list[float], seed: int
 ) -> None:
-    union = UnionDraft([NGramDraft(k=2), SingleDraft(LARGE)])
+    union = UnionDraft([NGramDraft(k=2), SingleDraft(run(LARGE))])
     rows = [make_row(tokens, t, seed ^ b) for b, ((tokens, _), t) in enumerate(zip(batch, heat))]
     limits = [most for _, most in batch]
     draft = union.propose(rows, limits)
     lookups = proposals(NGramDraft(k=2).propose([make_row(row.tokens) for row in rows], limits))
     alone = [
-        SingleDraft(LARGE).propose([make_row(row.tokens, t, row.seed)], [n]) for row, t, n in zip(rows, heat, limits)
+        SingleDraft(run(LARGE)).propose([make_row(row.tokens, t, row.seed)], [n])
+        for row, t, n in zip(rows, heat, limits)
     ]
     for b, drafted in enumerate(proposals(draft)):
         # At first a model is expected to fill what is asked, and a lookup offers what it found.
@@ -494,9 +497,9 @@ TINY = random_llama(4, 5, hidden=8, heads=2, kv_heads=1, layers=1, max_positions
     "make",
     [
         # the lookup, and so how much is drafted, depends on what the model drew
-        lambda small: RelayDraft([(SingleDraft(small), 2), (NGramDraft(), 2)]),
-        lambda small: RelayDraft([(NGramDraft(k=1), 1), (SingleDraft(small), 2)]),
-        lambda small: UnionDraft([NGramDraft(k=2), SingleDraft(small)], rate=0.5),
+        lambda small: RelayDraft([(SingleDraft(run(small)), 2), (NGramDraft(), 2)]),
+        lambda small: RelayDraft([(NGramDraft(k=1), 1), (SingleDraft(run(small)), 2)]),
+        lambda small: UnionDraft([NGramDraft(k=2), SingleDraft(run(small))], rate=0.5),
     ],
     ids=["model, then lookup", "lookup, then model", "union"],
 )
@@ -540,7 +543,7 @@ def test_members_hear_of_everything() -> None:
             for what in ("propose", "observe", "commit"):
                 assert what in {name for name, _ in spy.heard}
             assert [what for what, _ in spy.heard].count("release") == 2
-    models = SingleDraft(SMALL), SingleDraft(random_llama(3, VOCAB, max_positions=12))
+    models = SingleDraft(run(SMALL)), SingleDraft(run(random_llama(3, VOCAB, max_positions=12)))
     both = UnionDraft(models)
     assert both.context == 64
     allocators: list[BlockAllocator] = [model.runner.cache.allocator for model in models]
@@ -548,7 +551,7 @@ def test_members_hear_of_everything() -> None:
 
 
 def test_bad_arguments_are_named() -> None:
-    model, other = SingleDraft(SMALL), SingleDraft(random_llama(0, VOCAB + 1))
+    model, other = SingleDraft(run(SMALL)), SingleDraft(run(random_llama(0, VOCAB + 1)))
     cases: abc.Sequence[tuple[object, str]] = [
         (lambda: RelayDraft([]), "RelayDraft needs at least one"),
         (lambda: UnionDraft([]), "UnionDraft needs at least one"),

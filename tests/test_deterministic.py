@@ -15,7 +15,7 @@ from fly.executor import TokenByToken
 from fly.policies import Exact
 from fly.request import Sequence
 from fly.runner import Runner
-from tests.toys import random_llama
+from tests.toys import random_llama, run
 
 SIZES = {"vocab_size": 29, "hidden": 96, "heads": 4, "kv_heads": 2, "intermediate": 160, "scale": 0.15}
 MODEL = random_llama(1, **SIZES).bfloat16()  # type: ignore[arg-type]
@@ -73,9 +73,9 @@ def test_a_branch_of_a_tree_is_as_if_it_stood_alone() -> None:
     "make",
     [
         NGramDraft,
-        lambda: SingleDraft(NEAR),
-        lambda: TreeDraft(NEAR, depth=3, nodes=6, width=2),
-        lambda: CascadeDraft([NGramDraft(), SingleDraft(NEAR)]),
+        lambda: SingleDraft(run(NEAR)),
+        lambda: TreeDraft(run(NEAR), depth=3, nodes=6, width=2),
+        lambda: CascadeDraft([NGramDraft(), SingleDraft(run(NEAR))]),
     ],
 )
 def test_speculative_text_is_autoregressive_text_in_bfloat16(make) -> None:  # type: ignore[no-untyped-def]

@@ -18,7 +18,7 @@ from fly.policies import Exact, FLy, LossySampling
 from fly.request import Sequence
 from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams
-from tests.toys import dense_logits, random_llama
+from tests.toys import dense_logits, random_llama, run
 
 VOCAB = 17
 
@@ -123,11 +123,13 @@ def greedy(model: Llama, tokens: list[int], most: int, stop: tuple[int, ...] = (
 
 # name -> a fresh strategy whose last level is LARGE
 STRATEGIES = {
-    "single": lambda: SingleDraft(LARGE, block_size=3),
-    "n-gram below": lambda: CascadeDraft([NGramDraft(), SingleDraft(LARGE, block_size=4)]),
-    "model below": lambda: CascadeDraft([SingleDraft(SMALL), SingleDraft(LARGE, block_size=5)]),
-    "three levels": lambda: CascadeDraft([NGramDraft(3, k=4), SingleDraft(SMALL, k=3), SingleDraft(LARGE)]),
-    "k of each": lambda: CascadeDraft([SingleDraft(SMALL, k=2), SingleDraft(MEDIUM, k=4), SingleDraft(LARGE)]),
+    "single": lambda: SingleDraft(run(LARGE), block_size=3),
+    "n-gram below": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(LARGE), block_size=4)]),
+    "model below": lambda: CascadeDraft([SingleDraft(run(SMALL)), SingleDraft(run(LARGE), block_size=5)]),
+    "three levels": lambda: CascadeDraft([NGramDraft(3, k=4), SingleDraft(run(SMALL), k=3), SingleDraft(run(LARGE))]),
+    "k of each": lambda: CascadeDraft(
+        [SingleDraft(run(SMALL), k=2), SingleDraft(run(MEDIUM), k=4), SingleDraft(run(LARGE))]
+    ),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 batches = st.lists(st.tuples(texts, st.integers(0, 9)), min_size=1, max_size=4)
@@ -197,7 +199,7 @@ def test_the_claimed_distribution_is_the_last_levels_own(
 @given(batch=batches, seed=st.integers(0, 2**63 - 1))
 def test_a_single_draft_draws_with_its_own_randomness(batch: list[tuple[list[int], int]], seed: int) -> None:
     rows = [make_row(tokens, 1.0, seed ^ b) for b, (tokens, _) in enumerate(batch)]
-    draft = SingleDraft(LARGE).propose(rows, [most for _, most in batch])
+    draft = SingleDraft(run(LARGE)).propose(rows, [most for _, most in batch])
     for b, (row, drafted) in enumerate(zip(rows, proposals(draft))):
         own = torch.tensor([derive(row.seed, len(row.tokens))])
         for j, token in enumerate(drafted):
@@ -247,9 +249,9 @@ def test_after_any_history_it_proposes_what_a_fresh_one_would(
 def test_no_draft_goes_beyond_a_context(temperature: float) -> None:
     short = random_llama(3, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=12)
     for make in (
-        lambda: SingleDraft(short),
-        lambda: CascadeDraft([NGramDraft(), SingleDraft(short)]),
-        lambda: CascadeDraft([SingleDraft(SMALL), SingleDraft(short)]),
+        lambda: SingleDraft(run(short)),
+        lambda: CascadeDraft([NGramDraft(), SingleDraft(run(short))]),
+        lambda: CascadeDraft([SingleDraft(run(SMALL)), SingleDraft(run(short))]),
     ):
         strategy: DraftStrategy = make()
         assert strategy.context == 12
@@ -261,7 +263,7 @@ def test_no_draft_goes_beyond_a_context(temperature: float) -> None:
 
 def test_a_lower_level_with_a_shorter_context_leaves_the_rest_to_the_one_above() -> None:
     short = random_llama(3, VOCAB, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=6)
-    strategy = CascadeDraft([SingleDraft(short), SingleDraft(LARGE)])
+    strategy = CascadeDraft([SingleDraft(run(short)), SingleDraft(run(LARGE))])
     tokens = [[1, 2], [1, 2, 3, 4, 5], [1] * 9]
     draft = strategy.propose([make_row(t) for t in tokens], [12, 12, 12])
     assert proposals(draft) == [greedy(LARGE, t, 12) for t in tokens]
@@ -269,7 +271,7 @@ def test_a_lower_level_with_a_shorter_context_leaves_the_rest_to_the_one_above()
 
 def test_k_caps_a_level() -> None:
     rows = [make_row([1, 2]), make_row([3])]
-    assert SingleDraft(LARGE, k=3).propose(rows, [9, 2]).lengths_B.tolist() == [3, 2]
+    assert SingleDraft(run(LARGE), k=3).propose(rows, [9, 2]).lengths_B.tolist() == [3, 2]
     assert NGramDraft(k=2).propose([make_row([1, 1, 1])], [9]).lengths_B.tolist() == [2]
 
 
@@ -277,14 +279,16 @@ def test_k_caps_a_level() -> None:
 def test_a_full_cache_refuses_and_recovers(name: str) -> None:
     """Rows that do not fit raise OutOfBlocks; once committed, all is as before."""
     small = {
-        "single": lambda: SingleDraft(LARGE, block_size=3, cache_tokens=24),
-        "n-gram below": lambda: CascadeDraft([NGramDraft(), SingleDraft(LARGE, cache_tokens=24, block_size=2)]),
-        "model below": lambda: CascadeDraft([SingleDraft(SMALL, cache_tokens=20, block_size=2), SingleDraft(LARGE)]),
+        "single": lambda: SingleDraft(run(LARGE), block_size=3, cache_tokens=24),
+        "n-gram below": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(LARGE), cache_tokens=24, block_size=2)]),
+        "model below": lambda: CascadeDraft(
+            [SingleDraft(run(SMALL), cache_tokens=20, block_size=2), SingleDraft(run(LARGE))]
+        ),
         "three levels": lambda: CascadeDraft(
-            [NGramDraft(), SingleDraft(SMALL, cache_tokens=20, block_size=2), SingleDraft(LARGE)]
+            [NGramDraft(), SingleDraft(run(SMALL), cache_tokens=20, block_size=2), SingleDraft(run(LARGE))]
         ),
         "k of each": lambda: CascadeDraft(
-            [SingleDraft(SMALL), SingleDraft(MEDIUM, cache_tokens=20, block_size=2), SingleDraft(LARGE)]
+            [SingleDraft(run(SMALL)), SingleDraft(run(MEDIUM), cache_tokens=20, block_size=2), SingleDraft(run(LARGE))]
         ),
     }[name]()
     rows = [make_row([2, 4, 6, 8] * 2), make_row([1, 3, 5, 7] * 2)]
@@ -302,22 +306,22 @@ def test_a_full_cache_refuses_and_recovers(name: str) -> None:
 
 
 def test_vocabularies_must_agree() -> None:
-    other = SingleDraft(random_llama(0, VOCAB + 1))
-    for make in (lambda: CascadeDraft([other, SingleDraft(LARGE)]), lambda: SingleDraft(LARGE, draft=other)):
+    other = SingleDraft(run(random_llama(0, VOCAB + 1)))
+    for make in (lambda: CascadeDraft([other, SingleDraft(run(LARGE))]), lambda: SingleDraft(run(LARGE), draft=other)):
         with pytest.raises(ValueError, match=r"18 .* 17"):
             make()
 
 
 def test_bad_arguments_are_named() -> None:
     cases: abc.Sequence[tuple[object, str]] = [
-        (lambda: SingleDraft(LARGE, k=0), "k 0"),
+        (lambda: SingleDraft(run(LARGE), k=0), "k 0"),
         (lambda: NGramDraft(k=0), "k 0"),
         (lambda: NGramDraft(2, 3), "3 and 2"),
         (lambda: NGramDraft(2, 0), "0 and 2"),
         (lambda: CascadeDraft([]), "at least one level"),
-        (lambda: CascadeDraft([SingleDraft(SMALL), NGramDraft()]), "level 1 .*NGramDraft"),
-        (lambda: SingleDraft(LARGE, draft=NGramDraft()).over(NGramDraft()), "already"),
-        (lambda: CascadeDraft([NGramDraft(), SingleDraft(LARGE, draft=NGramDraft())]), "already"),
+        (lambda: CascadeDraft([SingleDraft(run(SMALL)), NGramDraft()]), "level 1 .*NGramDraft"),
+        (lambda: SingleDraft(run(LARGE), draft=NGramDraft()).over(NGramDraft()), "already"),
+        (lambda: CascadeDraft([NGramDraft(), SingleDraft(run(LARGE), draft=NGramDraft())]), "already"),
         (lambda: SingleDraft("no-such-model"), "'no-such-model'.*fly-target.*fly-draft"),
     ]
     for make, words in cases:
@@ -326,16 +330,16 @@ def test_bad_arguments_are_named() -> None:
 
 
 def test_one_level_cannot_stand_twice_in_a_cascade() -> None:
-    level = SingleDraft(LARGE)
+    level = SingleDraft(run(LARGE))
     with pytest.raises(ValueError, match="twice"):
         CascadeDraft([level, level])
     with pytest.raises(ValueError, match="twice"):
-        CascadeDraft([level, SingleDraft(SMALL), level])
+        CascadeDraft([level, SingleDraft(run(SMALL)), level])
 
 
 @pytest.mark.parametrize("policy", [FLy(), LossySampling(2), Exact() | ~FLy().relaxation])
 def test_a_lossy_level_is_refused_above_temperature_zero(policy: Exact) -> None:
-    strategy = SingleDraft(LARGE, NGramDraft(), policy)
+    strategy = SingleDraft(run(LARGE), NGramDraft(), policy)
     rows = [make_row([1, 2, 1, 2, 1]), make_row([1, 2, 1, 2, 1], temperature=1.0)]
     with pytest.raises(ValueError, match="temperature 0"):
         strategy.propose(rows, [4, 4])
@@ -377,7 +381,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
 
     level = SingleDraft(Whole(), Below())  # type: ignore[arg-type]
     level.clock = lambda: now[0]
-    twin = SingleDraft(model)
+    twin = SingleDraft(run(model))
     for number in range(60):
         tokens = [number % 7, 1, 2, 1, 2, number % 5]
         (mine,), (plain,) = (s.propose([make_row(tokens)], [8]).chains for s in (level, twin))

@@ -46,7 +46,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, Noise, Target
 from tests.test_drafts import perturbed
-from tests.toys import dense_logits, random_llama
+from tests.toys import dense_logits, random_llama, run
 
 VOCAB, CONTEXT = 23, 128
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": CONTEXT}
@@ -57,11 +57,13 @@ NEAR, NEARER, FAR = perturbed(TARGET, 0.05), perturbed(TARGET, 0.02), random_lla
 STRATEGIES: dict[str, Callable[[], DraftStrategy | None]] = {
     "none": lambda: None,
     "n-gram": NGramDraft,
-    "another model": lambda: SingleDraft(FAR),
-    "a near model": lambda: SingleDraft(NEAR, block_size=5),
-    "the target itself": lambda: SingleDraft(TARGET),
-    "two levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(NEAR)]),
-    "three levels": lambda: CascadeDraft([NGramDraft(2), SingleDraft(NEAR, k=3), SingleDraft(NEARER, block_size=3)]),
+    "another model": lambda: SingleDraft(run(FAR)),
+    "a near model": lambda: SingleDraft(run(NEAR), block_size=5),
+    "the target itself": lambda: SingleDraft(run(TARGET)),
+    "two levels": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(NEAR))]),
+    "three levels": lambda: CascadeDraft(
+        [NGramDraft(2), SingleDraft(run(NEAR), k=3), SingleDraft(run(NEARER), block_size=3)]
+    ),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
 
@@ -320,8 +322,8 @@ def test_output_ends_with_the_targets_context(name: str, length: int) -> None:
 @pytest.mark.parametrize("below", [False, True])
 def test_a_draft_with_a_shorter_context_falls_silent(below: bool) -> None:
     sizes = {**SIZES, "max_positions": 24}
-    short = SingleDraft(random_llama(0, **sizes))  # the target's own weights
-    llm = LLM(TARGET, CascadeDraft([short, SingleDraft(NEAR)]) if below else short, k=6)
+    short = SingleDraft(run(random_llama(0, **sizes)))  # the target's own weights
+    llm = LLM(TARGET, CascadeDraft([short, SingleDraft(run(NEAR))]) if below else short, k=6)
     prompts = [[1, 2, 3], list(range(20)), [i % 7 for i in range(40)]]
     params = SamplingParams(temperature=0, max_tokens=40)
     outs = llm.generate(prompts, params)
@@ -424,7 +426,9 @@ def test_a_small_pool_makes_rows_wait_and_changes_nothing(
 
 
 def test_a_small_draft_pool_makes_rows_wait_too() -> None:
-    llm = LLM(TARGET, CascadeDraft([SingleDraft(FAR, cache_tokens=40), SingleDraft(NEAR, cache_tokens=48)]), k=6)
+    llm = LLM(
+        TARGET, CascadeDraft([SingleDraft(run(FAR), cache_tokens=40), SingleDraft(run(NEAR), cache_tokens=48)]), k=6
+    )
     params = SamplingParams(temperature=0, max_tokens=20)
     prompts = [[i, i + 1, i] for i in range(5)]
     for out, prompt in zip(llm.generate(prompts, params), prompts):
@@ -547,8 +551,8 @@ def test_a_step_that_fails_can_be_taken_again(name: str, broken: str) -> None:
     """Rows and caches are as they were; with room, or without the culprit, all go on as if nothing had been."""
     strategy = STRATEGIES[name]()
     if broken == "draft":
-        strategy = CascadeDraft([NGramDraft(), SingleDraft(NEAR, cache_tokens=44, block_size=2)])
-    runner = Runner(TARGET, PagedKVCache(TARGET.config, 22 if broken == "target" else 999, 2))
+        strategy = CascadeDraft([NGramDraft(), SingleDraft(run(NEAR), cache_tokens=44, block_size=2)])
+    runner = Runner(run(TARGET), PagedKVCache(TARGET.config, 22 if broken == "target" else 999, 2))
     engine = Engine(runner, strategy)
     rows = [engine_row(prompt) for prompt in PROMPTS[:2]]
     if broken == "policy":

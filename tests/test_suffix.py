@@ -15,7 +15,7 @@ from fly.policies import Exact
 from fly.request import Sequence, Token
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Why
-from tests.toys import random_llama
+from tests.toys import random_llama, run
 
 VOCAB = 17
 FAR = 10**6  # a lookback that reaches everything here
@@ -280,7 +280,7 @@ def test_outputs_are_shared_within_one_vocabulary() -> None:
         fly.LLM(random_llama(0, vocab + 1), draft=alone)
     with pytest.raises(ValueError, match=r"17 .* 18"):
         fly.LLM(random_llama(0, VOCAB + 1), draft=strategy)
-    runner = SingleDraft(random_llama(0, VOCAB + 1)).runner
+    runner = SingleDraft(run(random_llama(0, VOCAB + 1))).runner
     assert isinstance(runner, Runner)
     with pytest.raises(ValueError, match=r"17 .* 18"):
         strategy.attach(runner)

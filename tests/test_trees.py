@@ -22,7 +22,7 @@ from fly.testing import ConformanceError, check_trees
 from fly.types import Draft, Noise, Target
 from tests.test_conformance import NoResidual
 from tests.test_drafts import LARGE, SMALL, VOCAB, make_row
-from tests.toys import dense_logits
+from tests.toys import dense_logits, run
 
 trees = st.lists(st.integers(-1, 9), max_size=9).map(lambda raw: [min(p, i - 1) for i, p in enumerate(raw)])
 
@@ -193,8 +193,8 @@ def test_penalties_are_right_inside_a_speculated_block(
     )
     strategy = {
         "trees": lambda: RandomTrees(seed),
-        "model": lambda: SingleDraft(SMALL),
-        "ngram+model": lambda: CascadeDraft([NGramDraft(), SingleDraft(SMALL)]),
+        "model": lambda: SingleDraft(run(SMALL)),
+        "ngram+model": lambda: CascadeDraft([NGramDraft(), SingleDraft(run(SMALL))]),
         "none": lambda: None,
     }[kind]()
     outs = LLM(LARGE, draft=strategy, k=6, cache_tokens=512).generate(texts, params)
@@ -231,7 +231,9 @@ def test_a_row_with_trees_does_not_depend_on_the_batch(
 @given(st.lists(prompts, min_size=1, max_size=3), st.lists(st.integers(0, 6), min_size=3, max_size=3), st.booleans())
 def test_a_draft_models_tree_holds_its_likeliest_paths(texts: list[list[int]], most: list[int], static: bool) -> None:
     """Level by level from the dense model: the tree is the ``nodes`` likeliest of what the levels offered."""
-    strategy = TreeDraft(SMALL, branching=(3, 2, 1)) if static else TreeDraft(SMALL, nodes=7, depth=4, width=2)
+    strategy = (
+        TreeDraft(run(SMALL), branching=(3, 2, 1)) if static else TreeDraft(run(SMALL), nodes=7, depth=4, width=2)
+    )
     rows = [make_row(text, stop=(3,)) for text in texts]
     draft = strategy.propose(rows, most[: len(rows)])
     for b, row in enumerate(rows):
@@ -295,7 +297,7 @@ def test_the_static_tree_is_the_likeliest(nodes: int, depth: int, width: int, de
     assert sorted((chance[path] for path in ranks), reverse=True) == pytest.approx(best)
 
 
-@pytest.mark.parametrize("make", [lambda: TreeDraft(SMALL, nodes=9, depth=3), lambda: RecyclingDraft(20, 4, 3)])
+@pytest.mark.parametrize("make", [lambda: TreeDraft(run(SMALL), nodes=9, depth=3), lambda: RecyclingDraft(20, 4, 3)])
 def test_tree_strategies_leave_the_text_alone(make: object) -> None:
     strategy = make()  # type: ignore[operator]
     llm = LLM(LARGE, draft=strategy, k=6, cache_tokens=512, block_size=4)
@@ -312,7 +314,7 @@ def test_tree_strategies_leave_the_text_alone(make: object) -> None:
 
 def test_what_is_told_of_a_trees_tokens_is_of_their_path() -> None:
     params = SamplingParams(temperature=0.0, max_tokens=40, logprobs=2, explain=True)
-    llm = LLM(LARGE, draft=TreeDraft(SMALL, nodes=9, depth=3), k=6, cache_tokens=512, block_size=4)
+    llm = LLM(LARGE, draft=TreeDraft(run(SMALL), nodes=9, depth=3), k=6, cache_tokens=512, block_size=4)
     [out], [plain] = llm.generate([[1, 2, 3]], params), llm.generate([[1, 2, 3]], params, k=0)
     assert out.stats.accepted > 10 and out.logprobs is not None and plain.logprobs is not None
     for told, wanted in zip(out.logprobs, plain.logprobs):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from fly.backends.torch import TorchExecutor
+from fly.executor import Batch, Executor, Scores
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
-from fly.models.llama import KV
 
-__all__ = ["HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings"]
+__all__ = ["HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings", "run"]
 
 
 def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) -> Llama:
@@ -113,17 +115,20 @@ def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
     )
 
 
-class HashModel:
-    """A target that costs next to nothing and notices any mistake in its cache.
+def run(model: Any) -> Executor:
+    """A loaded model on PyTorch's executor, or an executor as it is."""
+    return model if isinstance(model, Executor) else TorchExecutor(model)
+
+
+class HashModel(Executor):
+    """An executor that can only score, costs next to nothing, and notices any mistake in its cache.
 
     The distribution after a text is looked up by a sum of whole numbers, one a token and its position, which attention
-    over the
-    paged cache adds up: a key of another sequence, a stale page or a wrong mask changes it. ``noise`` of the
-        distributions are
-    those of another seed, so that models of the same ``seed`` agree that much.
+    over the paged cache adds up: a key of another sequence, a stale page or a wrong mask changes it. ``noise`` of the
+    distributions are those of another seed, so that models of the same ``seed`` agree that much.
     """
 
-    LAWS, VALUES = 1009, 512  # sums below 2^24 are exact in float32
+    SUMS, VALUES = 1009, 512  # sums below 2^24 are exact in float32
 
     def __init__(self, seed: int = 0, vocab_size: int = 17, noise: float = 0.0, max_positions: int = 96) -> None:
         self.config = LlamaConfig(
@@ -136,19 +141,18 @@ class HashModel:
             head_dim=8,
             max_position_embeddings=max_positions,
         )
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
         draw = torch.Generator().manual_seed(seed)
         self.values = torch.randint(self.VALUES, (vocab_size, max_positions, 8), generator=draw).float()
-        self.distributions = 3 * torch.randn(self.LAWS, vocab_size, generator=draw)
+        self.distributions = 3 * torch.randn(self.SUMS, vocab_size, generator=draw)
         draw.manual_seed(seed + 7919)
-        other = torch.rand(self.LAWS, generator=draw) < noise
+        other = torch.rand(self.SUMS, generator=draw) < noise
         self.distributions[other] = 3 * torch.randn(int(other.sum()), vocab_size, generator=draw)
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        value_T1D = self.values[tokens_T, positions_T].unsqueeze(1)
-        mean_TD = kv.attend(0, torch.zeros_like(value_T1D), value_T1D, value_T1D).squeeze(1)
-        return (mean_TD * (positions_T + 1).unsqueeze(1)).round()
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        weights = torch.arange(1, 9)
-        return self.distributions[((hidden_TC.long() * weights).sum(-1)) % self.LAWS]
+    def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores:
+        positions_T = torch.tensor(batch.positions)
+        value_T1D = self.values[torch.tensor(batch.tokens), positions_T].unsqueeze(1)
+        mean_TD = batch.kv.attend(0, torch.zeros_like(value_T1D), value_T1D, value_T1D).squeeze(1)
+        sum_TD = (mean_TD * (positions_T + 1).unsqueeze(1)).round().long()
+        sum_TD = sum_TD if places is None else sum_TD[torch.tensor(places, dtype=torch.int64)]
+        return Scores(self.distributions[(sum_TD * torch.arange(1, 9)).sum(-1) % self.SUMS])

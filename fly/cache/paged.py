@@ -50,13 +50,16 @@ class Sizes(Protocol):
 
 
 class Cacheable(Protocol):
-    """What a cache must know of a model; its keys and values are float32 unless it has another ``dtype``."""
+    """What a cache must know of a model."""
 
     @property
     def config(self) -> Sizes: ...
 
     @property
     def device(self) -> torch.device: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,7 @@ class PagedKVCache:
 
         None is eight full contexts, or as much of that as 4 GiB hold.
         """
-        dtype, block_size = getattr(model, "dtype", torch.float32), block_size or block_size_for(model.device)
+        dtype, block_size = model.dtype, block_size or block_size_for(model.device)
         if tokens is None:
             affordable = DEFAULT_BYTES // cls.bytes_per_token(model.config, dtype)
             tokens = min(8 * model.config.max_position_embeddings, max(affordable, block_size))
