@@ -29,7 +29,7 @@ from fly.ops import Stream, derive, draw, uniforms
 from fly.request import Sequence
 from fly.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
-from fly.testing.distributions import chance
+from fly.testing.drawn import chance
 from fly.testing.stage import DraftKit
 from fly.types import Draft
 from tests.toys import random_llama

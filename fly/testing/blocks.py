@@ -9,13 +9,19 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from fly.policies import AcceptancePolicy, verify
 from fly.sampling import BatchSampling
-from fly.testing.distributions import one_hot, rounded
+from fly.testing.report import require
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict
 
-__all__ = ["Case", "block", "cases"]
+__all__ = ["TICK", "TOLERANCE", "Case", "block", "cases", "one_hot", "require_equal", "rounded"]
+
+TOLERANCE = 1e-5  # of a probability: float32 distributions, and bisection to 2^-24
+TICK = 2.0**-24  # the finest step of the engine's uniforms
+
+Outcome = tuple[int, int, list[int]]  # tokens accepted, the next token, and a code for each token that was drafted
 
 
 @dataclass(frozen=True)
@@ -29,15 +35,20 @@ class Case:
     def verdict(self, policy: AcceptancePolicy) -> Verdict:
         return verify(policy, self.target, self.draft, self.noise)
 
-    def outcomes(self, policy: AcceptancePolicy) -> list[tuple[int, int, list[int]]]:
-        """Of each row: tokens accepted, the next token, and a code for each token that was drafted."""
+    def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
+        """What becomes of each row."""
         verdict = self.verdict(policy)
         why = [codes[:n] for codes, n in zip(verdict.why_BK.tolist(), self.draft.lengths_B.tolist())]
         return list(zip(verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), why))
 
+    @property
+    def numbers(self) -> range:
+        """Of the rows."""
+        return range(len(self.draft.lengths_B))
+
     def reversed(self) -> Case:
         """The same rows in the other order."""
-        order = torch.arange(len(self.draft.lengths_B)).flip(0)
+        order = torch.tensor(self.numbers[::-1])
         return Case(self.target.rows(order), self.draft.rows(order), self.noise.rows(order))
 
     def alone(self, b: int, padding: int = 0) -> Case:
@@ -108,3 +119,19 @@ def cases(count: int = 12) -> list[Case]:
         block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
         for seed in range(count)
     ]
+
+
+def require_equal(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
+    """Raise ``ConformanceError`` at the first row with another outcome than expected."""
+    for b, (one, two) in enumerate(zip(expected, found)):
+        require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
+
+
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """The distributions [..., V] of tokens [...] that are certain, of the shape and dtype of ``like``."""
+    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
+
+
+def rounded(values: Tensor) -> str:
+    """Numbers [...] with four decimals, as a list is written."""
+    return str([[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in values.tolist()])

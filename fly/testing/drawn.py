@@ -4,7 +4,7 @@ randomness twice.
 That is tested over many seeds, by sums of squares over the claimed distributions. The seeds are fixed, so a verdict
 repeats; the threshold is such that a right strategy fails in one of a billion.
 
-Shape legend: N samples, V vocabulary.
+Shape legend: N samples, V vocabulary, G groups of tokens.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from fly.ops import Stream, uniforms
-from fly.testing.distributions import chance, dependence, groups
 from fly.testing.report import require
-from fly.testing.stage import APART, PARAMS, DraftKit, Proposal, show
+from fly.testing.stage import APART, PARAMS, DraftKit, Proposal
 
-__all__ = ["check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
+__all__ = ["chance", "check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
 
 _CHANCE = 1e-9  # of a right strategy to fail one comparison
+_GROUPS = 6  # of tokens, and of noise, whose dependence is looked for
 
 
 def check_claimed_distribution(kit: DraftKit) -> str:
@@ -31,113 +31,136 @@ def check_claimed_distribution(kit: DraftKit) -> str:
 
     What is drawn at random must claim its distribution; how much is drafted must not depend on what was drawn.
     """
-    for rows, max_len in kit.batches():
-        for row, most, proposal in zip(rows, max_len, kit.fresh(rows, max_len)):
-            claims = () if proposal.distributions is None else proposal.distributions
-            for j, (token, probs_V) in enumerate(zip(proposal.tokens, claims)):
-                total, least = float(probs_V.double().sum()), float(probs_V.min())
-                require(
-                    least >= 0 and abs(total - 1) <= APART,
-                    f"the distribution of drafted token {j} sums to {total:.4f} with a least entry of {least:.2g}, for "
-                    f"{show(row, most)}",
-                )
-                require(
-                    bool(probs_V[token]),
-                    f"token {token} at {j} was drafted, and its distribution excludes it, for {show(row, most)}",
-                )
+    for p in (p for batch in kit.batches() for p in kit.fresh(*batch)):
+        for j, (token, probs_V) in enumerate(zip(p.tokens, () if p.probs_KV is None else p.probs_KV)):
+            total, least = float(probs_V.double().sum()), float(probs_V.min())
+            sums = f"sums to {total:.4f} with a least entry of {least:.2g}"
+            require(
+                least >= 0 and abs(total - 1) <= APART, f"the distribution of drafted token {j} {sums}, for {p.asked}"
+            )
+            require(
+                bool(probs_V[token]),
+                f"token {token} at {j} was drafted, and its distribution excludes it, for {p.asked}",
+            )
     chances = []
     for number, params in enumerate(PARAMS):
         proposals = kit.drawn(number)
-        asked = show(kit.row(kit.texts(9)[5], params), 3)
-        certain = sorted({tuple(p.tokens) for p in proposals if p.distributions is None})
+        asked = proposals[0].asked
+        certain = sorted({tuple(p.tokens) for p in proposals if p.probs_KV is None})
         lengths = sorted({len(p.tokens) for p in proposals if p.parents is None})
-        few = [list(tokens) for tokens in certain[:2]]
-        message = f"drafts {few} by the seed, but claims no distribution (probs_BKV), for {asked}"
-        require(kit.learns or len(certain) < 2, message)
-        message = f"the seed decides how much is drafted, {lengths} tokens: {asked}"
-        require(kit.learns or len(lengths) < 2, message)
-        for j in range(3):
-            tokens_N, probs_NV, _ = _drawn_at(proposals, j)
-            if not len(tokens_N):
-                continue
-            expected_V = probs_NV.sum(0)
-            observed_V = torch.bincount(tokens_N, minlength=kit.vocab).double()
-            worst = int((observed_V - expected_V).abs().argmax())
-            share, claimed = (float(counts[worst]) / len(tokens_N) for counts in (observed_V, expected_V))
-            what = f"token {j} of the draft is {worst} in {share:.3f} of {len(proposals)} seeds"
-            how = f"temperature {params.temperature}, top_k {params.top_k}; it claims {claimed:.3f}"
-            chances.append(_likely(chance(observed_V, expected_V), f"{what} at {how}", f", for {asked}"))
+        require(
+            kit.learns or len(certain) < 2,
+            f"drafts {[list(tokens) for tokens in certain[:2]]} by the seed, but claims no distribution (probs_BKV), "
+            f"for {asked}",
+        )
+        require(kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {asked}")
+        for j, drawn in enumerate(_drawn_at(proposals, j) for j in range(3)):
+            if drawn:
+                counts_NV = torch.zeros_like(drawn.probs_NV).scatter_(1, drawn.tokens_N.unsqueeze(1), 1.0)
+                observed_V, expected_V = counts_NV.sum(0), drawn.probs_NV.sum(0)
+                worst = int((observed_V - expected_V).abs().argmax())
+                share, claimed = (float(mass_V[worst]) / len(counts_NV) for mass_V in (observed_V, expected_V))
+                how = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
+                what = f"token {j} of the draft is {worst} in {share:.3f} of {how}; it claims {claimed:.3f}"
+                chances.append(_likely(chance(observed_V, expected_V), what, f", for {asked}"))
     return _least(chances, "of what was drawn ", "nothing is drawn: all drafts are certain")
 
 
 def check_rounds_are_independent(kit: DraftKit) -> str:
     """What is drawn with one seed at two positions is independent: no round repeats the randomness of another."""
     here, there = kit.drawn(0), kit.drawn(0, more=2)
-    first = _drawn_at(here, 0)
     chances = []
-    for which, other in (
-        ("one round and the first of a later round", _drawn_at(there, 0)),
-        ("a round and the second of the same round", _drawn_at(here, 1)),
+    for which, proposals, j in (
+        ("one round and the first of a later round", there, 0),
+        ("a round and the second of the same round", here, 1),
     ):
-        both = first.at_N[torch.isin(first.at_N, other.at_N)]
-        if not len(both):
-            continue
-        at_first, at_other = (torch.searchsorted(drawn.at_N, both) for drawn in (first, other))
-        groups_V = groups(first.probs_NV[at_first].sum(0))
-        found = dependence(groups_V[first.tokens_N[at_first]], other.tokens_N[at_other], other.probs_NV[at_other])
-        what = f"over {len(both)} seeds the first token of {which} depend on each other more than they claim"
-        chances.append(_likely(found, what, ": the same randomness is used twice"))
+        both = [i for i in range(len(here)) if here[i].drew(0) and proposals[i].drew(j)]
+        first, other = _drawn_at([here[i] for i in both], 0), _drawn_at([proposals[i] for i in both], j)
+        if first and other:
+            bins_N = _groups(first.probs_NV.sum(0))[first.tokens_N]
+            what = f"over {len(both)} seeds the first token of {which} depend on each other more than they claim"
+            chances.append(_likely(_dependence(bins_N, other), what, ": the same randomness is used twice"))
     return _least(chances)
 
 
 def check_independent_of_the_verdict(kit: DraftKit) -> str:
     """What is drawn is independent of the coins and the draw that the verdict on it will use."""
-    proposals, position = kit.drawn(0), len(kit.texts(9)[5])
-    seeds_N = torch.arange(len(proposals))
-    coins, draws = (
-        uniforms(seeds_N, torch.full_like(seeds_N, position), stream, 2) for stream in (Stream.ACCEPT, Stream.SAMPLE)
-    )
+    proposals = kit.drawn(0)
+    seeds_N, positions_N = torch.tensor([(p.row.seed, len(p.row.tokens)) for p in proposals]).unbind(1)
     chances = []
-    for which, j, noise_N in (("coin 0", 0, coins[:, 0]), ("coin 1", 1, coins[:, 1]), ("the draw", 0, draws[:, 0])):
-        tokens_N, probs_NV, at_N = _drawn_at(proposals, j)
-        if len(tokens_N):
-            found = dependence((noise_N[at_N] * 6).long(), tokens_N, probs_NV)
-            advice = ": draw with a seed of your own, fly.sampling.derive(row.seed, len(row.tokens))"
+    for which, stream, j in (
+        ("coin 0", Stream.ACCEPT, 0),
+        ("coin 1", Stream.ACCEPT, 1),
+        ("the draw", Stream.SAMPLE, 0),
+    ):
+        if drawn := _drawn_at(proposals, j):
+            noise_N = uniforms(seeds_N, positions_N, stream, j + 1)[drawn.at_N, j]
             what = f"token {j} of the draft depends on {which} of its own verdict"
-            chances.append(_likely(found, what, advice))
+            advice = ": draw with a seed of your own, fly.ops.derive(row.seed, len(row.tokens))"
+            chances.append(_likely(_dependence((noise_N * _GROUPS).long(), drawn), what, advice))
     return _least(chances)
 
 
 class _Drawn(NamedTuple):
-    """The proposals that drew a token at one place."""
+    """What was drawn at one place of some proposals."""
 
     tokens_N: Tensor
     probs_NV: Tensor  # claimed, float64
     at_N: Tensor  # numbers of the proposals, ascending
 
 
-def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn:
-    """What was drawn as token ``j``.
-
-    Of a tree that is its first token alone: how the others came about, their distributions do not say.
-    """
-    found = [
-        (p.tokens[j], p.distributions[j], i)
-        for i, p in enumerate(proposals)
-        if len(p.tokens) > j and p.distributions is not None and (p.parents is None or j == 0)
-    ]
-    if not found:
-        return _Drawn(*(torch.zeros(0, dtype=torch.int64) for _ in range(3)))
-    tokens, distributions, at = zip(*found)
-    probs_NV = torch.stack(distributions).double()
-    return _Drawn(torch.tensor(tokens), probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(at))
+def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
+    """What was drawn as token ``j``; None where none was."""
+    at = [i for i, p in enumerate(proposals) if p.drew(j)]
+    if not at:
+        return None
+    probs_NV = torch.stack([probs_KV[j] for i in at if (probs_KV := proposals[i].probs_KV) is not None]).double()
+    tokens_N = torch.tensor([proposals[i].tokens[j] for i in at])
+    return _Drawn(tokens_N, probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(at))
 
 
 def _likely(found: float, what: str, rest: str) -> float:
-    """The chance ``found``, unless it is too small to have come about by chance."""
+    """The chance ``found``. Raises ``ConformanceError`` where it is too small to have come about by chance."""
     require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
     return found
 
 
 def _least(chances: list[float], of: str = "", none: str = "nothing is drawn") -> str:
     return f"least chance {of}{min(chances):.2g}" if chances else none
+
+
+def _groups(mass_V: Tensor) -> Tensor:
+    """[V] int64: up to six groups of neighbouring tokens with about the same mass each."""
+    before_V = mass_V.cumsum(0) - mass_V / 2
+    return (before_V / mass_V.sum() * _GROUPS).long().clamp(0, _GROUPS - 1)
+
+
+def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
+    """The chance that tokens drawn from their distributions, whatever their bins (0 to 5), fall on the bins as these
+    did."""
+    groups_V = _groups(drawn.probs_NV.sum(0))
+    probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
+    expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
+    observed_GG = torch.bincount(bins_N * _GROUPS + groups_V[drawn.tokens_N], minlength=_GROUPS**2).double()
+    return chance(observed_GG, expected_GG.flatten())
+
+
+def chance(observed_G: Tensor, expected_G: Tensor) -> float:
+    """Chance of counts [G] at least as far from the expected ones, by Pearson's chi-square; rare outcomes count
+    together.
+
+    The expected counts may be sums over draws with different distributions, which makes the true chance larger only.
+    """
+    expected, order = expected_G.sort()
+    observed = observed_G[order]
+    if bool(((expected == 0) & (observed > 0)).any()):
+        return 0.0
+    # Cells of at least 25 expected counts: below, the tail of the chi-square is too thin for chances this small.
+    rare = expected < 25
+    together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
+    cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)
+    found, wanted = (torch.zeros(len(cells)).double().index_add_(0, cell, x) for x in (observed, expected))
+    enough = wanted >= 5
+    square = ((found - wanted)[enough] ** 2 / wanted[enough]).sum()
+    freedom = int(enough.sum()) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), square / 2)) if freedom > 0 else 1.0

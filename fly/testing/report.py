@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from fly.errors import origin
 
-__all__ = ["ConformanceError", "Finding", "Report", "global_seed", "require", "run_checks", "title"]
+__all__ = ["ConformanceError", "Finding", "Report", "require", "run_checks", "seeded", "title"]
+
+T = TypeVar("T")
 
 
 class ConformanceError(AssertionError):
@@ -22,7 +23,7 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found: ``detail`` is a counterexample if it failed, else what was measured; ``seconds`` it took."""
+    """What one check found in ``seconds``: ``detail`` is a counterexample if it failed, else what was measured."""
 
     check: str
     passed: bool
@@ -44,18 +45,18 @@ class Report:
 
     def __str__(self) -> str:
         promise = f", declared {self.promise}" if self.promise else ""
-        lines = [f"{self.subject}: {'passes' if self.passed else 'FAILS'}{promise}"]
-        for finding in self.findings:
-            lines.append(f"  {'ok  ' if finding.passed else 'FAIL'} {finding.check}: {finding.detail}".rstrip(": "))
-        return "\n".join(lines)
+        head = f"{self.subject}: {'passes' if self.passed else 'FAILS'}{promise}"
+        rows = (f"  {'ok  ' if f.passed else 'FAIL'} {f.check}: {f.detail}".rstrip(": ") for f in self.findings)
+        return "\n".join([head, *rows])
 
-    def raise_if_failed(self) -> None:
-        """Raises ``ConformanceError`` with the whole report if a check failed."""
-        require(self.passed, str(self))
+    def settled(self, raises: bool) -> Report:
+        """The report itself. Raises ``ConformanceError`` with all of it if a check failed, and it ``raises``."""
+        require(self.passed or not raises, str(self))
+        return self
 
 
 def run_checks(
-    report: Report, checks: Iterable[Callable[[Any], str]], subject: Any, advance: Callable[[], None]
+    report: Report, checks: Iterable[Callable[[Any], str | None]], subject: Any, advance: Callable[[], None]
 ) -> None:
     """Add to ``report`` what each check finds out about ``subject``; what is found twice is said once.
 
@@ -88,14 +89,14 @@ def require(condition: bool, message: str) -> None:
         raise ConformanceError(message)
 
 
-@contextmanager
-def global_seed(seed: int) -> Iterator[None]:
-    """The global generators of torch (on the CPU) and of Python start at ``seed``, and are afterwards as before."""
+def seeded(seed: int, run: Callable[[], T]) -> T:
+    """What ``run`` returns where the global generators of torch (on the CPU) and Python start at ``seed``; afterwards
+    they are as before."""
     state = random.getstate()
     with torch.random.fork_rng(devices=[]):
         torch.random.default_generator.manual_seed(seed)
         random.seed(seed)
         try:
-            yield
+            return run()
         finally:
             random.setstate(state)

@@ -19,12 +19,12 @@ from torch import Tensor
 from fly.drafts.base import DraftStrategy
 from fly.policies import Exact
 from fly.request import Sequence
-from fly.testing.distributions import one_hot
+from fly.testing.blocks import one_hot
 from fly.testing.report import require
 from fly.testing.toys import Model, make_runner, toy_target
 from fly.types import Draft, SamplingParams, first_branch
 
-__all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "show", "split"]
+__all__ = ["PARAMS", "DraftKit", "Proposal", "Stage", "compare", "reachable", "split"]
 
 PARAMS = (SamplingParams(temperature=1.0), SamplingParams(temperature=0.6, top_k=3))
 SEEDS = 4000  # at which a draft is drawn to compare it with the distribution it claims
@@ -35,38 +35,43 @@ _ids = itertools.count(10**12)  # of rows: numbers that a strategy holds for no 
 
 @dataclass(frozen=True)
 class Proposal:
-    """One row's share of a draft."""
+    """One row's share of a draft, without padding, and what was asked for it."""
 
+    row: Sequence
+    most: int
     tokens: list[int]
-    distributions: Tensor | None  # [length, V]; None where the draft is deterministic
+    probs_KV: Tensor | None  # None where the draft is deterministic
     parents: list[int] | None  # None is a chain
+
+    @property
+    def asked(self) -> str:
+        """The row and what was asked for it, in one line."""
+        row, ends = self.row, f", ends {sorted(self.row.stop_ids)}" if self.row.stop_ids else ""
+        return f"row {row.tokens}, temperature {row.params.temperature}, seed {row.seed}{ends}, max_len {self.most}"
 
     @property
     def follows(self) -> list[int]:
         """The number of the token that each token follows, -1 for the row's last, of a chain too."""
         return list(range(-1, len(self.tokens) - 1)) if self.parents is None else self.parents
 
-    @property
-    def first_path(self) -> list[int]:
-        """The tokens of the path that is tried first: all of a chain."""
-        return [self.tokens[node] for node in first_branch(self.follows)]
+    def drew(self, j: int) -> bool:
+        """Whether token ``j`` was drawn from a distribution of its own. Of a tree that is the first token alone: how
+        the others came about, their distributions do not say."""
+        return len(self.tokens) > j and self.probs_KV is not None and (self.parents is None or j == 0)
 
     def cut(self, length: int) -> Proposal:
         """The first tokens of a chain; a tree as it is."""
-        if self.parents is not None:
-            return self
-        return Proposal(self.tokens[:length], None if self.distributions is None else self.distributions[:length], None)
+        probs_KV = None if self.probs_KV is None else self.probs_KV[:length]
+        return self if self.parents else dataclasses.replace(self, tokens=self.tokens[:length], probs_KV=probs_KV)
 
 
-def split(draft: Draft) -> list[Proposal]:
-    """A draft row by row, without padding."""
+def split(draft: Draft, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+    """A draft row by row."""
+    trees = [None] * len(rows) if draft.trees is None else draft.trees
+    claims = [None] * len(rows) if draft.probs_BKV is None else draft.probs_BKV.float().cpu().unbind()
     return [
-        Proposal(
-            tokens,
-            None if draft.probs_BKV is None else draft.probs_BKV[b, : len(tokens)].float().cpu(),
-            None if draft.trees is None else draft.trees[b],
-        )
-        for b, tokens in enumerate(draft.chains)
+        Proposal(row, most, tokens, None if probs_KV is None else probs_KV[: len(tokens)], tree)
+        for row, most, tokens, probs_KV, tree in zip(rows, max_len, draft.chains, claims, trees)
     ]
 
 
@@ -90,7 +95,7 @@ class Stage:
         return self.strategy.propose(rows, max_len)
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
-        return split(self.draft(rows, max_len))
+        return split(self.draft(rows, max_len), rows, max_len)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft) -> None:
         target, _ = self.runner.score(rows, draft)
@@ -100,8 +105,8 @@ class Stage:
         """Draft, have the target look at it, keep at most ``kept`` tokens of the first path and add ``token``."""
         draft = self.draft(rows, max_len)
         self.observe(rows, draft)
-        for row, proposal in zip(rows, split(draft)):
-            row.tokens += [*proposal.first_path[:kept], token]
+        for p in split(draft, rows, max_len):
+            p.row.tokens += [*(p.tokens[node] for node in first_branch(p.follows)[:kept]), token]
         self.commit(rows)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
@@ -129,15 +134,12 @@ class DraftKit:
         strategy: DraftStrategy | Callable[[], DraftStrategy], learns: bool | None = None, target: Model | None = None
     ) -> DraftKit:
         """The kit for what ``check_draft`` takes."""
-        first = strategy if isinstance(strategy, DraftStrategy) else strategy()
+        make = _copier(strategy) if isinstance(strategy, DraftStrategy) else strategy
+        first = make()
         if not isinstance(first, DraftStrategy):
             raise ValueError(f"{strategy!r} makes {first!r}, which is no DraftStrategy")
-        return DraftKit(
-            _copier(strategy) if isinstance(strategy, DraftStrategy) else strategy,
-            type(first).__name__,
-            first.learns if learns is None else learns,
-            target or toy_target(first.vocab_size or _VOCABULARY),
-        )
+        model = target or toy_target(first.vocab_size or _VOCABULARY)
+        return DraftKit(make, type(first).__name__, first.learns if learns is None else learns, model)
 
     @property
     def vocab(self) -> int:
@@ -149,6 +151,11 @@ class DraftKit:
     def fresh(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
         """What a fresh strategy proposes."""
         return self.stage().propose(rows, max_len)
+
+    def as_fresh(self, found: list[Proposal], how: str) -> None:
+        """Raise ``ConformanceError`` where one that does not learn proposes what a fresh one would not."""
+        if not self.learns:
+            compare(found, self.fresh([p.row for p in found], [p.most for p in found]), how)
 
     def row(self, tokens: list[int], params: SamplingParams | float = 0.0, seed: int = 0) -> Sequence:
         """A request that has emitted all of ``tokens`` but the first; a number is a temperature."""
@@ -213,32 +220,20 @@ def reachable(start: object) -> Iterator[tuple[str, object]]:
             pending += [(f"{where}.{name}", part) for name, part in getattr(found, "__dict__", {}).items()]
 
 
-def show(row: Sequence, most: int) -> str:
-    """A row and what was asked for it, in one line."""
-    ends = f", ends {sorted(row.stop_ids)}" if row.stop_ids else ""
-    return f"row {row.tokens}, temperature {row.params.temperature}, seed {row.seed}{ends}, max_len {most}"
-
-
-def compare(
-    rows: abc.Sequence[Sequence],
-    max_len: abc.Sequence[int],
-    found: abc.Sequence[Proposal],
-    expected: abc.Sequence[Proposal],
-    how: str,
-) -> None:
+def compare(found: abc.Iterable[Proposal], expected: abc.Iterable[Proposal], how: str) -> None:
     """Raise ``ConformanceError`` at the first row whose proposal differs from the one it should be; ``how`` it came."""
-    for row, most, one, other in zip(rows, max_len, found, expected):
-        what = "the same tokens by other distributions" if one.tokens == other.tokens else f"{one.tokens}"
-        require(_same(row, one, other), f"{how} drafts {what}, not {other.tokens}, for {show(row, most)}")
+    for one, other in zip(found, expected):
+        what = "the same tokens by other distributions" if one.tokens == other.tokens else one.tokens
+        require(_same(one, other), f"{how} drafts {what}, not {other.tokens}, for {one.asked}")
 
 
-def _same(row: Sequence, one: Proposal, other: Proposal) -> bool:
-    """Whether two proposals for ``row`` are the same tokens by the same distributions (at temperature 0: the same
+def _same(one: Proposal, other: Proposal) -> bool:
+    """Whether two proposals for a row are the same tokens by the same distributions (at temperature 0: the same
     tokens)."""
     if (one.tokens, one.parents) != (other.tokens, other.parents):
         return False
-    a, b = one.distributions, other.distributions
-    if row.greedy or not one.tokens or (like := b if a is None else a) is None:
+    a, b = one.probs_KV, other.probs_KV
+    if one.row.greedy or not one.tokens or (like := b if a is None else a) is None:
         return True
     certain = one_hot(torch.tensor(one.tokens), like)  # which one of them may be
     return torch.allclose(certain if a is None else a, certain if b is None else b, atol=APART)
