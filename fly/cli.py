@@ -641,9 +641,8 @@ def check(
     with _plain_errors(alone=True):
         import torch
 
-        from fly.drafts.check import DRAFT_CHECKS
         from fly.policies import parse_policy
-        from fly.testing import CHECKS, check_draft, check_policy
+        from fly.testing import CHECKS, DRAFT_CHECKS, check_draft, check_policy
 
         if (rule is None) == (draft is None):
             raise ValueError("give either a rule or --draft")

@@ -23,14 +23,14 @@ from fly.drafts import (
     SuffixDraft,
     TreeDraft,
     UnionDraft,
-    check,
 )
-from fly.drafts.check import DRAFT_CHECKS, _chance, _Kit, check_draft
 from fly.ops import Stream, derive, draw, uniforms
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.sampling import BatchSampling
-from fly.testing import ConformanceError
+from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
+from fly.testing.drawn import chance
+from fly.testing.stage import DraftKit
 from fly.types import Draft
 from tests.toys import random_llama, run
 
@@ -408,14 +408,14 @@ PLANTED: list[tuple[type[DraftStrategy], str, str]] = [
 def test_planted_faults_are_named(strategy: type[DraftStrategy], fault: str, words: str) -> None:
     (the_check,) = [one for one in DRAFT_CHECKS if one.__name__ == f"check_{fault}".replace(" ", "_")]
     with torch.inference_mode(), pytest.raises((ConformanceError, KeyError, MemoryError)) as caught:
-        the_check(_Kit.of(strategy, None, None))
+        the_check(DraftKit.of(strategy))
     assert words in f"{type(caught.value).__name__}: {caught.value}"
 
 
 @pytest.fixture
 def few_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
     """For tests that are not about distributions."""
-    monkeypatch.setattr(check, "_SEEDS", 400)
+    monkeypatch.setattr(stage, "SEEDS", 400)
 
 
 @pytest.mark.usefixtures("few_seeds")
@@ -430,7 +430,7 @@ def test_a_strategy_that_was_made_is_copied_and_its_model_is_not() -> None:
     calls: list[int] = []
     report = check_draft(strategy, advance=lambda: calls.append(1))
     assert report.passed and len(calls) == len(DRAFT_CHECKS)
-    assert strategy.runner.model is MODEL and not strategy.allocators()[0].sequences()
+    assert strategy.runner.executor.model is MODEL and not strategy.allocators()[0].sequences()
 
 
 class Learning(Bigram):
@@ -477,9 +477,9 @@ def test_what_makes_no_strategy_is_refused() -> None:
 def test_the_chance_of_counts() -> None:
     """Against values of the chi-square distribution, and for counts that no distribution allows."""
     fair = torch.full((2,), 50.0).double()
-    assert _chance(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
-    assert _chance(fair, fair) == pytest.approx(1.0)
-    assert _chance(torch.tensor([99.0, 1.0]).double(), torch.tensor([100.0, 0.0]).double()) == 0.0
-    assert _chance(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
+    assert chance(torch.tensor([60.0, 40.0]).double(), fair) == pytest.approx(0.0455, abs=1e-4)  # square 4, 1 degree
+    assert chance(fair, fair) == pytest.approx(1.0)
+    assert chance(torch.tensor([99.0, 1.0]).double(), torch.tensor([100.0, 0.0]).double()) == 0.0
+    assert chance(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
     thin = torch.full((1000,), 0.1).double()  # four cells of 25 each once the rare outcomes are counted together
-    assert _chance(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12
+    assert chance(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12

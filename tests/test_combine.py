@@ -512,7 +512,7 @@ def test_a_sampled_text_has_the_targets_distribution(
     llm = fly.LLM(TINY, draft=strategy, policy=policy, k=4, cache_tokens=16 * n)
     for member in getattr(strategy, "members", []):
         if isinstance(member, SingleDraft):  # room for all rows at once
-            member.runner.cache = fly.cache.PagedKVCache.for_model(member.runner.model, 16 * n, 16)
+            member.runner.cache = fly.cache.PagedKVCache.for_model(member.runner.executor, 16 * n, 16)
     outs = llm.generate([prompt] * n, [SamplingParams(temperature=1.0, max_tokens=4, seed=s) for s in range(n)])
     counts = Counter(tuple(out.token_ids) for out in outs)
     assert sum(out.stats.accepted for out in outs) > n / 2

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fly import expressions
+from fly.backends import load
 from fly.bundled import resolve_checkpoint
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
@@ -82,7 +83,10 @@ def ngram(strategy: DraftStrategy | None) -> tuple[int, int, int]:
 
 
 def read(text: str) -> Any:
-    return parse_draft(text, trusted=True, dtype="float32", device="cpu")
+    strategy = parse_draft(text, trusted=True, dtype="float32", device="cpu")
+    if strategy is not None:
+        strategy.resolve(load)
+    return strategy
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +135,9 @@ def test_parameters() -> None:
 
 def test_dtype_and_device_reach_every_checkpoint_unless_the_text_says_otherwise() -> None:
     for text in ("fly-tiny", "model(fly-tiny)", "'fly-tiny'"):
-        assert read(text).runner.model.dtype == torch.float32
-    assert read("model(fly-tiny, dtype=bfloat16)").runner.model.dtype == torch.bfloat16
-    assert read(f"{HERE}:Several(fly-tiny)").members[0].runner.model.dtype == torch.float32
+        assert read(text).runner.executor.dtype == torch.float32
+    assert read("model(fly-tiny, dtype=bfloat16)").runner.executor.dtype == torch.bfloat16
+    assert read(f"{HERE}:Several(fly-tiny)").members[0].runner.executor.dtype == torch.float32
     assert read(f"{HERE}:Several()").dtype == "float32"
 
 

@@ -10,8 +10,10 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.executor import Batch, Drafted
 from fly.models import Llama
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import Exact, FLy, LossySampling
@@ -353,25 +355,18 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
     model, now = random_llama(3), [0.0]
     asked, alone = [0], [0]
 
-    class Whole:
-        config, device, logits = model.config, model.device, staticmethod(model.logits)
-
-        def __call__(self, *args):  # type: ignore[no-untyped-def]
-            return model(*args)
-
-        def draft(self, tokens, positions, kv, most, stop_ids, distribution, uniform_BK):  # type: ignore[no-untyped-def]
+    class Whole(TorchExecutor):
+        def extend(self, batch, spec, rows, most, sampling=None, seeds=()):  # type: ignore[no-untyped-def]
             """As the compiled kernels do, for one row."""
             alone[0] += 1
             now[0] += 1.0
-            text, drafted = kv.cache, []
-            hidden = model(torch.tensor(tokens.tolist()), torch.tensor(positions.tolist()), kv)
-            (seq,), at = kv.seqs, positions[-1] + 1
+            drafted, kv = [], batch.kv
             while True:
-                drafted.append(int(model.logits(hidden[-1:]).argmax()))
-                if len(drafted) == most[0] or drafted[-1] in stop_ids[0]:
-                    return [drafted], None
-                hidden = model(torch.tensor(drafted[-1:]), torch.tensor([at]), text.batch([seq], [at], [1]))
-                at += 1
+                drafted.append(int(self.score(batch).logits_NV[-1].argmax()))
+                if len(drafted) == most[0] or drafted[-1] in rows[0].stop_ids:
+                    return Drafted([drafted])
+                at = batch.positions[-1] + 1
+                batch = Batch(drafted[-1:], [at], kv.cache.batch(kv.seqs, [at], [1]))
 
     class Below(NGramDraft):
         def propose(self, rows, max_len):  # type: ignore[no-untyped-def]
@@ -379,7 +374,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
             now[0] += 0.01 if below_is_faster else 1.0
             return super().propose(rows, max_len)
 
-    level = SingleDraft(Whole(), Below())  # type: ignore[arg-type]
+    level = SingleDraft(Whole(model), Below())
     level.clock = lambda: now[0]
     twin = SingleDraft(run(model))
     for number in range(60):

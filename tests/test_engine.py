@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import shutil
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,8 +26,8 @@ from fly.cache import OutOfBlocks, PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.engine import Engine
+from fly.executor import Batch, Executor, Scores
 from fly.models import Llama, LlamaConfig
-from fly.models.llama import KV
 from fly.models.loading import save_model
 from fly.policies import (
     AcceptancePolicy,
@@ -605,8 +606,8 @@ def test_proposals_padded_to_any_width_are_taken() -> None:
 # --- the distribution of the output, end to end -------------------------------------------------------------------
 
 
-class Table:
-    """A toy model: the distribution of the next token depends on the last one alone."""
+class Table(Executor):
+    """A toy executor that can only score: the distribution of the next token depends on the last one alone."""
 
     def __init__(self, logits_VV: Tensor) -> None:
         self.table = logits_VV
@@ -614,13 +615,11 @@ class Table:
             vocab_size=len(logits_VV), hidden_size=2, intermediate_size=1, num_hidden_layers=1,
             num_attention_heads=1, num_key_value_heads=1, head_dim=2, max_position_embeddings=32,
         )  # fmt: skip
-        self.device = torch.device("cpu")
+        self.device, self.dtype = torch.device("cpu"), torch.float32
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
-        return tokens_T
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        return self.table[hidden_TC]
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+        tokens_T = torch.tensor(batch.tokens)
+        return Scores(self.table[tokens_T if places is None else tokens_T[list(places)]])
 
 
 def surprise(policy: AcceptancePolicy, strategy: DraftStrategy, table: Tensor) -> float:

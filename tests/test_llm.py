@@ -420,7 +420,7 @@ def test_tokens_tell_what_the_target_thought_of_them(temperature: float) -> None
 def test_another_llm_may_share_the_loaded_model() -> None:
     plain = LLM("fly-target", device="cpu")
     fast = LLM(plain, "ngram+fly-draft")
-    assert fast.engine.runner.model is plain.engine.runner.model
+    assert fast.engine.runner.executor is plain.engine.runner.executor
     assert fast.engine.runner.cache is not plain.engine.runner.cache
     params = SamplingParams(temperature=0.0, max_tokens=40)
     prompt = plain.chat_prompt("Sam has 3 red pens and buys 4 more. How many pens does Sam have?")

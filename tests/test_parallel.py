@@ -595,7 +595,7 @@ def decode(ranks: Ranks, alone: bool) -> None:
         raise MemoryError("no memory for this")
 
     if ranks.rank == 1 or not alone:
-        model: Any = llm.engine.runner.model
+        model: Any = llm.engine.runner.executor.model
         model.norm.register_forward_pre_hook(run_out)
     try:
         llm.generate([[1, 2, 3], [4, 5]], SamplingParams(temperature=0.0, max_tokens=3))

@@ -628,7 +628,7 @@ def test_an_engine_that_fails_says_so() -> None:
 
 def test_a_model_without_a_tokenizer_is_refused(alone: LLM) -> None:
     with pytest.raises(ValueError, match="tokenizer"):
-        Service(LLM(alone.engine.runner.model), Settings(), "none", "toy")
+        Service(LLM(alone.engine.runner.executor), Settings(), "none", "toy")
 
 
 def test_the_dashboard_shows_metrics_that_there_are() -> None:

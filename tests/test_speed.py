@@ -212,9 +212,9 @@ def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None
     asked = list(problems(None, "heldout", 0, 1))
     llm = strategy_of("fly-draft")
     settings = [Setting("autoregressive", llm, 0), Setting("fly", llm, 5, FLy())]
-    models = llm.engine.runner.model, draft_runners(llm.draft)[0].model
+    models = llm.engine.runner.executor, draft_runners(llm.draft)[0].executor
     measured = measure_rounds(settings, asked, GREEDY, turns=2)
-    assert (llm.engine.runner.model, draft_runners(llm.draft)[0].model) == models
+    assert (llm.engine.runner.executor, draft_runners(llm.draft)[0].executor) == models
     for rounds, result in zip(measured, compare(settings, asked, GREEDY)):
         assert len(rounds.times) == 2
         assert rounds.stats.rounds == 2 * result.stats.rounds
@@ -230,21 +230,21 @@ def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None
 
 def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM(random_llama(), NGramDraft(), k=3)
-    model = llm.engine.runner.model
+    model = llm.engine.runner.executor
     steps = []
 
     def failing() -> None:
-        steps.append(llm.engine.runner.model)
+        steps.append(llm.engine.runner.executor)
         raise RuntimeError("no power")
 
     monkeypatch.setattr(llm, "step", failing)
     with pytest.raises(RuntimeError, match="no power"):
         timed(Setting("ngram", llm, 3), [1, 2, 3], GREEDY, clocked=True)
-    assert llm.engine.runner.model is model and isinstance(steps[0], Clock)
+    assert llm.engine.runner.executor is model and isinstance(steps[0], Clock)
     assert not llm.scheduler
     with pytest.raises(ValueError, match="no tokenizer"):
         measure_rounds([Setting("ngram", llm, 3)], list(problems(None, "heldout", 0, 1)), GREEDY)
-    assert llm.engine.runner.model is model
+    assert llm.engine.runner.executor is model
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])

@@ -421,7 +421,7 @@ def has_form(text: str, form: dict[str, Any]) -> bool:
 
 @cache
 def reference(llm: LLM, spec: StructuredOutput) -> Matcher:
-    return Grammars(llm.tokenizer, llm.engine.runner.model.config.vocab_size, llm.eos_ids).matcher(  # type: ignore[arg-type]
+    return Grammars(llm.tokenizer, llm.engine.runner.executor.config.vocab_size, llm.eos_ids).matcher(  # type: ignore[arg-type]
         SamplingParams(structured=spec)
     )
 
@@ -455,7 +455,7 @@ def test_outputs_have_their_form_whatever_drafts_and_whatever_excuses(
         assert not llm.tokenizer.control_ids.intersection(text)  # type: ignore[union-attr]
         assert each.structured is not None
         for n in range(len(text)):  # a fresh look at each token
-            logits = torch.zeros(1, llm.engine.runner.model.config.vocab_size)
+            logits = torch.zeros(1, llm.engine.runner.executor.config.vocab_size)
             reference(llm, each.structured).constrain(logits, text[:n], [], [])
             assert logits[0, text[n]] == 0
 

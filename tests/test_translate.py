@@ -28,7 +28,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, Target
 from tests.test_drafts import make_row, proposals
-from tests.toys import dense_logits, random_llama
+from tests.toys import dense_logits, random_llama, run
 
 ENGLISH = (
     "the cat sat on the mat and then the other cat ate the bat that sat there on the mat with them while some "
@@ -109,7 +109,7 @@ def speaker(
     tokenizer: Tokenizer | None, size: int, make: Callable[..., SingleDraft] = SingleDraft, **options: object
 ) -> SingleDraft:
     """A random draft model that speaks ``tokenizer``."""
-    level = make(toy(size, 5), **options)
+    level = make(run(toy(size, 5)), **options)
     level.tokenizer = tokenizer
     return level
 
@@ -493,7 +493,7 @@ class Script:
 
 def reciting(text: str, target: Tokenizer, draft: Tokenizer, mode: str, end: str = "") -> TranslatedDraft:
     """A translated draft of a model that knows ``text`` by heart."""
-    level = SingleDraft(Script(draft.encode(text) + ([draft.token_id(end)] if end else []), SIZES[draft]))
+    level = SingleDraft(run(Script(draft.encode(text) + ([draft.token_id(end)] if end else []), SIZES[draft])))
     level.tokenizer = draft
     return TranslatedDraft(level, target, SIZES[target], mode)  # type: ignore[arg-type]
 
@@ -628,7 +628,7 @@ def test_the_level_itself_is_not_changed(used: bool) -> None:
         level.release(row)
     strategy = TranslatedDraft(level, LARGE, 330)
     strategy.propose([row], [4])
-    assert level.runner.model is toy(290, 5) and not level.runner.cache.allocator.sequences()
+    assert level.runner.executor.model is toy(290, 5) and not level.runner.cache.allocator.sequences()
     assert proposals(level.propose([row], [8])) == free
 
 
@@ -657,7 +657,10 @@ def test_the_cache_is_as_large_as_the_levels_would_be() -> None:
         (lambda: between(LARGE, PIECES, "tokens"), "tokenizer of the draft is no byte-level BPE"),
         (lambda: between(PIECES, LARGE, "tokens"), "tokenizer of the target is no byte-level BPE"),
         (lambda: between(LARGE, SMALL, "string"), "'string' is none of auto, padded, tokens, text"),
-        (lambda: Engine(Runner(toy(336, 2), None), pair("tokens")), "translated to 330 tokens, the target has 336"),  # type: ignore[arg-type]
+        (
+            lambda: Engine(Runner(run(toy(336, 2)), None), pair("tokens")),
+            "translated to 330 tokens, the target has 336",
+        ),  # type: ignore[arg-type]
     ],
 )
 def test_a_pair_that_cannot_work_is_refused_with_the_reason(make: Callable[[], object], words: str) -> None:

@@ -45,7 +45,7 @@ def test_a_saved_twin_says_what_the_original_says(tmp_path: Path) -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24)
     a, b = (llm.generate([prompt], params)[0] for llm in (original, other))
     assert (a.token_ids, a.text, a.finish_reason) == (b.token_ids, b.text, b.finish_reason)
-    assert other.engine.runner.model.config.num_hidden_layers == 3
+    assert other.engine.runner.executor.config.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize("arguments", [{"width": 0}, {"layers": 1}])

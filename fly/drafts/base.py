@@ -62,8 +62,16 @@ class DraftStrategy(ABC):
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
+    def parts(self) -> list[DraftStrategy]:
+        """The strategies that it holds in attributes, by themselves or in a list or tuple."""
+        values = (value if isinstance(value, (list, tuple)) else (value,) for value in vars(self).values())
+        return [part for several in values for part in several if isinstance(part, DraftStrategy)]
+
     def resolve(self, load: Load) -> None:
-        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none."""
+        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none of its
+        own, and has its ``parts`` load theirs."""
+        for part in self.parts():
+            part.resolve(load)
 
     def attach(self, target: Runner) -> None:
         """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
@@ -94,7 +102,10 @@ class DraftStrategy(ABC):
     def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
         """A strategy that drafts the same with a model, by tokens ``allowed`` only (None: by all): what can be
         translated to another vocabulary. Raises ``ValueError`` where there is no such model, as by default."""
-        raise ValueError(f"{type(self).__name__} has no draft model whose tokens could be translated")
+        raise ValueError(
+            f"{type(self).__name__} for a vocabulary of {self.vocab_size} tokens cannot draft for another; a SingleDraft, "
+            "or a CascadeDraft that ends in one, can"
+        )
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
@@ -130,18 +141,17 @@ class Wrapper(DraftStrategy):
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         self.members = list(members)
-        self._follow_member()
+        self._follow_members()
 
-    def _follow_member(self) -> None:
+    def _follow_members(self) -> None:
         if len(self.members) == 1:
             (member,) = self.members
             self.vocab_size, self.tokenizer = member.vocab_size, member.tokenizer
             self.context, self.spare, self.device = member.context, member.spare, member.device
 
     def resolve(self, load: Load) -> None:
-        for member in self.members:
-            member.resolve(load)
-        self._follow_member()
+        super().resolve(load)
+        self._follow_members()
 
     def attach(self, target: Runner) -> None:
         for member in self.members:

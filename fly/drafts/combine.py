@@ -37,6 +37,10 @@ class _Combined(Wrapper):
             raise ValueError(f"a strategy stands twice in {name}; each needs a state of its own")
         if trees := [type(member).__name__ for member in members if member.spare]:
             raise ValueError(f"{name} combines chains, and {trees[0]} proposes trees")
+        super().__init__(members)
+
+    def _follow_members(self) -> None:
+        name, members = type(self).__name__, self.members
         sizes = sorted({member.vocab_size for member in members if member.vocab_size is not None})
         if len(sizes) > 1:
             raise ValueError(f"the strategies of {name} have vocabularies of {sizes} tokens; they must be the same")
@@ -45,7 +49,6 @@ class _Combined(Wrapper):
             raise ValueError(
                 f"the strategies of {name} have different tokenizers: the same id would mean different text"
             )
-        super().__init__(members)
         self.vocab_size = sizes[0] if sizes else None
         self.tokenizer = tokenizers[0] if tokenizers else None
         # Each stops by itself at its own context, so the longest counts.

@@ -301,13 +301,7 @@ class TranslatedDraft(Wrapper):
     """
 
     def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int, mode: Mode = "auto") -> None:
-        try:
-            top = draft.restricted(None)
-        except ValueError:
-            raise ValueError(
-                f"{type(draft).__name__} for a vocabulary of {draft.vocab_size} tokens cannot draft for another, of "
-                f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
-            ) from None
+        top = draft.restricted(None)
         own_size = top.vocab_size or 0
         self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size, mode)
         to_target = self.vocabularies.to_target

@@ -94,10 +94,8 @@ def _decode_seconds(executors: list[Executor]) -> float:
 def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
     """A strategy and all it is made of."""
     yield strategy
-    for value in vars(strategy).values():
-        for part in value if isinstance(value, (list, tuple)) else (value,):
-            if isinstance(part, DraftStrategy):
-                yield from _nested(part)
+    for part in strategy.parts():
+        yield from _nested(part)
 
 
 def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy | None:

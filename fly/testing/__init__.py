@@ -1,0 +1,20 @@
+"""The conformance kits: hold an acceptance policy (``check_policy``) or a draft strategy (``check_draft``) to its
+contract, on a laptop, and name the fault with a small counterexample. Knows nothing of HTTP or ranks."""
+
+from fly.testing.drafts import DRAFT_CHECKS, check_draft
+from fly.testing.guarantees import check_trees
+from fly.testing.policies import CHECKS, check_policy, parametrize_with_checks
+from fly.testing.report import ConformanceError, Finding, Report, run_checks
+
+__all__ = [
+    "CHECKS",
+    "DRAFT_CHECKS",
+    "ConformanceError",
+    "Finding",
+    "Report",
+    "check_draft",
+    "check_policy",
+    "check_trees",
+    "parametrize_with_checks",
+    "run_checks",
+]

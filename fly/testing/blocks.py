@@ -1,0 +1,137 @@
+"""Random blocks to try an acceptance policy on: target, draft and noise of a few rows, small and hard.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fly.policies import AcceptancePolicy, verify
+from fly.sampling import BatchSampling
+from fly.testing.report import require
+from fly.types import Draft, Noise, SamplingParams, Target, Verdict
+
+__all__ = ["TICK", "TOLERANCE", "Case", "block", "cases", "one_hot", "require_equal", "rounded"]
+
+TOLERANCE = 1e-5  # of a probability: float32 distributions, and bisection to 2^-24
+TICK = 2.0**-24  # the finest step of the engine's uniforms
+
+Outcome = tuple[int, int, list[int]]  # tokens accepted, the next token, and a code for each token that was drafted
+
+
+@dataclass(frozen=True)
+class Case:
+    """A block with everything a verdict depends on."""
+
+    target: Target
+    draft: Draft
+    noise: Noise
+
+    def verdict(self, policy: AcceptancePolicy) -> Verdict:
+        return verify(policy, self.target, self.draft, self.noise)
+
+    def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
+        """What becomes of each row."""
+        verdict = self.verdict(policy)
+        why = [codes[:n] for codes, n in zip(verdict.why_BK.tolist(), self.draft.lengths_B.tolist())]
+        return list(zip(verdict.accepted_B.tolist(), verdict.next_token_B.tolist(), why))
+
+    @property
+    def numbers(self) -> range:
+        """Of the rows."""
+        return range(len(self.draft.lengths_B))
+
+    def reversed(self) -> Case:
+        """The same rows in the other order."""
+        order = torch.tensor(self.numbers[::-1])
+        return Case(self.target.rows(order), self.draft.rows(order), self.noise.rows(order))
+
+    def alone(self, b: int, padding: int = 0) -> Case:
+        """Row ``b`` by itself, with ``padding`` columns to the right of it that hold other content."""
+        index_B, n = torch.tensor([b]), int(self.draft.lengths_B[b])
+        t, d, z = self.target.rows(index_B), self.draft.rows(index_B), self.noise.rows(index_B)
+        columns = torch.arange(n + padding).clamp_max(max(n - 1, 0))
+        places = torch.arange(n + padding + 1).clamp_max(n)
+        logits, tokens, coins = t.logits_BKV[:, places], d.tokens_BK[:, columns], z.accept_BK[:, columns]
+        logits[:, n + 1 :] *= -1
+        tokens[:, n:] = (tokens[:, n:] + 1) % logits.shape[-1]
+        coins[:, n:] = 0.0
+        target = t.about(torch.tensor([0]), logits, None if t.all_greedy else t.probs_BKV[:, places])
+        draft_probs = None if d.probs_BKV is None else d.probs_BKV[:, columns]
+        return Case(target, Draft(tokens, d.lengths_B, draft_probs), Noise(coins, z.sample_B))
+
+    def show(self, b: int = 0) -> str:
+        """A row in one line: all of it, if it is short."""
+        n = int(self.draft.lengths_B[b])
+        kind = "temperature 0" if bool(self.target.greedy_B[b]) else "sampled"
+        parts = [f"{kind}, draft {self.draft.tokens_BK[b, :n].tolist()}"]
+        if n <= 3:
+            parts.append(f"target {rounded(self.target.probs_BKV[b, : n + 1])}")
+            if self.draft.probs_BKV is not None:
+                parts.append(f"draft distribution {rounded(self.draft.probs_BKV[b, :n])}")
+            parts.append(f"coins {rounded(self.noise.accept_BK[b, :n])}")
+        return ", ".join(parts)
+
+
+def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperature: float | None = None) -> Case:
+    """A random ragged block: sure and undecided positions, drafts that mostly agree, distributions with zeros.
+
+    ``temperature`` None mixes greedy and sampled rows; 0 is all greedy.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rand, randn = partial(torch.rand, generator=generator), partial(torch.randn, generator=generator)
+    logits = (0.3 + 6 * rand(rows, longest + 1, 1)) * randn(rows, longest + 1, vocab)
+    temperatures = [(0.7, 0.0)[b % 2] if temperature is None else temperature for b in range(rows)]
+    sampling = BatchSampling.of(
+        [SamplingParams(temperature=t, top_k=0 if b % 3 else vocab - 1) for b, t in enumerate(temperatures)]
+    )
+    drawn_from = sampling.probs(logits[:, :-1] + randn(rows, longest, vocab))
+    sampled = torch.multinomial(drawn_from.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
+    tokens = torch.where(rand(rows, longest) < 0.6, logits[:, :-1].argmax(-1), sampled)
+    # A drafted token always has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
+    certain = one_hot(tokens, drawn_from)
+    drawn_from = torch.where(sampling.greedy_B.view(-1, 1, 1), certain, 0.9 * drawn_from + 0.1 * certain)
+    lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
+    lengths[0] = longest
+    all_greedy = not any(temperatures)
+    target = Target(
+        logits,
+        None if all_greedy else sampling.probs(logits),
+        greedy_B=sampling.greedy_B,
+        control_V=torch.arange(vocab) == vocab - 1,
+        generated_B=torch.arange(rows),
+        relaxed_B=torch.arange(rows) // 2,
+        nats_B=torch.arange(rows) / 2,
+        history=[torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
+    )
+    draft = Draft(tokens, lengths, None if all_greedy or seed % 2 else drawn_from)
+    return Case(target, draft, Noise(rand(rows, longest), rand(rows)))
+
+
+def cases(count: int = 12) -> list[Case]:
+    """Small ones first, so that the first to fail makes a small counterexample."""
+    return [
+        block(seed, 1 + seed % 5, 1 + 11 * seed // max(count - 1, 1), 3 + seed % 4, (0.0, 1.0, None)[seed % 3])
+        for seed in range(count)
+    ]
+
+
+def require_equal(case: Case, how: str, expected: list[Outcome], other: str, found: list[Outcome]) -> None:
+    """Raise ``ConformanceError`` at the first row with another outcome than expected."""
+    for b, (one, two) in enumerate(zip(expected, found)):
+        require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
+
+
+def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
+    """The distributions [..., V] of tokens [...] that are certain, of the shape and dtype of ``like``."""
+    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
+
+
+def rounded(values: Tensor) -> str:
+    """Numbers [...] with four decimals, as a list is written."""
+    return str([[round(v, 4) for v in row] if isinstance(row, list) else round(row, 4) for row in values.tolist()])

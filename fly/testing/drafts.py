@@ -1,0 +1,358 @@
+"""The conformance kit of draft strategies: holds any of them, on a laptop, to what ``DraftStrategy`` asks.
+
+    from fly.testing import check_draft
+    print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
+
+The strategy drafts for a toy target, a random model of its vocabulary, in the way the engine and a level above would
+ask it to: batches, rows that end, rolled-back speculation, forks, caches without room.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import random
+from collections import abc
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from fly.cache import OutOfBlocks
+from fly.drafts.base import DraftStrategy
+from fly.ops import depths
+from fly.policies import Exact
+from fly.request import Sequence
+from fly.testing.drawn import (
+    check_claimed_distribution,
+    check_independent_of_the_verdict,
+    check_rounds_are_independent,
+)
+from fly.testing.report import ConformanceError, Report, require, run_checks, seeded
+from fly.testing.stage import DraftKit, Proposal, Stage, compare, reachable, split
+from fly.testing.toys import Model, make_llm
+from fly.types import SamplingParams
+
+__all__ = ["DRAFT_CHECKS", "check_draft"]
+
+_LONGEST = 4096  # tokens of a row to which a strategy's context is tried out
+_EVENTS = {"keep none": 0, "keep two": 2, "keep all": 2**31, "give up": 0, "fork": 0}  # and how many tokens stand
+
+
+def check_draft(
+    strategy: DraftStrategy | Callable[[], DraftStrategy],
+    *,
+    learns: bool | None = None,
+    target: Model | None = None,
+    raises: bool = True,
+    advance: Callable[[], None] = lambda: None,
+) -> Report:
+    """Run every check of the kit on a draft strategy; ``advance`` is called after each.
+
+    Args:
+        strategy: a function (or class) that makes a fresh one, or one that nobody has used yet, which is copied (its
+            models' weights are shared). Models should be in float32: what coarser numbers round differently in another
+            batch cannot be told from what depends on the batch.
+        learns: whether it remembers past texts and other rows on purpose, so that what it proposes may depend on them;
+            it must be valid all the same. None is the strategy's own attribute ``learns``.
+        target: who it drafts for; None is a random Llama of two layers over the strategy's vocabulary.
+
+    Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
+    """
+    kit = DraftKit.of(strategy, learns, target)
+    report = Report(kit.name)
+    with torch.inference_mode():
+        run_checks(report, DRAFT_CHECKS, kit, advance)
+    return report.settled(raises)
+
+
+def check_shapes_and_ranges(kit: DraftKit) -> str:
+    """Lengths within what was asked, shapes and dtypes as in ``Draft``, ids of the vocabulary, padding included."""
+    found = [p for rows, max_len in kit.batches() for p in _valid(kit, kit.stage(), rows, max_len)]
+    drafted = sum(len(p.tokens) for p in found)
+    return f"{drafted} tokens drafted for {len(found)} rows" if drafted else "note: nothing was drafted for any row"
+
+
+def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
+    """What is proposed. Raises ``ConformanceError`` for a draft that is none."""
+    draft = stage.draft(rows, max_len)
+    tokens, lengths, probs, longest = draft.tokens_BK, draft.lengths_B, draft.probs_BKV, draft.tokens_BK.shape[-1]
+    asked = "; ".join(Proposal(row, most, [], None, None).asked for row, most in zip(rows, max_len))
+    columns: list[tuple[str, Tensor | None, tuple[int, ...]]] = [
+        ("lengths_B", lengths, (len(rows),)),
+        ("tokens_BK", tokens, (len(rows), longest)),
+        ("parents_BK", draft.parents_BK, tuple(tokens.shape)),
+        ("probs_BKV", probs, (*tokens.shape, kit.vocab)),
+    ]
+    for name, tensor, shape in columns:
+        if tensor is not None:
+            found = tuple(tensor.shape)
+            require(found == shape, f"{name} has shape {found}, expected {shape}, for {asked}")
+            right = tensor.is_floating_point() if tensor is probs else tensor.dtype == torch.int64
+            wanted = "a floating one" if tensor is probs else "torch.int64"
+            require(right, f"{name} has dtype {tensor.dtype}, expected {wanted}, for {asked}")
+    require(
+        bool(((lengths >= 0) & (lengths <= longest)).all()),
+        f"lengths_B {lengths.tolist()} are not in 0..{longest}, for {asked}",
+    )
+    require(
+        bool(((tokens >= 0) & (tokens < kit.vocab)).all()),
+        f"tokens_BK {tokens.tolist()} (padding included) are not all in 0..{kit.vocab - 1}, for {asked}",
+    )
+    require(
+        probs is None or bool(torch.isfinite(probs).all()),
+        f"probs_BKV (padding included) is not finite, for {asked}",
+    )
+    proposals = split(draft, rows, max_len)
+    for p in proposals:
+        what = f"{p.tokens} for {p.asked}"
+        for node, parent in enumerate(p.follows):
+            require(
+                -1 <= parent < node,
+                f"token {node} has parent {parent}, expected one in -1..{node - 1}: {what}",
+            )
+        deepest = 1 + max(depths(p.follows), default=-1)
+        require(deepest <= p.most, f"drafted {deepest} tokens where at most {p.most} were asked: {what}")
+        require(
+            probs is not None or len(set(zip(p.follows, p.tokens))) == len(p.tokens),
+            f"two siblings of a deterministic tree are the same, parents {p.parents}: {what}",
+        )
+        unseen = sorted(set(p.tokens) - set(p.row.tokens))
+        require(
+            stage.strategy.vocab_size is not None or kit.learns or not unseen,
+            f"drafted {unseen}, not seen in the row, and states no vocab_size: {what}",
+        )
+    return proposals
+
+
+def check_nothing_asked_nothing_drafted(kit: DraftKit) -> None:
+    """A row with max_len 0 gets an empty draft, alone and beside rows that get one."""
+    for rows, max_len in kit.batches():
+        for p in kit.fresh(rows, [0] * len(rows)) + kit.fresh(rows, [0, *max_len[1:]]):
+            require(p.most > 0 or not p.tokens, f"drafted {p.tokens} for {p.asked}")
+
+
+def check_nothing_after_an_end(kit: DraftKit) -> str:
+    """No token is drafted to follow one that ends the row: it could never be emitted."""
+    ended = 0
+    for rows, max_len in kit.batches():
+        firsts = kit.fresh(rows, max_len)
+        for others in ((), range(2, kit.vocab, 2)):  # what was drafted first as the only end, and as one of many
+            ends = [{"stop_token_ids": tuple(sorted({*p.tokens[:1], *others}))} for p in firsts]
+            again = [kit.row(row.tokens, row.params.model_copy(update=end), row.seed) for row, end in zip(rows, ends)]
+            for p in kit.fresh(again, max_len):
+                ended += bool(p.row.stop_ids & set(p.tokens))
+                for token, before in ((p.tokens[n], p.tokens[at]) for n, at in enumerate(p.follows) if at >= 0):
+                    require(
+                        before not in p.row.stop_ids,
+                        f"drafted {token} after {before}, which ends the row: {p.tokens} for {p.asked}",
+                    )
+    return f"{ended} drafts with an end"
+
+
+def check_rows_untouched(kit: DraftKit) -> None:
+    """No call changes a row, or any field of one."""
+    for rows, max_len in kit.batches():
+        stage, limits = kit.stage(), list(max_len)
+        before = [copy.deepcopy(vars(row)) for row in rows]
+        draft = stage.draft(rows, limits)
+        calls: list[tuple[str, Callable[[], None]]] = [
+            ("propose", lambda: None),
+            ("observe", lambda: stage.observe(rows, draft)),  # noqa: B023
+            ("commit", lambda: stage.commit(rows)),  # noqa: B023
+            ("release", lambda: stage.release(rows)),  # noqa: B023
+        ]
+        for call, run in calls:
+            run()
+            for p, old, now in zip(split(draft, rows, max_len), before, map(vars, rows)):
+                names = [name for name in {**old, **now} if name not in old or old[name] != now.get(name)]
+                changes = [f"{name} from {old.get(name)!r} to {now.get(name)!r}" for name in names]
+                require(not names, f"{call} changed {', '.join(changes)}, for {p.asked}")
+            require(limits == max_len, f"propose changed max_len from {max_len} to {limits}")
+
+
+def check_no_hidden_randomness(kit: DraftKit) -> None:
+    """The same row and seed give the same draft: whatever the global generators, the row's id, and how often asked.
+
+    At temperature 0 the seed does not matter either. One that learns may propose more or fewer of the same tokens.
+    """
+    for rows, max_len in kit.batches():
+        stage = kit.stage()
+        first, second = seeded(1, lambda: [stage.propose(rows, max_len) for _ in range(2)])  # noqa: B023
+        lengths = [min(len(one.tokens), len(other.tokens)) for one, other in zip(first, second)]
+        if kit.learns:  # of speed, say: it may propose more or less, but not other tokens
+            first, second = ([p.cut(n) for p, n in zip(found, lengths)] for found in (first, second))
+        compare(second, first, "asked again it")
+        copies = [kit.row(row.tokens, row.params, row.seed + 99 * row.greedy) for row in rows]
+        again = seeded(2, lambda: kit.fresh(copies, max_len))  # noqa: B023
+        if not kit.learns:
+            compare(again, first, "under another id (and another seed, if at temperature 0) it")
+
+
+def check_row_alone_equals_row_in_batch(kit: DraftKit) -> str:
+    """A row's draft depends on that row alone: not on its neighbours, their number, or their order."""
+    if kit.learns:
+        return "not asked of a strategy that learns"
+    for rows, max_len in kit.batches():
+        alone = [kit.fresh([row], [most])[0] for row, most in zip(rows, max_len)]
+        compare(kit.fresh(rows, max_len), alone, "a batch")
+        compare(kit.fresh(rows[::-1], max_len[::-1]), alone[::-1], "a reversed batch")
+    return ""
+
+
+def check_rolled_back_equals_fresh(kit: DraftKit) -> str:
+    """After any history of accepted and rejected drafts, steps given up, and forks, it proposes what a fresh strategy
+    would. One that learns may propose anything, if it is a draft."""
+    rng = random.Random(0)
+    histories = [[event] for event in _EVENTS] + [rng.choices(list(_EVENTS), k=5) for _ in range(6)]
+    for temperature, history in itertools.product((0.0, 1.0), histories):
+        picked = [rng.choice(kit.texts(9)) for _ in range(1 if len(history) == 1 else 3)]
+        rows = [kit.row(text, temperature, seed) for seed, text in enumerate(picked)]
+        max_len = [rng.choice((2, 5)) for _ in rows]
+        stage = kit.stage()
+        for number, event in enumerate(history, start=1):
+            _play(kit, stage, event, rows, max_len, rng)
+            kit.as_fresh(_valid(kit, stage, rows, max_len), f"after {history[:number]} it")
+    return "valid; what it has learned may show" if kit.learns else f"{2 * len(histories)} histories"
+
+
+def _play(
+    kit: DraftKit, stage: Stage, event: str, rows: list[Sequence], max_len: list[int], rng: random.Random
+) -> None:
+    """One event in the life of ``rows``."""
+    if event == "give up":  # as the engine does when a step fails
+        stage.draft(rows, max_len)
+    elif event == "fork":  # as a level above does that tries two ways on
+        for _ in range(2):
+            forks = [row.fork(Exact(), row.seed + 1) for row in rows]
+            for fork in forks:
+                fork.tokens += rng.choices(range(kit.vocab), k=3)
+            stage.round(forks, max_len, 1, rng.randrange(kit.vocab))
+    else:
+        stage.round(rows, max_len, _EVENTS[event], rng.randrange(kit.vocab))
+    stage.commit(rows)
+
+
+def check_release_frees_all(kit: DraftKit) -> str:
+    """A released row leaves nothing: caches are whole again, no attribute holds its id, and its neighbours go on."""
+    rows = [kit.row(text, (0.0, 1.0)[b % 2], b) for b, text in enumerate(kit.texts(6))]
+    gone, left, max_len = rows[:3], rows[3:], [4] * len(rows)
+    stage = kit.stage()
+    stage.release(rows[:1])  # a row that it never saw
+    stage.round(rows, max_len, 2, 0)
+    stage.draft(rows, max_len)
+    stage.release(gone)
+    stage.commit(left)
+    kit.as_fresh(stage.propose(left, max_len[3:]), "after the release of others it")
+    stage.release(left)
+    for number, allocator in enumerate(stage.strategy.allocators()):
+        held, sequences = allocator.num_blocks - allocator.num_free, len(allocator.sequences())
+        require(
+            not held and not sequences,
+            f"allocator {number} still holds {held} of {allocator.num_blocks} blocks and {sequences} sequences after "
+            f"all rows were released",
+        )
+    ids = {row.id for row in rows}
+    for where, found in reachable(stage.strategy):
+        kind = "object" if isinstance(found, Sequence) else "id" if type(found) is int and found in ids else ""
+        require(not kind, f"{where} still holds the {kind} of a row after it was released")
+    return f"{len(rows)} rows"
+
+
+def check_context_limit(kit: DraftKit) -> str:
+    """Rows of ``context`` tokens and more get no draft, and no error, whatever their neighbours."""
+    context = kit.stage().strategy.context
+    if context is None:
+        return "no limit of its own"
+    lengths = [context + beyond for beyond in ((-1, 0, 1, 9) if context <= _LONGEST else (0, 1, 9))]
+    motif = kit.texts(9)[4]
+    for temperature, near in itertools.product((0.0, 1.0), (lengths[-3:], lengths)):
+        stage, where = kit.stage(), f"in a context of {context}"
+        rows = [kit.row((motif * n)[:n], temperature) for n in near if n > 0]
+        try:
+            found = stage.propose(rows, [4] * len(rows))
+        except Exception as error:
+            raise ConformanceError(f"rows of {near} tokens {where}: {type(error).__name__}: {error}") from error
+        for p in found:
+            length = len(p.row.tokens)
+            require(length < context or not p.tokens, f"drafted {len(p.tokens)} tokens for a row of {length} {where}")
+        stage.commit(rows)
+        stage.release(rows)
+    return f"{context} tokens"
+
+
+def check_full_caches(kit: DraftKit) -> str:
+    """Without room it raises ``OutOfBlocks`` and nothing else; after that and a commit all is as before."""
+    caches = len(kit.stage().strategy.allocators())
+    refused = 0
+    for number, free in itertools.product(range(caches), (0, 1, 2)):
+        stage, where = kit.stage(), f"with {free} free blocks in allocator {number}"
+        rows = [kit.row(text) for text in kit.texts(9)[-2:]]
+        stage.prime(rows)
+        full = stage.strategy.allocators()[number]
+        full.resize("others", max(0, full.num_free - free) * full.block_size)
+        before = [(a.num_free, set(a.sequences())) for a in stage.strategy.allocators()]
+        try:
+            stage.strategy.propose(rows, [20, 20])
+        except OutOfBlocks:
+            refused += 1
+            stage.commit(rows)
+            for (was, old), now in zip(before, stage.strategy.allocators()):
+                new, taken = set(now.sequences()), was - now.num_free
+                require(
+                    new <= old | {row.id for row in rows} and (not taken or new != old),
+                    f"{where} a refused draft left {taken} more blocks taken",
+                )
+        stage.commit(rows)
+        full.release("others")
+        kit.as_fresh(stage.propose(rows, [5, 5]), f"after it had to draft {where} it")
+        stage.release(rows)
+        whole = all(a.num_free >= a.num_blocks for a in stage.strategy.allocators())
+        require(whole, f"{where} a draft leaves blocks that release does not free")
+    return f"{refused} of {3 * caches} times refused" if caches else "no caches of its own"
+
+
+def check_speculation_equals_autoregression(kit: DraftKit) -> str:
+    """With the exact rule the greedy texts of a batch are the target's own, and sampled ones do not depend on it."""
+    prompts = kit.texts(6)
+    llm, ks = make_llm(kit.model, kit.make()), [1 + number % 6 for number in range(len(prompts))]
+    plain = SamplingParams(temperature=0.0, max_tokens=24)
+    ends = [
+        plain.model_copy(update={"stop_token_ids": (out.token_ids[-1],)}) for out in llm.generate(prompts, plain, k=0)
+    ]
+    for params in (plain, ends):
+        wanted, found = llm.generate(prompts, params, k=0), llm.generate(prompts, params, k=ks)
+        for prompt, k, one, other in zip(prompts, ks, found, wanted):
+            require(
+                one.token_ids == other.token_ids,
+                f"prompt {prompt}, k {k}: emits {one.token_ids}, the target {other.token_ids}",
+            )
+    drafted, accepted = sum(out.stats.drafted for out in found), sum(out.stats.accepted for out in found)
+    sampled = [SamplingParams(max_tokens=16, seed=seed) for seed in range(len(prompts))]
+    for prompt, own, k, one in zip(prompts, sampled, ks, [] if kit.learns else llm.generate(prompts, sampled, k=ks)):
+        (alone,) = make_llm(kit.model, kit.make()).generate([prompt], own, k=k)
+        require(
+            one.token_ids == alone.token_ids,
+            f"prompt {prompt}, seed {own.seed}, k {k}: emits {alone.token_ids} alone, and in a batch {one.token_ids}",
+        )
+    return f"{accepted} of {drafted} drafted tokens stood before a random target"
+
+
+DRAFT_CHECKS: tuple[Callable[[DraftKit], str | None], ...] = (
+    check_shapes_and_ranges,
+    check_nothing_asked_nothing_drafted,
+    check_nothing_after_an_end,
+    check_rows_untouched,
+    check_no_hidden_randomness,
+    check_row_alone_equals_row_in_batch,
+    check_rolled_back_equals_fresh,
+    check_release_frees_all,
+    check_context_limit,
+    check_full_caches,
+    check_claimed_distribution,
+    check_rounds_are_independent,
+    check_independent_of_the_verdict,
+    check_speculation_equals_autoregression,
+)

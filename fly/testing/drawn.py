@@ -1,0 +1,166 @@
+"""The checks of a draft strategy that concern chance: what is drawn has the distribution that is claimed, and uses no
+randomness twice.
+
+That is tested over many seeds, by sums of squares over the claimed distributions. The seeds are fixed, so a verdict
+repeats; the threshold is such that a right strategy fails in one of a billion.
+
+Shape legend: N samples, V vocabulary, G groups of tokens.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fly.ops import Stream, uniforms
+from fly.testing.report import require
+from fly.testing.stage import APART, PARAMS, DraftKit, Proposal
+
+__all__ = ["chance", "check_claimed_distribution", "check_independent_of_the_verdict", "check_rounds_are_independent"]
+
+_CHANCE = 1e-9  # of a right strategy to fail one comparison
+_GROUPS = 6  # of tokens, and of noise, whose dependence is looked for
+
+
+def check_claimed_distribution(kit: DraftKit) -> str:
+    """Claimed distributions are distributions, drafted tokens have mass in them, and over many seeds are drawn from
+    them.
+
+    What is drawn at random must claim its distribution; how much is drafted must not depend on what was drawn.
+    """
+    for p in (p for batch in kit.batches() for p in kit.fresh(*batch)):
+        for j, (token, probs_V) in enumerate(zip(p.tokens, () if p.probs_KV is None else p.probs_KV)):
+            total, least = float(probs_V.double().sum()), float(probs_V.min())
+            sums = f"sums to {total:.4f} with a least entry of {least:.2g}"
+            require(
+                least >= 0 and abs(total - 1) <= APART, f"the distribution of drafted token {j} {sums}, for {p.asked}"
+            )
+            require(
+                bool(probs_V[token]),
+                f"token {token} at {j} was drafted, and its distribution excludes it, for {p.asked}",
+            )
+    chances = []
+    for number, params in enumerate(PARAMS):
+        proposals = kit.drawn(number)
+        asked = proposals[0].asked
+        certain = sorted({tuple(p.tokens) for p in proposals if p.probs_KV is None})
+        lengths = sorted({len(p.tokens) for p in proposals if p.parents is None})
+        require(
+            kit.learns or len(certain) < 2,
+            f"drafts {[list(tokens) for tokens in certain[:2]]} by the seed, but claims no distribution (probs_BKV), "
+            f"for {asked}",
+        )
+        require(kit.learns or len(lengths) < 2, f"the seed decides how much is drafted, {lengths} tokens: {asked}")
+        for j, drawn in enumerate(_drawn_at(proposals, j) for j in range(3)):
+            if drawn:
+                counts_NV = torch.zeros_like(drawn.probs_NV).scatter_(1, drawn.tokens_N.unsqueeze(1), 1.0)
+                observed_V, expected_V = counts_NV.sum(0), drawn.probs_NV.sum(0)
+                worst = int((observed_V - expected_V).abs().argmax())
+                share, claimed = (float(mass_V[worst]) / len(counts_NV) for mass_V in (observed_V, expected_V))
+                how = f"{len(proposals)} seeds at temperature {params.temperature}, top_k {params.top_k}"
+                what = f"token {j} of the draft is {worst} in {share:.3f} of {how}; it claims {claimed:.3f}"
+                chances.append(_likely(chance(observed_V, expected_V), what, f", for {asked}"))
+    return _least(chances, "of what was drawn ", "nothing is drawn: all drafts are certain")
+
+
+def check_rounds_are_independent(kit: DraftKit) -> str:
+    """What is drawn with one seed at two positions is independent: no round repeats the randomness of another."""
+    here, there = kit.drawn(0), kit.drawn(0, more=2)
+    chances = []
+    for which, proposals, j in (
+        ("one round and the first of a later round", there, 0),
+        ("a round and the second of the same round", here, 1),
+    ):
+        both = [i for i in range(len(here)) if here[i].drew(0) and proposals[i].drew(j)]
+        first, other = _drawn_at([here[i] for i in both], 0), _drawn_at([proposals[i] for i in both], j)
+        if first and other:
+            bins_N = _groups(first.probs_NV.sum(0))[first.tokens_N]
+            what = f"over {len(both)} seeds the first token of {which} depend on each other more than they claim"
+            chances.append(_likely(_dependence(bins_N, other), what, ": the same randomness is used twice"))
+    return _least(chances)
+
+
+def check_independent_of_the_verdict(kit: DraftKit) -> str:
+    """What is drawn is independent of the coins and the draw that the verdict on it will use."""
+    proposals = kit.drawn(0)
+    seeds_N, positions_N = torch.tensor([(p.row.seed, len(p.row.tokens)) for p in proposals]).unbind(1)
+    chances = []
+    for which, stream, j in (
+        ("coin 0", Stream.ACCEPT, 0),
+        ("coin 1", Stream.ACCEPT, 1),
+        ("the draw", Stream.SAMPLE, 0),
+    ):
+        if drawn := _drawn_at(proposals, j):
+            noise_N = uniforms(seeds_N, positions_N, stream, j + 1)[drawn.at_N, j]
+            what = f"token {j} of the draft depends on {which} of its own verdict"
+            advice = ": draw with a seed of your own, fly.ops.derive(row.seed, len(row.tokens))"
+            chances.append(_likely(_dependence((noise_N * _GROUPS).long(), drawn), what, advice))
+    return _least(chances)
+
+
+class _Drawn(NamedTuple):
+    """What was drawn at one place of some proposals."""
+
+    tokens_N: Tensor
+    probs_NV: Tensor  # claimed, float64
+    at_N: Tensor  # numbers of the proposals, ascending
+
+
+def _drawn_at(proposals: abc.Sequence[Proposal], j: int) -> _Drawn | None:
+    """What was drawn as token ``j``; None where none was."""
+    at = [i for i, p in enumerate(proposals) if p.drew(j)]
+    if not at:
+        return None
+    probs_NV = torch.stack([probs_KV[j] for i in at if (probs_KV := proposals[i].probs_KV) is not None]).double()
+    tokens_N = torch.tensor([proposals[i].tokens[j] for i in at])
+    return _Drawn(tokens_N, probs_NV / probs_NV.sum(-1, keepdim=True), torch.tensor(at))
+
+
+def _likely(found: float, what: str, rest: str) -> float:
+    """The chance ``found``. Raises ``ConformanceError`` where it is too small to have come about by chance."""
+    require(found >= _CHANCE, f"{what} (chance {found:.0e}){rest}")
+    return found
+
+
+def _least(chances: list[float], of: str = "", none: str = "nothing is drawn") -> str:
+    return f"least chance {of}{min(chances):.2g}" if chances else none
+
+
+def _groups(mass_V: Tensor) -> Tensor:
+    """[V] int64: up to six groups of neighbouring tokens with about the same mass each."""
+    before_V = mass_V.cumsum(0) - mass_V / 2
+    return (before_V / mass_V.sum() * _GROUPS).long().clamp(0, _GROUPS - 1)
+
+
+def _dependence(bins_N: Tensor, drawn: _Drawn) -> float:
+    """The chance that tokens drawn from their distributions, whatever their bins (0 to 5), fall on the bins as these
+    did."""
+    groups_V = _groups(drawn.probs_NV.sum(0))
+    probs_NG = drawn.probs_NV.new_zeros(len(bins_N), _GROUPS).index_add_(1, groups_V, drawn.probs_NV)
+    expected_GG = drawn.probs_NV.new_zeros(_GROUPS, _GROUPS).index_add_(0, bins_N, probs_NG)
+    observed_GG = torch.bincount(bins_N * _GROUPS + groups_V[drawn.tokens_N], minlength=_GROUPS**2).double()
+    return chance(observed_GG, expected_GG.flatten())
+
+
+def chance(observed_G: Tensor, expected_G: Tensor) -> float:
+    """Chance of counts [G] at least as far from the expected ones, by Pearson's chi-square; rare outcomes count
+    together.
+
+    The expected counts may be sums over draws with different distributions, which makes the true chance larger only.
+    """
+    expected, order = expected_G.sort()
+    observed = observed_G[order]
+    if bool(((expected == 0) & (observed > 0)).any()):
+        return 0.0
+    # Cells of at least 25 expected counts: below, the tail of the chi-square is too thin for chances this small.
+    rare = expected < 25
+    together = -1 - (torch.where(rare, expected, 0.0).cumsum(0) / 25).long()
+    cells, cell = torch.where(rare, together, torch.arange(len(expected))).unique(return_inverse=True)
+    found, wanted = (torch.zeros(len(cells)).double().index_add_(0, cell, x) for x in (observed, expected))
+    enough = wanted >= 5
+    square = ((found - wanted)[enough] ** 2 / wanted[enough]).sum()
+    freedom = int(enough.sum()) - 1
+    return float(torch.special.gammaincc(torch.tensor(freedom / 2).double(), square / 2)) if freedom > 0 else 1.0

@@ -1,0 +1,337 @@
+"""Whether an acceptance policy keeps the guarantee that it declares, on chains and on trees: exact sums, no samples.
+
+The verdict on a block is a step function of its noise; its steps are found by bisection, the unit cube falls into cells
+on which the verdict is constant, and the distribution of what is emitted is a sum over all drafts of one shape and all
+cells. It is compared with the target's distribution over all strings of D+1 tokens.
+
+Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1
+the drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one draw), L lines along an
+axis, P points of noise. A table of distributions is a list with one tensor [V^j, V] for each j: what follows each
+prefix of j tokens, which are numbered in base V.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from fly.ops import depths, pick
+from fly.policies import AcceptancePolicy, Exact, verify
+from fly.policies.base import exact_accept_probs
+from fly.sampling import BatchSampling
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, cases, one_hot, require_equal, rounded
+from fly.testing.report import ConformanceError, require
+from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
+
+__all__ = ["check_guarantee", "check_trees"]
+
+
+def check_guarantee(policy: AcceptancePolicy) -> str:
+    """Lossless as declared, within the bound as declared, or, for a heuristic, how far from the target it strays."""
+    guarantee, bound = policy.guarantee, policy.bound
+    worst, where = 0.0, ""
+    for divergence in _chains(policy):
+        if guarantee is Guarantee.LOSSLESS and divergence.gap > TOLERANCE:
+            raise ConformanceError("; ".join([f"declared lossless, but {divergence.story}", *_suspicions(policy)]))
+        if bound is not None and divergence.first is not None:
+            distance = divergence.first[0 if bound.measure == "kl" else 1]
+            require(distance <= bound.value + 1e-4, f"declared {bound}, found {distance:.5f}: {divergence.story}")
+        if divergence.total > worst:
+            worst, where = divergence.total, divergence.story
+    require(guarantee is not Guarantee.BOUNDED or bound is not None, "declared bounded, but names no bound")
+    if guarantee is Guarantee.LOSSLESS:
+        return f"lossless: exact sum over all drafts, K = 1, 2, 3 (largest gap {worst:.1e})"
+    if worst <= TOLERANCE:
+        return f"declared {guarantee.value}; no draft of up to 3 tokens (11 at temperature 0) changed it"
+    return f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
+
+
+def check_trees(policy: AcceptancePolicy) -> str:
+    """On trees: a chain written as a tree is judged as a chain, and a lossless rule stays lossless with several
+    candidates for a place, certain ones and sampled ones (an exact sum, as for chains)."""
+    for case in cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
+        parents_BK = torch.arange(-1, case.draft.shape[1] - 1).expand(case.draft.shape)
+        tree = replace(case, draft=replace(case.draft, parents_BK=parents_BK))
+        require_equal(case, "as a chain", case.outcomes(policy), "as a tree", tree.outcomes(policy))
+    if policy.guarantee is not Guarantee.LOSSLESS:
+        return "chains written as trees"
+    worst = 0.0
+    for parents, vocab in (([-1, -1], 3), ([-1, -1, 0], 3), ([-1, -1, 1], 2), ([-1, 0, 0], 2)):
+        for divergence in _sampled(policy, parents, vocab, len(parents), tree=True):
+            gap, story = divergence.gap, divergence.story
+            require(gap <= TOLERANCE, f"declared lossless, but a tree of parents {parents}, {story}")
+            worst = max(worst, gap)
+    return f"lossless: exact sum over trees of up to 3 tokens (largest gap {worst:.1e})"
+
+
+# ------------------------------------------------------------------------------------------ what may be wrong with it
+
+
+def _suspicions(policy: AcceptancePolicy) -> list[str]:
+    """What may be wrong with a rule that is not lossless: each an experiment on random blocks."""
+    found: list[str] = []
+    for seed in range(24):
+        case = block(seed, 4, 5, 4, 1.0)
+        target, draft, mask_BK = case.target, case.draft, case.draft.mask_BK()
+        chances_BK, exact_BK = policy.accept_probs(target, draft), exact_accept_probs(target, draft)
+        unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
+        flatter = draft
+        if (probs_BKV := draft.probs_BKV) is not None:
+            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(draft.tokens_BK, probs_BKV))
+
+        def apart(other_BK: Tensor) -> bool:
+            return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
+
+        ignores = flatter is not draft and not apart(policy.accept_probs(target, flatter))
+        experiments = {
+            "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)": any(
+                _keeps_the_excluded(policy, one) for one in (block(seed, 4, 5, 4, 0.0), case)
+            ),
+            "its chances change with the unprocessed logits while the target's processed distribution stays": apart(
+                policy.accept_probs(unprocessed, draft)
+            ),
+            "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)": (
+                apart(exact_BK) and ignores
+            ),
+            "its correction is not drawn from max(target - draft, 0)": (
+                not apart(exact_BK) and _corrects_otherwise(policy, target, draft)
+            ),
+        }
+        found += [reason for reason, seen in experiments.items() if seen]
+        if apart(exact_BK) and not any(reason.startswith("its chances") for reason in found):
+            b, j = divmod(int(((exact_BK - chances_BK).abs() * mask_BK).argmax()), mask_BK.shape[1])
+            own, exact = float(chances_BK[b, j]), float(exact_BK[b, j])
+            found.append(f"its chances are not min(1, target/draft): {own:.4f} where that is {exact:.4f}")
+    return list(dict.fromkeys(found))
+
+
+def _keeps_the_excluded(policy: AcceptancePolicy, case: Case) -> bool:
+    """Whether a coin of 0 keeps more than the next larger one."""
+    coins = (torch.full_like(case.noise.accept_BK, coin) for coin in (0.0, TICK))
+    lowest, following = (replace(case, noise=replace(case.noise, accept_BK=coin)).verdict(policy) for coin in coins)
+    return bool((lowest.accepted_B > following.accepted_B).any())
+
+
+def _corrects_otherwise(policy: AcceptancePolicy, target: Target, draft: Draft) -> bool:
+    """Whether a correction has another distribution than the exact rule's, where a token can be rejected at all."""
+    rows, longest = draft.shape
+    for j in range(longest):
+        own_BV, exact_BV = (rule.correction(target, draft, torch.full((rows,), j)) for rule in (policy, Exact()))
+        apart_BV = own_BV / own_BV.sum(-1, keepdim=True) - exact_BV / exact_BV.sum(-1, keepdim=True)
+        asked_B = draft.mask_BK()[:, j] & (exact_BV.sum(-1) > 1e-3)
+        if bool((apart_BV.abs().amax(-1)[asked_B] > 1e-3).any()):
+            return True
+    return False
+
+
+# --------------------------------------------------------------------------------------- distributions as exact sums
+
+
+@dataclass(frozen=True)
+class _Divergence:
+    """How the distribution of D+1 tokens differs from the target's."""
+
+    gap: float  # largest difference of any string's probability
+    total: float  # total variation distance; at temperature 0 the share of drafts that change the text
+    first: tuple[float, float] | None  # KL(emitted || target) and total variation of the first token alone
+    story: str
+
+
+def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
+    """Comparisons on chains from the smallest to the largest: the first that fails is a small counterexample."""
+    for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
+        yield from _greedy(policy, longest, vocab)
+    for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
+        for seed in range(seeds):
+            yield from _sampled(policy, list(range(-1, longest - 1)), vocab, seed)
+
+
+class _Drafts:
+    """Every draft of one shape, and where its places stand in tables."""
+
+    def __init__(self, parents: list[int], vocab: int) -> None:
+        self.tokens_NK = torch.tensor(list(itertools.product(range(vocab), repeat=len(parents))))
+        self.depths = [0, *(depth + 1 for depth in depths(parents))]  # of each place
+        self.numbers = [torch.zeros(len(self.tokens_NK), dtype=torch.int64)]  # [N] of each place: of the prefix there
+        for parent, tokens_N in zip(parents, self.tokens_NK.unbind(1)):
+            self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)
+
+    def look_up(self, table: list[Tensor]) -> Tensor:
+        """[N, M, V]: what a table says at each place."""
+        return torch.stack([table[depth][number_N] for depth, number_N in zip(self.depths, self.numbers)], dim=1)
+
+
+def _greedy(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[_Divergence]:
+    """At temperature 0 the emitted tokens must be the target's argmax path, for every chain of ``longest`` tokens.
+
+    ``total`` is the share of all drafts that change the text.
+    """
+    generator = torch.Generator().manual_seed(longest)
+    drafts = _Drafts(list(range(-1, longest - 1)), vocab)
+    rows, texts = len(drafts.tokens_NK), drafts.tokens_NK.tolist()
+    # Position j's logits depend on the drafted prefix, as a model's do.
+    logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
+    target, draft = Target(logits, history=[[0]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
+    for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter, the lowest least of all
+        case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
+        emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
+        pairs = [(text, out, path[: len(out)]) for text, out, path in zip(texts, emitted, target.argmax_BK.tolist())]
+        if wrong := [pair for pair in pairs if pair[1] != pair[2]]:
+            story = "at temperature 0 draft {} emits {}, the target {}".format(*wrong[0])
+            yield _Divergence(1.0, len(wrong) / rows, None, story)
+
+
+def _sampled(
+    policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False
+) -> Iterator[_Divergence]:
+    """Emitted against target distribution for one table: with a draft that was drawn (siblings independently from one
+    distribution), and with every certain draft (of different siblings)."""
+    drafts = _Drafts(parents, vocab)
+    tokens_NK, longest = drafts.tokens_NK, max(drafts.depths)
+    logits, targets, claims = _tables(longest, vocab, seed)
+    target = Target(drafts.look_up(logits), drafts.look_up(targets), history=[[0]] * len(tokens_NK))
+    probs_NKV = drafts.look_up(claims)[:, [parent + 1 for parent in parents]]
+    lengths_N, parents_NK = torch.full((len(tokens_NK),), len(parents)), torch.tensor(parents).expand_as(tokens_NK)
+    drawn = Draft(tokens_NK, lengths_N, probs_NKV, parents_NK if tree else None)
+    chance_N = pick(probs_NKV, tokens_NK).double().prod(-1)
+    wanted = _continuations(targets, 0, 0)
+
+    def emitted(draft: Draft, rows_N: Tensor) -> Tensor:
+        """[rows, V^(D+1)] distribution of D+1 tokens after some drafts: those that the verdict emits, the rest by the
+        target; exact over all noise."""
+        found = torch.zeros(len(rows_N), len(wanted), dtype=torch.float64)
+        for b, volume, place, token in _cells(policy, target.rows(rows_N), draft.rows(rows_N)):
+            prefix = int(drafts.numbers[place][rows_N[b]]) * vocab + token
+            rest = _continuations(targets, drafts.depths[place] + 1, prefix)
+            found[b, prefix * len(rest) : (prefix + 1) * len(rest)] += volume * rest
+        return found
+
+    def compare(emitted: Tensor, draft: str) -> _Divergence:
+        apart = (emitted - wanted).abs()
+        worst = int(apart.argmax())
+        string = [worst // vocab**i % vocab for i in range(longest, -1, -1)]
+        first, first_wanted = (distribution.view(vocab, -1).sum(1) for distribution in (emitted, wanted))
+        ratio = first.clamp_min(1e-12) / first_wanted.clamp_min(1e-300)
+        kl, tv = float((first * ratio.log()).sum()), float((first - first_wanted).abs().sum() / 2)
+        return _Divergence(
+            float(apart.max()),
+            float(apart.sum() / 2),
+            (kl, tv),
+            f"K={longest}, {draft}, target distribution {rounded(targets[0])}: emits {string} with probability "
+            f"{float(emitted[worst]):.5f}, the target {float(wanted[worst]):.5f}",
+        )
+
+    possible = chance_N.nonzero().squeeze(1)
+    mean = (emitted(drawn, possible) * chance_N[possible].unsqueeze(1)).sum(0)
+    yield compare(mean, f"{'siblings drawn from one' if tree else 'draft'} distribution {rounded(claims[0])}")
+    texts = tokens_NK.tolist()
+    different = [b for b, tokens in enumerate(texts) if len(set(zip(parents, tokens))) == len(parents)]  # siblings
+    for b, one in zip(different, emitted(replace(drawn, probs_BKV=None), torch.tensor(different))):
+        yield compare(one, f"certain {'tokens' if tree else 'draft'} {texts[b]}")
+
+
+def _tables(longest: int, vocab: int, seed: int) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Tables of raw logits, of the target's processed distributions, and of the draft's."""
+    generator = torch.Generator().manual_seed(1000 * longest + 100 * vocab + seed)
+    simple = torch.tensor([[0.5, 0.5], [1.0, 0.0], [0.25, 0.75], [0.0, 1.0], [0.75, 0.25]])
+    processed = BatchSampling.of([SamplingParams(temperature=0.6, top_k=vocab - 1 if vocab > 2 else 0)])
+    found = []
+    for j in range(longest + 1):
+        if longest == 1 and vocab == 2 and seed < 20:
+            target, draft = (simple[at % 5].expand(vocab**j, -1) for at in (seed, seed // 5 + 2 * j + 2))
+            raw = target.clamp_min(1e-6).log() * 0.6  # what temperature 0.6 turns into the target's distribution
+        else:
+            raw, noise = (torch.randn(vocab**j, vocab, generator=generator) for _ in range(2))
+            raw *= 1.5
+            target, draft = (processed.probs(logits.unsqueeze(0))[0] for logits in (raw, raw + noise))
+        found.append((raw, target, draft))
+    logits, targets, drafts = map(list, zip(*found))
+    return logits, targets, drafts
+
+
+def _continuations(table: list[Tensor], length: int, number: int) -> Tensor:
+    """[V^(D + 1 - length)] float64: the probability of every string of D+1 tokens that goes on from a prefix of
+    ``length`` tokens, given that prefix."""
+    joint = torch.ones(1, dtype=torch.float64)
+    for after in table[length:]:
+        joint = (joint.unsqueeze(1) * after[number * len(joint) : (number + 1) * len(joint)].double()).reshape(-1)
+    return joint
+
+
+def _cells(policy: AcceptancePolicy, target: Target, draft: Draft) -> list[tuple[int, float, int, int]]:
+    """``(row, volume, place, next token)`` of every cell of the noise cube on which a row's verdict is constant."""
+    edges: dict[tuple[int, int], set[float]] = defaultdict(lambda: {0.0, 1.0})
+    for b, axis, step in _steps(policy, target, draft):
+        edges[b, axis].add(step)
+    cells = [
+        (b, sides)
+        for b in range(draft.shape[0])
+        for sides in itertools.product(*(list(itertools.pairwise(sorted(edges[b, axis]))) for axis in _axes(draft)))
+    ]
+    rows_P = torch.tensor([b for b, _ in cells])
+    middle_PA = torch.tensor([[(low + high) / 2 for low, high in sides] for _, sides in cells], dtype=torch.float64)
+    places_P, tokens_P = _evaluate(policy, target, draft, rows_P, middle_PA)
+    volumes = (math.prod(high - low for low, high in sides) for _, sides in cells)
+    return list(zip(rows_P.tolist(), volumes, places_P.tolist(), tokens_P.tolist()))
+
+
+def _axes(draft: Draft) -> range:
+    """Of noise: a coin for each token, and the draw last."""
+    return range(draft.shape[1] + 1)
+
+
+def _evaluate(
+    policy: AcceptancePolicy, target: Target, draft: Draft, rows_P: Tensor, noise_PA: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[P] places that the next tokens follow, and the next tokens, of some rows under a point of noise each."""
+    noise_PA = noise_PA.float().clamp_max(1 - TICK)
+    verdict = verify(policy, target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1]))
+    if verdict.path_BK is None:
+        return verdict.accepted_B, verdict.next_token_B
+    return torch.tensor([path[-1] + 1 if path else 0 for path in verdict.paths()]), verdict.next_token_B
+
+
+def _steps(policy: AcceptancePolicy, target: Target, draft: Draft) -> set[tuple[int, int, float]]:
+    """Row, axis of noise and place on it wherever a verdict changes, to 2^-24: found on a grid, refined by bisection.
+
+    An axis is scanned with the other coins at both ends (accepting and rejecting), which shows every step of rules
+    whose thresholds do not depend on other coins; all published ones are such.
+    """
+    axes, ends = _axes(draft), [0.0, 1 - TICK]
+    lines = [
+        (b, axis, corner)
+        for b, axis in itertools.product(range(draft.shape[0]), axes)
+        for corner in itertools.product(*([0.0] if a in (axis, axes[-1]) else ends for a in axes))
+    ]
+    row_L, axis_L = (torch.tensor([line[i] for line in lines]) for i in (0, 1))
+    corner_LA = torch.tensor([corner for _, _, corner in lines], dtype=torch.float64)
+
+    def outcomes(line_P: Tensor, at_P: Tensor) -> Tensor:
+        """[P] codes of the verdicts on points of lines."""
+        noise_PA = corner_LA[line_P].scatter(1, axis_L[line_P].unsqueeze(1), at_P.unsqueeze(1))
+        places_P, tokens_P = _evaluate(policy, target, draft, row_L[line_P], noise_PA)
+        return places_P * (target.logits_BKV.shape[-1] + 1) + tokens_P
+
+    grid = torch.linspace(0, 1, 65, dtype=torch.float64)
+    codes = outcomes(torch.arange(len(lines)).repeat_interleave(len(grid)), grid.repeat(len(lines))).view(-1, len(grid))
+    line_P, at_P = (codes[:, 1:] != codes[:, :-1]).nonzero().unbind(1)
+    low_P, end_P, left_P, right_P = grid[at_P], grid[at_P + 1], codes[line_P, at_P], codes[line_P, at_P + 1]
+    found: set[tuple[int, int, float]] = set()
+    while len(line_P):
+        high_P = end_P
+        for _ in range(20):
+            middle_P = (low_P + high_P) / 2
+            same_P = outcomes(line_P, middle_P) == left_P
+            low_P, high_P = torch.where(same_P, middle_P, low_P), torch.where(same_P, high_P, middle_P)
+        steps = ((high_P * 2**22).round() / 2**22).tolist()
+        found.update(zip(row_L[line_P].tolist(), axis_L[line_P].tolist(), steps))
+        after_P = outcomes(line_P, high_P)
+        again_P = (after_P != right_P) & (end_P - high_P > 2 * TICK)  # another step before the end of the interval
+        line_P, low_P, end_P, left_P, right_P = (part[again_P] for part in (line_P, high_P, end_P, after_P, right_P))
+    return found

@@ -1,0 +1,305 @@
+"""The conformance kit of acceptance policies: proves or refutes, on a laptop and without a model, what one claims.
+
+    from fly.testing import check_policy
+    print(check_policy(MyRule()))            # raises ConformanceError naming the fault and a small counterexample
+
+In a test-suite::
+
+    @parametrize_with_checks([MyRule(), MyRule(alpha=0.5)])
+    def test_my_rule(policy, check):
+        check(policy)
+
+From a shell: ``fly check my_rules:MyRule``.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+
+Losslessness is no sampling test, but an exact sum: see ``fly.testing.guarantees``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import pickle
+import timeit
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy, verify
+from fly.policies.registry import check_types
+from fly.request import Stats
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, cases, one_hot, require_equal, rounded
+from fly.testing.guarantees import check_guarantee, check_trees
+from fly.testing.report import Finding, Report, require, run_checks, seeded, title
+from fly.types import Draft, Noise, Target, Verdict, Why
+
+__all__ = ["CHECKS", "check_policy", "parametrize_with_checks"]
+
+
+def check_policy(
+    policy: AcceptancePolicy, *, raises: bool = True, advance: Callable[[], None] = lambda: None
+) -> Report:
+    """Run every check of the kit on ``policy``; ``advance`` is called after each.
+
+    Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
+    """
+    report = Report(str(policy), f"{policy.guarantee.value}{f', {policy.bound}' if policy.bound else ''}")
+    try:
+        if dataclasses.is_dataclass(type(policy)):
+            check_types(policy)
+    except ValueError as error:  # nothing else that could be found out would be of interest
+        report.findings.append(Finding("types of the parameters", False, str(error)))
+    else:
+        run_checks(report, CHECKS, policy, advance)
+    return report.settled(raises)
+
+
+def parametrize_with_checks(policies: Iterable[AcceptancePolicy]) -> Any:
+    """A pytest decorator: one test for each policy and each check, with arguments ``policy`` and ``check``."""
+    import pytest
+
+    params = [
+        pytest.param(policy, check, id=f"{policy}-{title(check)}".replace(" ", "_"))
+        for policy in policies
+        for check in CHECKS
+    ]
+    return pytest.mark.parametrize(("policy", "check"), params)
+
+
+def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
+    """accept_probs is [B, K] in [0, 1]; a verdict never accepts more than was drafted, and its codes fit."""
+    for case in cases():
+        shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
+        probs = policy.accept_probs(case.target, case.draft)
+        require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
+        inside = probs[case.draft.mask_BK()].float()
+        require(
+            bool(((inside >= 0) & (inside <= 1)).all()),
+            f"accept_probs outside [0, 1]: {rounded(probs.float())} for {case.show()}",
+        )
+        verdict = case.verdict(policy)
+        shapes = [tuple(t.shape) for t in (verdict.accepted_B, verdict.next_token_B, verdict.why_BK)]
+        require(shapes == [shape[:1], shape[:1], shape], f"verdict shapes {', '.join(map(str, shapes))}")
+        for b, (n, following, codes) in enumerate(case.outcomes(policy)):
+            kept = all(code in (Why.MATCH, Why.RELAXED) for code in codes[:n])
+            gone = all(code == Why.REJECTED for code in codes[n:])
+            require(
+                0 <= n <= len(codes) and 0 <= following < vocab and kept and gone,
+                f"accepted {n} of {len(codes)}, codes {codes}, for {case.show(b)}",
+            )
+    return f"{len(cases())} random blocks"
+
+
+def check_inputs_untouched(policy: AcceptancePolicy) -> None:
+    """No tensor that comes in is changed."""
+    for case in cases():
+        tensors = {
+            "logits": case.target.logits_BKV,
+            "target distribution": case.target.probs_BKV,
+            "drafted tokens": case.draft.tokens_BK,
+            "lengths": case.draft.lengths_B,
+            "draft distribution": case.draft.probs_BKV,
+            "coins": case.noise.accept_BK,
+            "draws": case.noise.sample_B,
+        }
+        copies = [(name, tensor, tensor.clone()) for name, tensor in tensors.items() if tensor is not None]
+        case.verdict(policy)
+        for name, tensor, before in copies:
+            require(torch.equal(before, tensor), f"{name} changed in place, for {case.show()}")
+
+
+def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
+    """A row's verdict depends on that row alone: not on its neighbours, their number, or their order."""
+    for case in cases(18):
+        alone = [case.alone(b).outcomes(policy)[0] for b in case.numbers]
+        require_equal(case, "alone", alone, "in a batch", case.outcomes(policy))
+        require_equal(case, "alone", alone, "in a reversed batch", case.reversed().outcomes(policy)[::-1])
+
+
+def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
+    """What stands right of a row's length never matters."""
+    for case in cases(18):
+        short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
+        require_equal(case, "without padding", short, "with padding", long)
+
+
+def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
+    """An empty draft emits one token of the target's distribution; a draft the target is sure of stands whole."""
+    for temperature in (0.0, 1.0):
+        case = block(1, 3, 4, 5, temperature)
+        target = Target(case.target.logits_BKV[:, :1], case.target.probs_BKV[:, :1] if temperature else None)
+        empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
+        for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
+            require(not accepted, "accepted tokens of an empty draft")
+            require(
+                float(target.probs_BKV[b, 0, token]) > 0,
+                f"an empty draft emitted token {token}, which the target's distribution excludes",
+            )
+    tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
+    logits = one_hot(torch.cat([tokens, tokens[:, :1]], 1), torch.zeros(2, 5, 4)) * 40 - 20
+    for probs in (None, logits.softmax(-1)):
+        draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
+        noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
+        outcomes = Case(Target(logits, probs), draft, noise).outcomes(policy)
+        stood = [n for n, _, _ in outcomes]
+        require(
+            stood == [4, 4] and [token for _, token, _ in outcomes] == [0, 3],
+            f"a draft equal to a sure target stood only {stood} of 4",
+        )
+
+
+def check_control_tokens_inside(policy: AcceptancePolicy) -> str:
+    """Drafts with an end-of-sequence inside are judged like any other; whether one is ever excused is reported."""
+    relaxed = asked = 0
+    for case, verdict in _judged(policy, 10, 4):
+        assert case.target.control_V is not None
+        control_BK = case.target.control_V[case.draft.tokens_BK] & case.draft.mask_BK()
+        asked += int((control_BK & verdict.asked_BK).sum())
+        relaxed += int((control_BK & (verdict.why_BK == Why.RELAXED)).sum())
+    if relaxed:
+        return f"note: excused {relaxed} of {asked} drafted control tokens; '& ~control' protects them"
+    return f"none of {asked} excused"
+
+
+def _judged(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[tuple[Case, Verdict]]:
+    """Random blocks, greedy and sampled in turn, with the policy's verdicts."""
+    for seed in range(60):
+        case = block(seed, 6, longest, vocab, (0.0, 1.0)[seed % 2])
+        yield case, case.verdict(policy)
+
+
+def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
+    """Wherever a token can be rejected, the correction's distribution is finite, nowhere negative, and has mass."""
+    for seed, longest in enumerate((1, 1, 2, 3, 5, 8)):
+        case = block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
+        chances = policy.accept_probs(case.target, case.draft)
+        judged = case.draft.mask_BK() & ~case.target.greedy_B.unsqueeze(1) & (chances < 1)
+        for b, j in judged.nonzero().tolist():
+            row = policy.correction(case.target, case.draft, torch.full((4,), j))[b]
+            # A rejection that rounding alone makes possible needs no correction of its own.
+            mass = float(row.sum()) > 0 or float(chances[b, j]) > 1 - TOLERANCE
+            require(
+                mass and bool((torch.isfinite(row) & (row >= 0)).all()),
+                f"correction {rounded(row)} at position {j}: {case.show(b)}",
+            )
+
+
+def check_no_hidden_randomness(policy: AcceptancePolicy) -> None:
+    """The same inputs give the same verdict on every rank: whatever the state of the global generators."""
+    copy = pickle.loads(pickle.dumps(policy))
+    require(copy == policy, "a pickled copy differs from the policy")
+    for case in cases():
+        one, other = (
+            seeded(seed, lambda: case.outcomes(rule))  # noqa: B023
+            for seed, rule in ((1, policy), (2, copy))
+        )
+        require_equal(case, "on one of two ranks", one, "on the other", other)
+
+
+def check_written_and_read(policy: AcceptancePolicy) -> str:
+    """A frozen dataclass that its text and its mapping give back."""
+    params = getattr(policy, "__dataclass_params__", None)
+    require(params is not None and params.frozen, f"{type(policy).__name__} is no frozen dataclass")
+    hash(policy)
+    data = dump_policy(policy)
+    again = load_policy(data, trusted=True)
+    require(again == policy, f"{data} reads as {again!r}")
+    again = parse_policy(str(policy)) if _has_names(data) else policy
+    require(again == policy, f"'{policy}' reads as {again!r}")
+    return str(policy)
+
+
+def _has_names(data: Any) -> bool:
+    """Whether every rule in a mapping is registered; those that are not are written ``module:Class``."""
+    if isinstance(data, dict):
+        return ":" not in str(data.get("name")) and all(_has_names(value) for value in data.values())
+    return all(_has_names(item) for item in data) if isinstance(data, list) else True
+
+
+def check_monotone(policy: AcceptancePolicy) -> str:
+    """Where the policy claims it (``monotone``), a larger parameter never accepts less (or more, for -1)."""
+    for name, direction in policy.monotone.items():
+        variants: list[tuple[float, AcceptancePolicy]] = []
+        for value in _around(getattr(policy, name)):
+            with contextlib.suppress(ValueError):  # outside the parameter's range
+                variants.append((value, dataclasses.replace(policy, **{name: value})))  # type: ignore[type-var]
+        for seed in range(40):
+            case = block(seed, 4, 8, 5, (0.0, 1.0, None)[seed % 3])
+            found = [(value, case.verdict(variant).accepted_B) for value, variant in variants]
+            for (_, less), (value, more) in itertools.pairwise(found):
+                require(
+                    bool(((more - less) * direction >= 0).all()),
+                    f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}",
+                )
+    claims = (f"{name} {'up' if sign > 0 else 'down'}" for name, sign in policy.monotone.items())
+    return ", ".join(claims) or "nothing claimed"
+
+
+def _around(value: float | int) -> list[float | int]:
+    """Values about ``value``, ascending, of its own type."""
+    if isinstance(value, int):
+        return sorted({max(0, value + step) for step in (-3, -1, 0, 1, 3)})
+    return sorted({value * factor for factor in (0.0, 0.25, 0.5, 1.0, 1.5, 3.0)} | {0.05})
+
+
+def check_gates(policy: AcceptancePolicy) -> str:
+    """How often each clause of a relaxation is asked and holds on random blocks; one that never opens is named."""
+    asked = relaxed = 0
+    stats, relaxation = Stats(), policy.relaxation
+    for _, verdict in _judged(policy, 15, 6):
+        asked += int(verdict.asked_BK.sum())
+        relaxed += int((verdict.why_BK == Why.RELAXED).sum())
+        if relaxation is not None and verdict.clauses:
+            for b, j in verdict.asked_BK.nonzero().tolist():
+                held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
+                stats.count_gates(held, *relaxation.deciding(held))
+    if not stats.gates and not relaxed:
+        return "excuses nothing"
+    shares = "; ".join(
+        f"{name} holds at {gate.passed / gate.asked:.0%}, alone refuses {gate.refused / gate.asked:.0%}"
+        for name, gate in stats.gates.items()
+    )
+    never = f"; NEVER OPENS: {', '.join(stats.silent_gates)}" if stats.silent_gates else ""
+    return f"excuses {relaxed} of {asked} mismatches{f' ({shares})' if shares else ''}{never}"
+
+
+def check_cost(policy: AcceptancePolicy) -> str:
+    """Microseconds a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(1, 16, 32_000, generator=generator)
+    # Something to hold it against: what the target does with these logits at the least.
+    head, hidden = torch.randn(32_000, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
+    projection = min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3))
+    costs = []
+    for kind, probs in (("greedy", None), ("sampled", logits.softmax(-1))):
+        drawn_from = None if probs is None else probs[:, :-1]
+        draft = Draft(logits[:, :-1].argmax(-1), torch.tensor([15]), drawn_from)
+        noise = Noise(torch.rand(1, 15, generator=generator), torch.rand(1, generator=generator))
+        targets = iter([Target(logits, probs, history=[[0]]) for _ in range(7)])  # each knows nothing of the others
+        cost = min(timeit.repeat(lambda: verify(policy, next(targets), draft, noise), number=1, repeat=7))  # noqa: B023
+        costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection:.0%})")
+    return (
+        f"{', '.join(costs)} for 1 × 15 × 32,000; in brackets the share of an output projection of width 1,024 over "
+        f"the same tokens, a small part of a forward"
+    )
+
+
+CHECKS: tuple[Callable[[AcceptancePolicy], str | None], ...] = (
+    check_shapes_and_ranges,
+    check_inputs_untouched,
+    check_row_alone_equals_row_in_batch,
+    check_padding_is_ignored,
+    check_empty_and_full_drafts,
+    check_control_tokens_inside,
+    check_correction_is_a_distribution,
+    check_no_hidden_randomness,
+    check_written_and_read,
+    check_monotone,
+    check_guarantee,
+    check_trees,
+    check_gates,
+    check_cost,
+)

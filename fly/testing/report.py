@@ -1,0 +1,102 @@
+"""What a list of checks found out: one report for both kits, and the one way to run checks. Knows no kit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from fly.errors import origin
+
+__all__ = ["ConformanceError", "Finding", "Report", "require", "run_checks", "seeded", "title"]
+
+T = TypeVar("T")
+
+
+class ConformanceError(AssertionError):
+    """A policy or strategy breaks the contract; the message holds the smallest counterexample that was found."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found in ``seconds``: ``detail`` is a counterexample if it failed, else what was measured."""
+
+    check: str
+    passed: bool
+    detail: str = ""
+    seconds: float = 0.0
+
+
+@dataclass
+class Report:
+    """All findings about one policy or draft strategy; ``promise`` is what it declares, if anything."""
+
+    subject: str
+    promise: str = ""
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return all(finding.passed for finding in self.findings)
+
+    def __str__(self) -> str:
+        promise = f", declared {self.promise}" if self.promise else ""
+        head = f"{self.subject}: {'passes' if self.passed else 'FAILS'}{promise}"
+        rows = (f"  {'ok  ' if f.passed else 'FAIL'} {f.check}: {f.detail}".rstrip(": ") for f in self.findings)
+        return "\n".join([head, *rows])
+
+    def settled(self, raises: bool) -> Report:
+        """The report itself. Raises ``ConformanceError`` with all of it if a check failed, and it ``raises``."""
+        require(self.passed or not raises, str(self))
+        return self
+
+
+def run_checks(
+    report: Report, checks: Iterable[Callable[[Any], str | None]], subject: Any, advance: Callable[[], None]
+) -> None:
+    """Add to ``report`` what each check finds out about ``subject``; what is found twice is said once.
+
+    A check returns what it measured, or raises: ``ConformanceError`` with a counterexample, or whatever the subject
+    raises. ``advance`` is called after each.
+    """
+    seen: dict[str, str] = {}  # what went wrong, and the check in which it was seen first
+    for check in checks:
+        name, start = title(check), time.perf_counter()
+        try:
+            passed, detail = True, check(subject) or ""
+        except Exception as error:
+            passed, detail, where = False, str(error), ""
+            if not isinstance(error, ConformanceError):
+                detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
+            first = seen.setdefault(detail, name)
+            detail = f"{detail}{where}" if first == name else f"the same as in '{first}'"
+        report.findings.append(Finding(name, passed, detail, time.perf_counter() - start))
+        advance()
+
+
+def title(check: Callable[..., Any]) -> str:
+    """What a check is called in reports: ``check_full_caches`` is "full caches"."""
+    return check.__name__.removeprefix("check_").replace("_", " ")
+
+
+def require(condition: bool, message: str) -> None:
+    """Raises ``ConformanceError`` with ``message`` unless ``condition`` holds."""
+    if not condition:
+        raise ConformanceError(message)
+
+
+def seeded(seed: int, run: Callable[[], T]) -> T:
+    """What ``run`` returns where the global generators of torch (on the CPU) and Python start at ``seed``; afterwards
+    they are as before."""
+    state = random.getstate()
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        random.seed(seed)
+        try:
+            return run()
+        finally:
+            random.setstate(state)

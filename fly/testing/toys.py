@@ -1,0 +1,59 @@
+"""Toy models, and what runs them: the only place of the kits that builds a model, a ``Runner`` or an ``LLM``."""
+
+from __future__ import annotations
+
+import torch
+
+from fly.backends import load
+from fly.cache import PagedKVCache
+from fly.drafts.base import DraftStrategy
+from fly.executor import Executor
+from fly.llm import LLM
+from fly.models import Llama, LlamaConfig
+from fly.runner import Runner
+
+__all__ = ["make_executor", "make_llm", "make_runner", "resolved", "toy_target"]
+
+_POSITIONS = 128  # of the toy target
+_CONTEXTS = 64  # full ones that a runner's cache holds
+
+
+def toy_target(vocab_size: int) -> Llama:
+    """A random Llama of width 16 and two layers, float32 on the CPU; the same each time."""
+    config = LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=8,
+        max_position_embeddings=_POSITIONS,
+    )
+    model = Llama(config)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(1.0 if name.endswith("norm.weight") else 0.0, 0.3, generator=generator)
+    return model.eval().requires_grad_(False)
+
+
+def make_executor(model: object) -> Executor:
+    """What runs a model, loaded or by its name."""
+    return load(model).executor
+
+
+def resolved(strategy: DraftStrategy) -> DraftStrategy:
+    """The strategy with its models loaded."""
+    strategy.resolve(load)
+    return strategy
+
+
+def make_runner(executor: Executor) -> Runner:
+    """``executor`` with a cache of its own that many rows fit into."""
+    return Runner(executor, PagedKVCache.for_model(executor, _CONTEXTS * executor.config.max_position_embeddings))
+
+
+def make_llm(executor: Executor, strategy: DraftStrategy) -> LLM:
+    """Speculative decoding by the exact rule."""
+    return LLM(executor, strategy)
