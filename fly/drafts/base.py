@@ -68,8 +68,8 @@ class DraftStrategy(ABC):
         return [part for several in values for part in several if isinstance(part, DraftStrategy)]
 
     def resolve(self, load: Load) -> None:
-        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none of its
-        own, and has its ``parts`` load theirs."""
+        """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none, and
+        has its ``parts`` load theirs."""
         for part in self.parts():
             part.resolve(load)
 
@@ -99,13 +99,15 @@ class DraftStrategy(ABC):
         strategy."""
         return None
 
-    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
+    @property
+    def last(self) -> DraftStrategy:
+        """The level whose tokens it proposes: itself, but for a cascade of several."""
+        return self
+
+    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy | None:
         """A strategy that drafts the same with a model, by tokens ``allowed`` only (None: by all): what can be
-        translated to another vocabulary. Raises ``ValueError`` where there is no such model, as by default."""
-        raise ValueError(
-            f"{type(self).__name__} for a vocabulary of {self.vocab_size} tokens cannot draft for another; a SingleDraft, "
-            "or a CascadeDraft that ends in one, can"
-        )
+        translated to another vocabulary. None where there is no such model, as by default."""
+        return None
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""

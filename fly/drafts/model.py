@@ -25,6 +25,7 @@ from fly.drafts.ngram import NGramDraft
 from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
 from fly.executor import Batch, DraftSpec, Executor, Scores
+from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import Stream, derive, draw, entropy, uniforms
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
@@ -58,7 +59,7 @@ class SingleDraft(DraftStrategy):
 
     def __init__(
         self,
-        model: object,
+        model: str | Path | Executor | torch.nn.Module | None,
         draft: DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
@@ -71,7 +72,11 @@ class SingleDraft(DraftStrategy):
         kernels: str = "auto",
     ) -> None:
         self._set_limits(k, confidence, entropy)
-        self.model = resolve_checkpoint(model) if isinstance(model, (str, Path)) else model
+        self.model: object = model
+        if isinstance(model, (str, Path)):
+            self.model = resolve_checkpoint(model)
+            resolve_dtype(dtype, {})  # what names none is refused at once
+            resolve_device(device)
         self.options = {"dtype": dtype, "device": device, "kernels": kernels}
         self.draft, self.policy = draft, policy or Exact()
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
@@ -80,12 +85,17 @@ class SingleDraft(DraftStrategy):
         self._ways, self.clock = Ways(), time.perf_counter
         if isinstance(model, Executor):
             self._take(Loaded(model))
+            self._translate_below()
 
     def resolve(self, load: Load) -> None:
-        if self.draft is not None:
-            self.draft.resolve(load)
+        super().resolve(load)
         if self._loaded is None:
             self._take(load(self.model, **self.options))
+        self._translate_below()
+
+    def _translate_below(self) -> None:
+        if self.draft is not None and self._loaded is not None:
+            self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
 
     def _take(self, loaded: Loaded) -> None:
         self._loaded, self.tokenizer = loaded, loaded.tokenizer
@@ -112,7 +122,6 @@ class SingleDraft(DraftStrategy):
     def _attach_below(self) -> None:
         if self.draft is not None and not self._attached:
             self._attached = True
-            self.draft = translated(self.draft, self.tokenizer, self.executor.config.vocab_size)
             self.draft.attach(self.runner)
 
     def bytes_per_token(self) -> int:
@@ -152,6 +161,7 @@ class SingleDraft(DraftStrategy):
             raise ValueError("this level has a draft strategy already; a cascade gives it one")
         level = copy(self)
         level.draft, level._ways = draft, Ways()
+        level._translate_below()
         return level
 
     def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
@@ -405,5 +415,6 @@ class CascadeDraft(Wrapper):
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         return self.top.continuation(rows) if type(self) is CascadeDraft else None
 
-    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
-        return self.top.restricted(allowed)
+    @property
+    def last(self) -> DraftStrategy:
+        return self.top

@@ -301,12 +301,17 @@ class TranslatedDraft(Wrapper):
     """
 
     def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int, mode: Mode = "auto") -> None:
-        top = draft.restricted(None)
+        level = draft.last
+        if (top := level.restricted(None)) is None:
+            raise ValueError(
+                f"{type(level).__name__} for a vocabulary of {level.vocab_size} tokens cannot draft for another, of "
+                f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
+            )
         own_size = top.vocab_size or 0
         self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size, mode)
         to_target = self.vocabularies.to_target
         if self.mode != "text" and len(to_target) < own_size:
-            top = top.restricted(list(to_target))
+            top = top.restricted(list(to_target)) or top
         super().__init__([top])
         self.draft = top
         self.vocab_size: int = vocab_size

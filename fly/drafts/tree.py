@@ -9,6 +9,7 @@ import heapq
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from fly.constraints import constrain
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.model import SingleDraft
+from fly.executor import Executor
 from fly.ops import top
 from fly.request import Sequence
 from fly.types import Draft, Target
@@ -58,7 +60,7 @@ class TreeDraft(SingleDraft):
 
     def __init__(
         self,
-        model: object,
+        model: str | Path | Executor | torch.nn.Module,
         nodes: int = 16,
         depth: int = 12,
         width: int = 2,
