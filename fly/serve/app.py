@@ -24,17 +24,17 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fly.errors import explain
+from fly.job import News
+from fly.job import Request as Asked
 from fly.llm import LLM
 from fly.serve.answers import Completion, Vocabulary, error_body
 from fly.serve.guard import Guard
-from fly.serve.metrics import Metrics
+from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
-from fly.serve.turns import Answer, Event, News, Turns
-from fly.serve.worker import Busy, Job, Stopped, Worker
 from fly.structured import StructuredError
-from fly.types import SamplingParams
+from fly.worker import Stopped
 
 __all__ = ["Service", "create_app"]
 
@@ -80,15 +80,11 @@ class Plain(JSONResponse):
 class Prepared:
     """A request, ready for the engine."""
 
-    prompts: list[list[int]]
+    requests: list[Asked]
+    prompt_tokens: int
     echoes: list[str] | None
-    params: SamplingParams
     speculation: Speculation
     top: int | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
 
 
 class Service:
@@ -99,13 +95,12 @@ class Service:
         settings: what the operator decided.
         draft: the name of its draft; "none" if it has none.
         name: what clients call the model, where the settings say nothing.
-        turns: takes the turns of the engine; None is ``Turns(llm)``.
 
     Raises:
         ValueError: a model without a tokenizer, or settings that contradict one another.
     """
 
-    def __init__(self, llm: LLM, settings: Settings, draft: str, name: str, turns: Any = None) -> None:
+    def __init__(self, llm: LLM, settings: Settings, draft: str, name: str) -> None:
         if llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; a server of texts needs one")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
@@ -115,10 +110,6 @@ class Service:
             settings.require_lossless,
         )  # fmt: skip
         self.metrics = Metrics(self.name)
-        own = Turns(llm)
-        self.worker = Worker(
-            turns or own, lambda: own.load, self.metrics, settings.max_waiting, llm.scheduler.max_rows, llm.engine.hurry
-        )  # fmt: skip
         self.vocabulary = Vocabulary(self.tokenizer)
         self.draining = False
         self.open = 0  # requests that were let in and have not got all of their answer
@@ -130,7 +121,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        return self.worker.alive and not self.draining
+        return self.llm.worker.alive and not self.draining
 
     def check_model(self, model: str | None) -> None:
         """Raises ``ApiError`` if this is another model."""
@@ -178,7 +169,11 @@ class Service:
             raise ApiError(400, message, param, "invalid_value") from None
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
-        return Prepared(prompts, echoes, params, chosen, body.top())
+        try:
+            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, streamed=True)
+        except ValueError as error:
+            raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
+        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top())
 
     @staticmethod
     def seed(body: Generation) -> int:
@@ -227,24 +222,30 @@ class Service:
             wanted = wanted if most is None else min(wanted, most)
         return min(wanted, room)
 
-    def submit(self, prepared: Prepared, streamed: bool) -> Job:
+    def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
+        worker, running = self.llm.worker, self.llm.worker.load.running
+        free = max(0, self.llm.scheduler.max_rows - running)
+        waiting = worker.load.waiting + max(0, worker.pending + len(prepared.requests) - free)
+        if waiting > self.settings.max_waiting:
+            retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, running))))
+            message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
+            raise ApiError(429, message, code="queue_full", retry_after=retry_after)
+        job = Measured(prepared.requests, streamed, asyncio.get_running_loop(), self.metrics)
         try:
-            speculation = prepared.speculation
-            return self.worker.submit(prepared.prompts, prepared.params, speculation.policy, speculation.k, streamed)
-        except Busy as error:
-            raise ApiError(429, str(error), code="queue_full", retry_after=error.retry_after) from None
+            worker.submit(job)
         except Stopped as error:
             raise ApiError(503, str(error), code="engine_stopped") from None
+        return job
 
 
 class Answering:
-    """The events of one job while its client listens and its time lasts."""
+    """The news of one job while its client listens and its time lasts."""
 
-    def __init__(self, service: Service, job: Job, receive: Receive) -> None:
-        self.worker, self.job = service.worker, job
+    def __init__(self, service: Service, job: Measured, receive: Receive) -> None:
+        self.worker, self.job = service.llm.worker, job
         self.timeout = service.settings.timeout
-        self._ahead: deque[Event | None] = deque()  # taken off the queue, and not looked at
+        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: nobody listens any more
         self._deadline = asyncio.get_running_loop().time() + self.timeout
         self._watch = asyncio.create_task(self._until_gone(receive))
 
@@ -252,32 +253,43 @@ class Answering:
         while (await receive())["type"] != "http.disconnect":
             pass
         self.worker.cancel(self.job)
+        self.job.queue.put_nowait([None])
 
-    async def next(self) -> Event | None:
-        """The next event, None if nobody listens any more. Raises ``ApiError`` for a job that failed."""
+    async def begun(self) -> bool:
+        """Wait until the engine has it, or for whatever comes first; whether somebody listens. Raises ``ApiError`` as
+        ``next`` does."""
         try:
             async with asyncio.timeout_at(self._deadline):
-                event = self._ahead.popleft() if self._ahead else await self.job.queue.get()
+                self._add(await self.job.queue.get())
         except TimeoutError:
             raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
-        error = None if event is None else event.error
-        if isinstance(error, ValueError) and isinstance(event, Answer):
-            raise ApiError(400, str(error), _param_of(str(error)), "invalid_value")
+        if self._ahead and isinstance(self._ahead[0], BaseException):
+            await self.next()
+        return not (self._ahead and self._ahead[0] is None)
+
+    async def next(self) -> list[News] | None:
+        """What has come in since, in one piece for a reader that is slow; None if nobody listens any more. Raises
+        ``ApiError`` for a job that failed, once what came before is fetched."""
+        while not self._ahead:
+            await self.begun()
+        while not self.job.queue.empty():
+            self._add(self.job.queue.get_nowait())
+        found: list[News] = []
+        while self._ahead and isinstance(news := self._ahead[0], News) and news.error is None:
+            found.append(news)
+            self._ahead.popleft()
+        if found:
+            return found
+        last = self._ahead.popleft()
+        error = last.error if isinstance(last, News) else last
         if isinstance(error, StructuredError):
             raise ApiError(400, str(error), "response_format", "invalid_value")
         if error is not None:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
-        return event
+        return None
 
-    def waiting(self) -> list[News]:
-        """News that are there already: a reader that is slow gets them in one piece."""
-        found: list[News] = []
-        while not self.job.queue.empty():
-            self._ahead.append(self.job.queue.get_nowait())
-        while self._ahead and isinstance(event := self._ahead[0], News) and event.error is None:
-            found.append(event)
-            self._ahead.popleft()
-        return found
+    def _add(self, entry: Any) -> None:
+        self._ahead.extend(entry if isinstance(entry, list) else [entry])
 
     def close(self) -> None:
         """Whatever has become of it, nothing is left of the job."""
@@ -330,22 +342,22 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
-        if await answering.next() is None:  # it was taken in, or this raises
-            close()
-            return Response(status_code=499)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
-            f"fly-{service.version}", job.completions, body.explains, prepared.echoes, prepared.top,
+            f"fly-{service.version}", len(job.requests), body.explains, prepared.echoes, prepared.top,
         )  # fmt: skip
         if streamed:
+            if not await answering.begun():
+                close()
+                return Response(status_code=499)
             events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage)
             return EventStream(events, close)  # which closes when it has ended
         while not completion.ended():
-            if (event := await answering.next()) is None:
+            if (found := await answering.next()) is None:
                 close()
                 return Response(status_code=499)
-            if isinstance(event, News):
-                completion.add(event)
+            for news in found:
+                completion.add(news)
         whole = Plain(completion.whole(prepared.prompt_tokens))
     except BaseException:
         close()
@@ -361,11 +373,9 @@ async def chunks(
     for choice in completion.choices:
         yield completion.first(choice)
     while not completion.ended():
-        event = await answering.next()
-        if event is None:
+        if (found := await answering.next()) is None:
             return
-        news = [event] if isinstance(event, News) else []
-        touched = {each.index: completion.add(each) for each in (*news, *answering.waiting())}
+        touched = {news.index: completion.add(news) for news in found}
         for choice in touched.values():
             if (chunk := completion.chunk(choice)) is not None:
                 last = completion.ended() and choice is list(touched.values())[-1] and not with_usage
@@ -375,13 +385,12 @@ async def chunks(
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI application of a service; its engine runs from startup to shutdown."""
+    """The ASGI application of a service; at its shutdown the engine is closed."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
         yield
-        await asyncio.to_thread(service.worker.stop)
+        await asyncio.to_thread(service.llm.close)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
@@ -446,8 +455,8 @@ def create_app(service: Service) -> ASGIApp:
     @app.get("/health", responses=errors)
     async def health() -> Response:
         """Whether the engine runs."""
-        if not service.worker.alive:
-            raise ApiError(503, f"the engine has stopped: {service.worker.failure!r}", code="engine_stopped")
+        if not (worker := service.llm.worker).alive:
+            raise ApiError(503, f"the engine has stopped: {worker.failure!r}", code="engine_stopped")
         return Plain({"status": "ok"})
 
     @app.get("/ready", responses=errors)
@@ -460,6 +469,7 @@ def create_app(service: Service) -> ASGIApp:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
+        service.metrics.load(service.llm.worker.load)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
