@@ -39,7 +39,7 @@ class Scheduler:
         max_rows: most requests in one step.
         step_tokens: tokens one step feeds to the target, about: requests that decode are always fed, and prompts get
             what is left. Smaller ones keep the time between tokens even while long prompts come in.
-        failed: told of an error of the engine before anything is made of it; may raise what is no request's own.
+        failed: called with an error of the engine before anything is made of it; may raise what is no request's own.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     says why. An error of one request (of its policy, say) ends that request alone.
@@ -58,7 +58,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order in which they are served, as are those that wait
         self.waiting: list[Sequence] = []
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
-        self._reported: dict[int, int] = {}  # tokens of each row that a step has told of
+        self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # not by id: ranks that make the same rows may have other ids for them
         self._count = itertools.count()
         self._stepping = False
@@ -82,7 +82,7 @@ class Scheduler:
             )
 
     def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
-        """Let ``row`` wait for its turn. ``stopped(row, token)`` is told of every token and may end the row there.
+        """Let ``row`` wait for its turn. ``stopped(row, token)`` is called with every token and may end the row there.
 
         Raises ``ValueError`` as ``check`` does.
         """
@@ -115,7 +115,7 @@ class Scheduler:
                 self._run(step)
         finally:
             self._stepping = False
-        told = {}
+        found = {}
         for row in [*self.waiting]:
             if row.finish_reason:  # cancelled while the step ran
                 self._retire(row)
@@ -124,11 +124,11 @@ class Scheduler:
                 continue
             new = row.provenance[self._reported[row.id] :]
             if new or row.finish_reason:
-                told[row.id] = new
+                found[row.id] = new
                 self._reported[row.id] += len(new)
             if row.finish_reason:
                 self._retire(row)
-        return told
+        return found
 
     def _run(self, step: _Step) -> None:
         try:

@@ -4,7 +4,7 @@ Jobs and cancellations go to the thread through an inbox, what becomes of them c
 while there is nothing to do, and holds nothing but its inbox then, so that an engine nobody holds is freed.
 
 Where a model lives on several ranks, each has such a thread, and all its collectives are made there. Before every step
-the first rank says what is admitted and what is cancelled, and the others do the same. Either all ranks make the same
+the first rank says what it admits and what it cancels, and the others do the same. Either all ranks make the same
 calls: then a job is known by its number, and the threads take steps only while a call waits for one, so that
 collectives between two calls are in order. Or the first rank alone is called (``lead``), and the others ``follow``.
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import itertools
 import logging
 import os
@@ -112,6 +113,7 @@ class Worker:
         self._lock = threading.RLock()  # reentrant, since a stream may be collected anywhere
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._entered = False
 
     @property
     def alive(self) -> bool:
@@ -240,6 +242,9 @@ class Worker:
         """Take turns until there is nothing to do; whether the thread goes on after that."""
         sound = True
         try:
+            if not self._entered:
+                self._entered = True
+                self._engine.enter_thread()
             self._take(item)
             while self.failure is None:
                 with self._lock:
@@ -259,7 +264,8 @@ class Worker:
             self._end()  # first, so that whoever hears of it finds the pages free
             self.fail(error)
         if sound and self._leads and self._group is not None:
-            self._group.share(_END, wait=True)
+            with contextlib.suppress(Exception):  # a rank that is lost
+                self._group.share(_END, wait=True)
         self._end()
         return False
 
@@ -299,7 +305,7 @@ class Worker:
         return bool(self._new or self._leaving or self.scheduler)
 
     def _turn(self) -> None:
-        """Take in what came, take a step, tell what became of it."""
+        """Take in what came, take a step, hand over what became of it."""
         new, leaving = self._agreed()
         for job in new:
             self._admit(job)
@@ -307,7 +313,7 @@ class Worker:
             if job.key in self._open:
                 job.cancelled()
                 self._leave(job)
-        touched = dict.fromkeys(new)
+        touched = dict.fromkeys(new)  # in order, each once
         if self.scheduler:
             for id_, tokens in self.scheduler.step().items():
                 if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
@@ -323,10 +329,10 @@ class Worker:
         with self._lock:
             taken = self.load.taken + sum(len(job.requests) for job in new)
             self.load = Load(running, waiting, shares, taken)
-            told = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
+            heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
             self.jobs.difference_update(over, leaving)
-        self._wanted.difference_update(job.key for job in told)
-        self._deliver([(job, job.entry()) for job in told])
+        self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
+        self._deliver([(job, job.entry()) for job in heard])
         for job in (*over, *leaving):
             job.gone.put(None)
 
@@ -415,12 +421,9 @@ def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: int | None
     """The thread. Asleep it holds nothing but its inbox; None in it says that the worker is gone."""
     if device is not None:
         torch.cuda.set_device(device)
-    entered = goes_on = False
+    goes_on = False
     while (item := inbox.get()) is not None:
         if (worker := known()) is not None:
-            if not entered:
-                worker._engine.enter_thread()
-                entered = True
             goes_on = worker._work(item)
         del worker, item
         if not goes_on:

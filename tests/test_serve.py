@@ -26,9 +26,9 @@ from fly.job import Job
 from fly.policies import Exact, FLy
 from fly.serve import Service, Settings
 from fly.serve.answers import Vocabulary
-from fly.serve.app import _param_of
 from fly.serve.metrics import Metrics
 from fly.serve.rules import Rules
+from fly.serve.service import _param_of
 from tests.serving import MODEL, Running, eventually, running
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."

@@ -149,7 +149,7 @@ class Metrics:
 
 
 class Measured(Job):
-    """A job of which metrics are told, on the engine's thread: entry by entry if it is streamed."""
+    """A job that is counted, on the engine's thread."""
 
     def __init__(
         self, requests: list[Request], streamed: bool, loop: asyncio.AbstractEventLoop, metrics: Metrics

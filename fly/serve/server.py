@@ -7,7 +7,8 @@ from types import FrameType
 
 import uvicorn
 
-from fly.serve.app import Service, create_app
+from fly.serve.app import create_app
+from fly.serve.service import Service
 
 __all__ = ["Server"]
 
