@@ -85,8 +85,8 @@ class Worker:
         group: the ranks that share the model; None is this process alone.
 
     ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is what the last turn left,
-    ``jobs`` are those that are not over, ``failure`` is why no more are taken. ``watch`` is called on the thread after
-    every step.
+    ``submitted`` counts requests, ``jobs`` are those that are not over, ``failure`` is why no more are taken.
+    ``watch`` is called on the thread after every step.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -95,7 +95,7 @@ class Worker:
         self.load = Load()
         self.jobs: set[Job] = set()
         self.failure: BaseException | None = None
-        self.submitted = 0  # requests, so far
+        self.submitted = 0
         self.watch: Callable[[], None] = lambda: None
         self._leads = False
         self._keys = itertools.count()
@@ -119,11 +119,6 @@ class Worker:
     def alive(self) -> bool:
         """Whether it takes jobs."""
         return self.failure is None
-
-    @property
-    def pending(self) -> int:
-        """Requests that were submitted since ``load`` was noted."""
-        return self.submitted - self.load.taken
 
     def submit(self, job: Job) -> None:
         """Let a job take part in the steps from now on. Raises ``Stopped``."""

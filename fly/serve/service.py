@@ -214,11 +214,12 @@ class Service:
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
-        worker, running = self.llm.worker, self.llm.worker.load.running
-        free = max(0, self.llm.scheduler.max_rows - running)
-        waiting = worker.load.waiting + max(0, worker.pending + len(prepared.requests) - free)
+        worker, load = self.llm.worker, self.llm.worker.load
+        free = max(0, self.llm.scheduler.max_rows - load.running)
+        coming = worker.submitted - load.taken + len(prepared.requests)  # that the engine has not seen
+        waiting = load.waiting + max(0, coming - free)
         if waiting > self.settings.max_waiting:
-            retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, running))))
+            retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
             message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry_after)
         job = Measured(prepared.requests, streamed, asyncio.get_running_loop(), self.metrics)
