@@ -500,13 +500,12 @@ def serve(
     def lost(message: str) -> None:
         """A rank is gone: whoever waits for an answer is told before this process ends."""
         for service in services:
-            service.worker.fail(RuntimeError(message))
+            service.llm.worker.fail(RuntimeError(message))
             time.sleep(0.5)
 
     with _plain_errors(), _ranks(context, config, lost) as ranks:
         from fly.llm import LLM
         from fly.serve import Server, Service, Settings
-        from fly.serve.turns import Turns
 
         settings = Settings(
             host=host,
@@ -525,24 +524,21 @@ def serve(
         setup = _setup(
             context, config, model=model, draft=draft, policy=policy, k=k, dtype=dtype, device=device, kernels=kernels
         )
-        llm, turns = LLM.from_config(setup, ranks), None
+        llm = LLM.from_config(setup, ranks)
         memory = _loaded(ranks)
         if ranks is not None:
-            from fly.parallel import follow, lead
-
             if not ranks.leads:
                 for number in (signal.SIGTERM, signal.SIGINT):
                     signal.signal(number, signal.SIG_IGN)  # it ends when the first rank has finished what it has
-                follow(ranks, Turns(llm))
+                llm.follow()
                 return
-            turns = lead(ranks, Turns(llm))
-        services.append(Service(llm, settings, draft=setup.draft, name=setup.model, turns=turns))
+            llm.lead()
+        services.append(Service(llm, settings, draft=setup.draft, name=setup.model))
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
         try:
             Server(services[0]).run()
         finally:
-            if turns is not None:
-                turns.close()
+            llm.close()
 
 
 @app.command()

@@ -1,14 +1,15 @@
 """The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and of ranks only that a
-model may be loaded among several: all of them then make the same calls in the same order."""
+model may be loaded among several: all of them then make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import sys
-from collections import abc, deque
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, field, replace
+import threading
+from collections import abc
+from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -24,108 +25,34 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
+from fly.job import Job, Output, Request
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.ops import derive
-from fly.policies import AcceptancePolicy, Bound, Exact
-from fly.request import Sequence, Stats, Token
+from fly.policies import AcceptancePolicy, Exact
+from fly.request import Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
+from fly.stream import AsyncStream, Piece, Stream
 from fly.structured import Grammars, Matcher
-from fly.types import Guarantee, SamplingParams
+from fly.types import SamplingParams
+from fly.worker import Worker
 
 if TYPE_CHECKING:
     from fly.parallel import Ranks
     from fly.parallel.draft import Placement
 
-__all__ = ["LLM", "Output", "Piece", "Request", "Stream"]
+__all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
 
 Prompt = str | abc.Sequence[int]
 
 
-@dataclass(frozen=True)
-class Output:
-    """What became of one request.
-
-    ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
-    ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
-    model's context). ``provenance`` says of every token why it stands. ``policy`` decided, and promises ``guarantee``
-    (with its ``bound`` where that is ``BOUNDED``). ``others`` are the further completions where ``n`` asked for some.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[dict[int, float]] | None
-    provenance: list[Token]
-    stats: Stats
-    policy: AcceptancePolicy
-    guarantee: Guarantee
-    bound: Bound | None
-    others: tuple[Output, ...] = ()
-
-
-class Piece(str):
-    """A piece of streamed text that knows the tokens it came with."""
-
-    tokens: tuple[Token, ...]
-
-    def __new__(cls, text: str, tokens: tuple[Token, ...]) -> Piece:
-        piece = super().__new__(cls, text)
-        piece.tokens = tokens
-        return piece
-
-
-class Stream(Iterator[Piece]):
-    """A completion being streamed. ``stats`` grows with it; ``close`` ends it and frees what it holds."""
-
-    def __init__(self, row: Sequence, pieces: Generator[Piece, None, None]) -> None:
-        self._row, self._pieces = row, pieces
-
-    def __next__(self) -> Piece:
-        return next(self._pieces)
-
-    @property
-    def stats(self) -> Stats:
-        """Counts so far."""
-        return self._row.stats
-
-    @property
-    def finish_reason(self) -> str | None:
-        """Why it ended, None while it has not."""
-        return self._row.finish_reason
-
-    def close(self) -> None:
-        """End the request early; its cache is free at once."""
-        self._pieces.close()
-
-
-@dataclass(eq=False)
-class Request:
-    """A row with its text: ``text`` follows its tokens where somebody reads along (to stream, or to find a stop
-    string), and ``pieces`` are those that were not fetched yet, if it is ``streamed``."""
-
-    row: Sequence
-    text: TextStream | None = None
-    streamed: bool = False
-    pieces: deque[tuple[Token, str]] = field(default_factory=deque)
-    _texts: list[str] = field(default_factory=list)
-
-    def stopped(self, row: Sequence, token: int) -> bool:
-        """Read a token; whether a stop string ended the text with it."""
-        assert self.text is not None
-        self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
-        return self.text.stopped
-
-    def take(self, tokens: list[Token]) -> None:
-        """These tokens stand."""
-        if self.streamed:
-            self.pieces.extend(zip(tokens, self._texts))
-        self._texts.clear()
-
-
 class LLM:
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
+
+    Calls may come from any thread and any event loop: those that are open at the same time run in one batch, on a
+    thread of the engine's own, which starts with the first call. ``close`` (or the end of a ``with`` block) ends that
+    thread; without it, it ends with the object. A call that is left (by an exception, Ctrl+C, ``task.cancel()``, or
+    because nobody holds its stream any more) frees what it holds after the round under way.
 
     Args:
         model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), a loaded model (which
@@ -157,7 +84,8 @@ class LLM:
             ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.cpu.compiled``
             compiles it).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
-            rank makes the same calls, and gets the same answers.
+            rank makes the same calls in the same order, and gets the same answers; or the first ``lead``s, and the
+            others ``follow``.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
         whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
             (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
@@ -255,11 +183,12 @@ class LLM:
             draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
-        self._open: dict[int, Request] = {}  # of all unfinished calls
         self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
         # What fails on one rank alone is no request's fault: the others would wait for it.
         told = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **told)
+        self.worker = Worker(self.scheduler, ranks)
+        self._compiling = threading.Lock()
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -284,7 +213,7 @@ class LLM:
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
 
-        All run at once, as far as the caches hold them; streams that are open go on beside them.
+        All run at once, as far as the caches hold them, beside what other threads and coroutines asked for.
 
         Args:
             prompts: texts or lists of token ids (one text is a list of one). The text "" will do where the tokenizer
@@ -296,25 +225,29 @@ class LLM:
         Raises:
             ValueError: a prompt of no token or too many, an id outside the vocabulary, a request no cache can hold.
                 Nothing has run then.
-            Exception: what a policy or a strategy raised on one of these prompts; open streams go on.
+            Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
+            Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
         """
         requests = self.requests(prompts, params, policy, k, priority)
-        try:
-            for request in requests:
-                self.submit(request)
-            while any(not request.row.finish_reason for request in requests):
-                self.step()
-                for request in requests:
-                    if request.row.error is not None:
-                        raise request.row.error
-        finally:
-            for request in requests:
-                self.close(request)
-        outputs, samples = [], iter(requests)
-        for request in samples:
-            others = [self.output(next(samples)) for _ in range(request.row.params.n - 1)]
-            outputs.append(replace(self.output(request), others=tuple(others)))
-        return outputs
+        if requests:
+            self.worker.run(Job(requests))
+        return _outputs(requests)
+
+    async def agenerate(
+        self,
+        prompts: Prompt | abc.Sequence[Prompt],
+        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
+        *,
+        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
+        k: int | abc.Sequence[int] | None = None,
+        priority: int = 0,
+    ) -> list[Output]:
+        """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
+        cancelled ends its requests. Arguments, result and errors as there."""
+        requests = self.requests(prompts, params, policy, k, priority)
+        if requests:
+            await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
+        return _outputs(requests)
 
     def stream(
         self,
@@ -328,14 +261,31 @@ class LLM:
         """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
 
         Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
-        Streams that are open at the same time run in one batch: to fetch of one advances all. ``close`` frees
-        everything the request holds. Arguments and errors as in ``generate``; a model without a tokenizer cannot
-        stream text, and there is no streaming of n > 1 completions (``ValueError``).
+        It runs from the first fetch on, in one batch with all other calls, whether it is read or not. ``close`` frees
+        everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
+        without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
-        request, *others = self.requests([prompt], params, policy, k, priority, streamed=True)
-        if others:
-            raise ValueError(f"n {request.row.params.n}: a stream is of one completion; open several, or use generate")
-        return Stream(request.row, self._stream(request))
+        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority), stepwise=True))
+
+    def astream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        policy: AcceptancePolicy | None = None,
+        k: int | None = None,
+        priority: int = 0,
+    ) -> AsyncStream:
+        """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
+        requests = self._streamed(prompt, params, policy, k, priority)
+        return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
+
+    def _streamed(self, prompt: Prompt, *options: Any) -> list[Request]:
+        requests = self.requests([prompt], *options, streamed=True)
+        if len(requests) > 1:
+            n = requests[0].row.params.n
+            raise ValueError(f"n {n}: a stream is of one completion; open several, or use generate")
+        return requests
 
     def chat(
         self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
@@ -343,53 +293,39 @@ class LLM:
         """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
         return self.generate([self.chat_prompt(messages)], params, **options)[0]
 
+    async def achat(
+        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+    ) -> Output:
+        """The same for coroutines."""
+        return (await self.agenerate([self.chat_prompt(messages)], params, **options))[0]
+
+    def close(self) -> None:
+        """End the engine's thread. Calls that are open raise ``Stopped``, as all later ones do."""
+        self.worker.close()
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def lead(self) -> None:
+        """Among ranks, on the first one: from now on it alone is called, from any thread, and the others ``follow``
+        until ``close``."""
+        self._random = random.SystemRandom()  # what the ranks have in common is not to be drawn from here alone
+        self.worker.lead()
+
+    def follow(self) -> None:
+        """Among ranks, on the others: take part in what the first one is asked for, until it is closed. Raises what the
+        engine fails of."""
+        self.worker.follow(lambda values: self.requests(*values))
+
     def chat_prompt(self, messages: abc.Sequence[dict[str, Any]] | str) -> list[int]:
         """Token ids of a conversation (or of one user message) by the checkpoint's chat template."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
         conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
         return self.tokenizer.apply_chat_template(conversation)
-
-    def _stream(self, request: Request) -> Generator[Piece, None, None]:
-        row, text = request.row, request.text
-        assert text is not None
-        held: tuple[Token, ...] = ()
-        try:
-            self.submit(request)
-            while request.pieces or not row.finish_reason:
-                while request.pieces:
-                    token, piece = request.pieces.popleft()
-                    held += (token,)
-                    if piece:
-                        yield Piece(piece, held)
-                        held = ()
-                if row.finish_reason:
-                    break
-                self.step()
-            if row.error is not None:
-                raise row.error
-        finally:
-            self.close(request)
-        if (rest := text.finish()) or held:
-            yield Piece(rest, held)
-
-    def submit(self, request: Request) -> None:
-        """Let a request take part in the steps from now on. One that is over already stays so."""
-        if not request.row.finish_reason:
-            self._open[request.row.id] = request
-            self.scheduler.add(request.row, None if request.text is None else request.stopped)
-
-    def step(self) -> None:
-        """One step of all requests that were submitted. A row's ``finish_reason`` says when it is over; ``close`` the
-        request then."""
-        for id_, tokens in self.scheduler.step().items():
-            if (request := self._open.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
-                request.take(tokens)
-
-    def close(self, request: Request) -> None:
-        """Forget a request, and end it if it goes on: whatever it holds is free at once."""
-        self.scheduler.cancel(request.row)
-        self._open.pop(request.row.id, None)
 
     def requests(
         self,
@@ -401,10 +337,9 @@ class LLM:
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """What ``generate`` would run, checked, for those who take the steps themselves: ``submit`` each, ``step``
-        until they are over, ``close`` each. Where n asks for several completions, they stand one after another.
-        ``streamed`` ones note their tokens with the text of each (``pieces``), which needs a tokenizer. Arguments and
-        errors as there."""
+        """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
+        completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
+        Arguments and errors as there; from any thread."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
@@ -428,7 +363,7 @@ class LLM:
                 other.matcher = self._matcher(row.params)
             for sample in (row, *others):
                 text = self._text_stream(sample) if streamed or sample.params.stop else None
-                requests.append(Request(sample, text, streamed))
+                requests.append(Request(sample, self.tokenizer, text, streamed))
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
@@ -492,7 +427,10 @@ class LLM:
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Follows the grammar of a request, if it has one."""
-        return None if params.structured is None else self._grammars.matcher(params)
+        if params.structured is None:
+            return None
+        with self._compiling:
+            return self._grammars.matcher(params)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """How the tokenizer spells a word at the start of a text and inside it."""
@@ -513,27 +451,14 @@ class LLM:
         assert self.tokenizer is not None
         return TextStream(self.tokenizer, row.params.stop)
 
-    def output(self, request: Request) -> Output:
-        """What has become of a request, without what ``others`` of the same prompt are."""
-        row = request.row
-        ids = row.tokens[row.prompt_length :]
-        if request.text is not None:
-            request.text.finish()
-            text = request.text.text
-        else:
-            text = self.tokenizer.decode(ids) if self.tokenizer else ""
-        return Output(
-            prompt_token_ids=row.tokens[: row.prompt_length],
-            text=text,
-            token_ids=ids,
-            finish_reason=row.finish_reason or "length",
-            logprobs=row.logprobs if row.params.logprobs is not None else None,
-            provenance=row.provenance,
-            stats=row.stats,
-            policy=row.policy,
-            guarantee=row.policy.guarantee,
-            bound=row.policy.bound,
-        )
+
+def _outputs(requests: list[Request]) -> list[Output]:
+    """What became of them, further completions of a prompt with its first."""
+    outputs, samples = [], iter(requests)
+    for request in samples:
+        others = [next(samples).output() for _ in range(request.row.params.n - 1)]
+        outputs.append(replace(request.output(), others=tuple(others)))
+    return outputs
 
 
 def free_memory(device: torch.device) -> int:

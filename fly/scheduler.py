@@ -1,4 +1,4 @@
-"""Which requests run in which step: continuous batching. Knows nothing of texts, HTTP or files.
+"""Which requests run in which step: continuous batching. Knows nothing of texts, threads, HTTP or files.
 
 Requests join and leave at every step. One that decodes takes part in every step; the tokens of a step that are left
 go to prompts, in chunks. Where the caches run out of pages, the request that is served last makes room: it starts again
@@ -7,6 +7,7 @@ later from the tokens it has, and goes on as if nothing had happened.
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from bisect import insort
 from collections import abc
@@ -20,11 +21,6 @@ from fly.request import Sequence, Token
 __all__ = ["Scheduler"]
 
 _LEAST_CHUNK = 32  # prompt tokens that a step takes in, however many rows decode
-
-
-def _order(row: Sequence) -> tuple[int, int]:
-    """Who is served first: by priority, then by arrival."""
-    return row.priority, row.id
 
 
 @dataclass
@@ -43,7 +39,7 @@ class Scheduler:
         max_rows: most requests in one step.
         step_tokens: tokens one step feeds to the target, about: requests that decode are always fed, and prompts get
             what is left. Smaller ones keep the time between tokens even while long prompts come in.
-        failed: told of an error of the engine before anything is made of it; may raise what is no request's own.
+        failed: called with an error of the engine before anything is made of it; may raise what is no request's own.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
     says why. An error of one request (of its policy, say) ends that request alone.
@@ -62,7 +58,9 @@ class Scheduler:
         self.running: list[Sequence] = []  # in the order in which they are served, as are those that wait
         self.waiting: list[Sequence] = []
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
-        self._reported: dict[int, int] = {}  # tokens of each row that a step has told of
+        self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
+        self._arrivals: dict[int, int] = {}  # not by id: ranks that make the same rows may have other ids for them
+        self._count = itertools.count()
         self._stepping = False
         self._stuck: Sequence | None = None  # waits for room, of which there is no more than when it was last tried
 
@@ -84,7 +82,7 @@ class Scheduler:
             )
 
     def add(self, row: Sequence, stopped: Callable[[Sequence, int], bool] | None = None) -> None:
-        """Let ``row`` wait for its turn. ``stopped(row, token)`` is told of every token and may end the row there.
+        """Let ``row`` wait for its turn. ``stopped(row, token)`` is called with every token and may end the row there.
 
         Raises ``ValueError`` as ``check`` does.
         """
@@ -92,7 +90,8 @@ class Scheduler:
         if stopped is not None:
             self._stopped[row.id] = stopped
         self._reported[row.id] = row.generated
-        insort(self.waiting, row, key=_order)
+        self._arrivals[row.id] = next(self._count)
+        insort(self.waiting, row, key=self._order)
 
     def cancel(self, row: Sequence) -> None:
         """End ``row`` at once and free what it holds; one that is over already stays as it ended. From within a step
@@ -116,7 +115,7 @@ class Scheduler:
                 self._run(step)
         finally:
             self._stepping = False
-        told = {}
+        found = {}
         for row in [*self.waiting]:
             if row.finish_reason:  # cancelled while the step ran
                 self._retire(row)
@@ -125,11 +124,11 @@ class Scheduler:
                 continue
             new = row.provenance[self._reported[row.id] :]
             if new or row.finish_reason:
-                told[row.id] = new
+                found[row.id] = new
                 self._reported[row.id] += len(new)
             if row.finish_reason:
                 self._retire(row)
-        return told
+        return found
 
     def _run(self, step: _Step) -> None:
         try:
@@ -160,6 +159,10 @@ class Scheduler:
         (row,) = step.rows or [row for row, _ in step.prefill]
         return bool(row.finish_reason) or row not in self.running
 
+    def _order(self, row: Sequence) -> tuple[int, int]:
+        """Who is served first: by priority, then by arrival."""
+        return row.priority, self._arrivals[row.id]
+
     def _stop(self, row: Sequence, token: int) -> bool:
         stopped = self._stopped.get(row.id)
         return stopped is not None and stopped(row, token)
@@ -171,7 +174,7 @@ class Scheduler:
             self.waiting.remove(row)
         self.engine.release(row)
         self._stopped.pop(row.id, None)
-        del self._reported[row.id]
+        del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None
 
     def _preempt(self, row: Sequence) -> None:
@@ -179,7 +182,7 @@ class Scheduler:
         self.running.remove(row)
         self.engine.release(row)
         row.stats.preempted += 1
-        insort(self.waiting, row, key=_order)
+        insort(self.waiting, row, key=self._order)
         self._stuck = None
 
     def _admit(self) -> None:
@@ -207,7 +210,7 @@ class Scheduler:
             if not row.generated:
                 row.stats.cached = min(cached, row.prompt_length)
             self.waiting.remove(row)
-            insort(self.running, row, key=_order)
+            insort(self.running, row, key=self._order)
             if self._unfed(row):
                 filling.add(self._next_page(row))
 
@@ -233,7 +236,7 @@ class Scheduler:
                 step.rows.append(row)
                 left -= 1 + self._drafted(row)
         left = max(left, _LEAST_CHUNK)
-        filling.sort(key=lambda entry: (entry[0], _order(entry[1])))
+        filling.sort(key=lambda entry: (entry[0], self._order(entry[1])))
         for number, (unfed, row) in enumerate(filling):
             # rounded up, so that with more prompts than tokens the first ones get some
             taken = min(unfed, -(-left // (len(filling) - number)))

@@ -5,6 +5,7 @@ One pool of four processes serves all tests of what ranks compute; whatever ends
 
 from __future__ import annotations
 
+import asyncio
 import math
 import multiprocessing
 import os
@@ -16,6 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -530,6 +532,68 @@ def take_requests(ranks: Ranks, target: str) -> list[Any]:
 def test_the_first_rank_takes_requests_and_all_serve_them(pool: Pool, tmp_path: Path) -> None:
     target, _ = checkpoints(tmp_path, TOY, 0)
     assert pool.run(4, take_requests, target) == [[1, 2, 3], [1, 999], [4]]
+
+
+def mixed_calls(ranks: Ranks, target: str) -> list[Any]:
+    """The same calls on every rank: coroutines, streams left half-way, and collectives of the caller between them."""
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    llm.tokenizer = fly.LLM("fly-tiny").tokenizer
+    params = SamplingParams(temperature=1.0, max_tokens=40, ignore_eos=True)
+
+    async def ask() -> list[Any]:
+        calls = [llm.agenerate([[1, n]], params) for n in range(5)]
+        left = asyncio.create_task(llm.agenerate([[3]], params.model_copy(update={"max_tokens": 190})))
+        done = await asyncio.gather(*calls)
+        left.cancel()
+        return [told(outputs) for outputs in done]
+
+    found = [asyncio.run(ask())]
+    stream, other = llm.stream([1, 2, 3], params), llm.stream([3], params)
+    for _ in range(4):
+        found.append([str(next(stream)), ranks.collect(1), ranks.clock() > 0])
+        next(other)
+    stream.close()
+    found += [ranks.collect(2), "".join(other), told(llm.generate([[5]], params)), ranks.collect(3)]
+    assert all(each.num_free == each.num_blocks for each in llm.scheduler.allocators())
+    return [*found, ranks.random.random()]
+
+
+def test_calls_of_all_ranks_are_in_step(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    for size in (1, 2):
+        found = pool.run(size, mixed_calls, target)  # alike on all ranks
+        assert found[-3] and found[-2] == [3] * size
+
+
+def lead_and_follow(ranks: Ranks, target: str) -> Any:
+    """The first rank is called from several threads, the others follow until it is closed."""
+    llm = fly.LLM(target, "ngram", ranks=ranks, cache_tokens=256)
+    llm.tokenizer = fly.LLM("fly-tiny").tokenizer
+    if not ranks.leads:
+        llm.follow()
+        return ranks.collect(4)
+    llm.lead()
+    params = SamplingParams(temperature=1.0, seed=3, max_tokens=9, n=2, stop="zz", ignore_eos=True)
+    requests = [
+        {"prompts": [[1, n], [n]], "params": params, "k": n % 3, "policy": parse_policy("fly")} for n in range(6)
+    ]
+    alone = [told(llm.generate(**request)) for request in requests]
+    stream = llm.stream([1, 2], params.model_copy(update={"n": 1, "max_tokens": 60}))
+    next(stream)
+    with ThreadPoolExecutor(3) as threads:
+        assert list(threads.map(lambda request: told(llm.generate(**request)), requests)) == alone
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        llm.generate([[999]])
+    del stream
+    assert len(llm.generate([[1]], SamplingParams(temperature=1.0, max_tokens=3))[0].token_ids) == 3
+    llm.close()
+    return ranks.collect(4)
+
+
+def test_the_first_rank_leads_and_the_others_follow(pool: Pool, tmp_path: Path) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    for size in (1, 2):
+        assert pool.run(size, lead_and_follow, target) == [4] * size
 
 
 # Broken checkpoints

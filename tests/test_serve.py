@@ -22,12 +22,13 @@ from openai import AsyncOpenAI, OpenAI
 import fly.serve
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
+from fly.job import Job
 from fly.policies import Exact, FLy
 from fly.serve import Service, Settings
 from fly.serve.answers import Vocabulary
-from fly.serve.app import _param_of
 from fly.serve.metrics import Metrics
 from fly.serve.rules import Rules
+from fly.serve.service import _param_of
 from tests.serving import MODEL, Running, eventually, running
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
@@ -38,7 +39,7 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 def here() -> Iterator[Running]:
     with running() as server:
         yield server
-        assert server.all_free and server.service.open == 0 and not server.service.worker.jobs
+        assert server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs
 
 
 @pytest.fixture(scope="module")
@@ -413,10 +414,7 @@ def test_every_request_has_its_own_policy(client: OpenAI, alone: LLM) -> None:
         assert sum(n * count for n, count in enumerate(histogram)) == stats.accepted
         assert sum(histogram) == told["num_spec_steps"] <= stats.rounds
         [request] = alone.requests([alone.chat_prompt(CHAT)], params, policy, k)
-        alone.submit(request)
-        while not request.row.finish_reason:
-            alone.step()
-        alone.close(request)
+        alone.worker.run(Job([request]))
         stood = [n for _, n in request.row.drafts]  # round by round, however many of them the engine takes in a step
         assert histogram == [stood.count(n) for n in range(max(stood, default=-1) + 1)]
 
@@ -596,13 +594,13 @@ def test_keys_limits_and_body_sizes() -> None:
 
 def test_a_request_has_its_time() -> None:
     with running(timeout=0.05) as server, OpenAI(base_url=f"{server.url}/v1", api_key="x", max_retries=0) as client:
-        step = server.service.llm.step
+        step = server.service.llm.scheduler.step
 
         def slow() -> Any:
             time.sleep(0.01)  # on a busy machine the answer may be there before anybody looks at the clock
             return step()
 
-        server.service.llm.step = slow  # type: ignore[method-assign]
+        server.service.llm.scheduler.step = slow  # type: ignore[method-assign]
         long: Any = {"model": MODEL, "prompt": "a", "max_tokens": 2000, "extra_body": {"ignore_eos": True}}
         with pytest.raises(openai.InternalServerError, match="not finished within"):
             client.completions.create(**long)
@@ -617,10 +615,10 @@ def test_an_engine_that_fails_says_so() -> None:
         def broken() -> None:
             raise RuntimeError("out of order")
 
-        server.service.llm.step = broken  # type: ignore[method-assign]
+        server.service.llm.scheduler.step = broken  # type: ignore[method-assign]
         with pytest.raises(openai.InternalServerError, match="out of order"):
             client.completions.create(model=MODEL, prompt="a")
-        assert eventually(lambda: not server.service.worker.alive)
+        assert eventually(lambda: not server.service.llm.worker.alive)
         assert httpx.get(f"{server.url}/health").status_code == 503
         with pytest.raises(openai.InternalServerError, match="has stopped"):
             client.completions.create(model=MODEL, prompt="a")

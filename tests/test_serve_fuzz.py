@@ -19,7 +19,7 @@ from tests.serving import MODEL, Running, running
 def here() -> Iterator[Running]:
     with running(max_tokens=8) as server:
         yield server
-        assert server.all_free and server.service.worker.alive and server.service.open == 0
+        assert server.all_free and server.service.llm.worker.alive and server.service.open == 0
 
 
 CHECKS = [not_a_server_error, status_code_conformance, response_schema_conformance]

@@ -13,7 +13,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
 from typing import Any
 
 import httpx
@@ -21,10 +20,10 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.drafts import NGramDraft
+from fly.job import Job, Request
 from fly.policies import Exact, parse_policy
-from fly.serve.metrics import Metrics
-from fly.serve.turns import Cancel, Event, Load, Message, Submit
-from fly.serve.worker import Job, Worker
+from fly.request import Sequence, Token
+from fly.worker import Worker
 from tests.serving import MODEL, eventually, running
 
 ENDLESS = {"model": MODEL, "prompt": "Take", "max_tokens": 1000, "ignore_eos": True}
@@ -110,15 +109,15 @@ def test_many_streams_of_which_a_third_leaves() -> None:
         got = asyncio.run(all_at_once(server.url))
         assert eventually(lambda: server.all_free and server.service.open == 0)
         assert httpx.get(f"{server.url}/health").status_code == 200
-        llm, worker = server.service.llm, server.service.worker
-        assert not llm.scheduler and not llm._open and not worker._open and not worker.jobs
-        assert worker._pending == 0
+        llm, worker = server.service.llm, server.service.llm.worker
+        assert not llm.scheduler and not worker._open and not worker._rows and not worker._wanted and not worker.jobs
+        assert worker.submitted == worker.load.taken
     llm = alone()
     finished = [(body, texts) for body, texts in zip(bodies, got) if texts is not None]
     assert len(finished) >= 100
     assert [texts for _, texts in finished] == [answers(llm, body) for body, _ in finished]
     gc.collect()
-    assert not [each for each in gc.get_objects() if type(each) is Job and each.arrived > began]
+    assert not [each for each in gc.get_objects() if issubclass(type(each), Job) and each.arrived > began]
 
 
 @pytest.mark.parametrize("streamed", [True, False])
@@ -168,16 +167,16 @@ def test_a_reader_that_does_not_read_holds_up_nobody(caplog: pytest.LogCaptureFi
 
 def test_a_full_queue_says_when_to_come_back() -> None:
     with running(options={"max_rows": 1}, max_waiting=1) as server:
-        turn, server.service.llm.engine.stretch = server.service.worker._turn, 0
+        worker, server.service.llm.engine.stretch = server.service.llm.worker, 0
         # whatever the machine, the first is not over before the third has come
-        server.service.worker._turn = lambda messages: (time.sleep(0.01), turn(messages))[1]  # type: ignore[method-assign]
+        worker.watch = lambda: time.sleep(0.01)
 
         async def crowd() -> None:
             async with httpx.AsyncClient(base_url=server.url, timeout=30) as http:
                 async with http.stream("POST", "/v1/completions", json={**ENDLESS, "stream": True}) as response:
                     assert response.status_code == 200
                     second = asyncio.create_task(http.post("/v1/completions", json={**ENDLESS, "max_tokens": 4}))
-                    while not server.service.worker.load.waiting:
+                    while not worker.load.waiting:
                         await asyncio.sleep(0.01)
                     refused = await http.post("/v1/completions", json={**ENDLESS, "max_tokens": 4})
                     assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
@@ -190,43 +189,61 @@ def test_a_full_queue_says_when_to_come_back() -> None:
 
 def test_whoever_comes_or_leaves_hurries_the_turn_under_way_and_no_other() -> None:
     hurried = False
-    begun: list[tuple[list[Message], bool]] = []
+    begun: list[tuple[list[str], bool]] = []
     waited: list[bool] = []
 
-    def hurry(now: bool) -> None:
-        nonlocal hurried
-        hurried = now
+    class Toy:
+        """Takes one job, whose first step lasts until somebody waits for its end; the second is its last."""
 
-    def turn(messages: Sequence[Message]) -> list[Event]:
-        begun.append((list(messages), hurried))
-        if any(isinstance(message, Submit) for message in messages):
+        engine = property(lambda self: self)
+        running, waiting, rows, came = (), (), 0, ()
+
+        def enter_thread(self) -> None:
+            pass
+
+        def hurry(self, now: bool) -> None:
+            nonlocal hurried
+            hurried = now
+
+        def allocators(self) -> tuple[()]:
+            return ()
+
+        def __bool__(self) -> bool:
+            return self.rows > 0
+
+        def add(self, row: Sequence, stopped: object) -> None:
+            self.rows, self.came = self.rows + 1, (*self.came, "submit")
+
+        def cancel(self, row: Sequence) -> None:
+            self.rows, self.came = self.rows - 1, (*self.came, "cancel")
+            begun.append((list(self.came), hurried))
+
+        def step(self) -> dict[int, list[Token]]:
+            begun.append((list(self.came), hurried))
+            self.came = ()
             waited.append(eventually(lambda: hurried))  # until somebody waits for this turn to be over
-        return []
+            return {}
 
-    async def talk() -> None:
-        worker = Worker(turn, Load, Metrics("toy"), 10, 10, hurry)
-        worker.start()
-        try:
-            first = worker.submit([[1]], SamplingParams(), Exact(), 0, False)
-            assert await asyncio.to_thread(eventually, lambda: len(begun) == 1)
-            worker.cancel(first)
-            assert await asyncio.to_thread(eventually, lambda: len(begun) >= 2)
-        finally:
-            worker.stop()
-
-    asyncio.run(talk())
+    toy: Any = Toy()
+    worker = Worker(toy)
+    row = Sequence([1], 1, SamplingParams(), Exact(), 0, 0)
+    job = Job([Request(row)])
+    worker.submit(job)
+    assert eventually(lambda: len(begun) == 1)
+    worker.cancel(job, wait=True)
+    worker.close()
     assert waited == [True] and not hurried
-    assert [kind for messages, _ in begun for kind in map(type, messages)] == [Submit, Cancel]
+    assert [kind for kinds, _ in begun for kind in kinds] == ["submit", "cancel"]
     assert not any(now for _, now in begun)
 
 
 def test_an_idle_engine_sleeps() -> None:
     with running() as server:
-        turns = []
-        turn = server.service.worker._turn
-        server.service.worker._turn = lambda messages: (turns.append(len(messages)), turn(messages))[1]  # type: ignore[method-assign]
+        turns, worker = [], server.service.llm.worker
+        turn = worker._turn
+        worker._turn = lambda: (turns.append(1), turn())[1]  # type: ignore[method-assign]
         assert httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "max_tokens": 5}).status_code == 200
-        assert eventually(lambda: not server.service.worker._open)
+        assert eventually(lambda: not worker._open)
         taken = len(turns)
         assert taken
         assert not eventually(lambda: len(turns) > taken + 1, 0.3)  # one more may tell of the client's leave

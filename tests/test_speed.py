@@ -237,7 +237,7 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
         steps.append(llm.engine.runner.executor)
         raise RuntimeError("no power")
 
-    monkeypatch.setattr(llm, "step", failing)
+    monkeypatch.setattr(llm.scheduler, "step", failing)
     with pytest.raises(RuntimeError, match="no power"):
         timed(Setting("ngram", llm, 3), [1, 2, 3], GREEDY, clocked=True)
     assert llm.engine.runner.executor is model and isinstance(steps[0], Clock)

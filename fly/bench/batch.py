@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -9,8 +10,8 @@ from dataclasses import dataclass, field
 
 from fly.bundled.tasks import Problem, check_many
 from fly.eval.timed import Setting, draft_runners
-from fly.llm import Request
-from fly.request import Stats
+from fly.job import Job, Request
+from fly.request import Stats, Token
 from fly.types import SamplingParams
 
 __all__ = ["Load", "measure_load"]
@@ -76,23 +77,39 @@ def measure_load(
     return loads
 
 
+class _Asked(Job):
+    """A request that notes its times; ``ended`` is called on the engine's thread when it is over."""
+
+    def __init__(self, requests: list[Request], ended: Callable[[], None]) -> None:
+        super().__init__(requests)
+        self._ended = ended
+        self.begin = time.perf_counter()
+        self.first = self.end = 0.0
+
+    def note(self, index: int, tokens: list[Token]) -> None:
+        super().note(index, tokens)
+        self.end = time.perf_counter()
+        self.first = self.first or self.end
+        if not self.left:
+            self._ended()
+
+
 def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
     llm, setting = load.setting.llm, load.setting
     for allocator in llm.scheduler.allocators():
         allocator.forget()
-    waiting = deque(enumerate(problems))
-    running: list[tuple[int, Request, float]] = []
-    texts = [""] * len(problems)
-    first: dict[int, float] = {}
-    start = time.perf_counter()
-    while waiting or running:
-        while waiting and len(running) < load.size:
-            number, problem = waiting.popleft()
-            (request,) = llm.requests([llm.chat_prompt(problem.prompt)], params, setting.policy, setting.k)
-            running.append((number, request, time.perf_counter()))
-            llm.submit(request)
-        llm.step()
-        now = time.perf_counter()
+    waiting, jobs, texts = deque(problems), list[_Asked](), list[str]()
+
+    coming = threading.Lock()
+
+    def come() -> None:  # when one has ended, on the engine's thread: the next step has the next
+        with coming:
+            if waiting:
+                prompt = llm.chat_prompt(waiting.popleft().prompt)
+                jobs.append(_Asked(llm.requests([prompt], params, setting.policy, setting.k), come))
+                llm.worker.submit(jobs[-1])
+
+    def watch() -> None:
         for allocator in llm.scheduler.allocators():
             held = (allocator.num_blocks - allocator.num_free) * allocator.block_size
             load.held += held
@@ -100,23 +117,27 @@ def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: C
                 len(allocator.table(seq)) * allocator.block_size - allocator.length(seq)
                 for seq in allocator.sequences()
             )
-        ended = []
-        for number, request, arrived in running:
-            row = request.row
-            if row.generated:
-                first.setdefault(number, now)
-            if row.finish_reason:
-                ended.append(request)
-                if row.error is not None:
-                    raise row.error
-                load.first.append(first[number] - arrived)
-                load.whole.append(now - arrived)
-                if row.generated > 1:
-                    load.each.append((now - first[number]) / (row.generated - 1))
-                load.stats += row.stats
-                texts[number] = llm.output(request).text
-                llm.close(request)
-                advance()
-        running = [entry for entry in running if entry[1] not in ended]
+
+    llm.worker.watch = watch
+    start = time.perf_counter()
+    try:
+        for _ in range(load.size):
+            come()
+        for number in range(len(problems)):
+            job = jobs[number]
+            job.check(job.queue.get())
+            (request,) = job.requests
+            load.first.append(job.first - job.begin)
+            load.whole.append(job.end - job.begin)
+            if request.row.generated > 1:
+                load.each.append((job.end - job.first) / (request.row.generated - 1))
+            load.stats += request.row.stats
+            texts.append(request.output().text)
+            advance()
+    finally:
+        waiting.clear()
+        for job in jobs:
+            llm.worker.cancel(job, wait=True)
+        llm.worker.watch = lambda: None
     load.seconds = time.perf_counter() - start
     load.right = check_many(list(zip(problems, texts)))

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores
-from fly.llm import LLM, Output
+from fly.job import Job, Output, Request
+from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Summed
+from fly.request import Summed, Token
 from fly.runner import Runner
 from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, SamplingParams
@@ -136,6 +137,21 @@ class Times(Summed):
         return None if self.rest is None else self.rest / self.decoding
 
 
+class _Timed(Job):
+    """Notes when its first token came, and sets clocks to 0 there."""
+
+    def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
+        super().__init__(requests)
+        self._clocks, self.first = clocks, 0.0
+
+    def note(self, index: int, tokens: list[Token]) -> None:
+        super().note(index, tokens)
+        if not self.first:
+            self.first = time.perf_counter()
+            for clock in self._clocks:
+                clock.seconds = 0.0
+
+
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
     """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
     llm = setting.llm
@@ -144,24 +160,11 @@ def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: 
         if clocked:
             runners = [llm.engine.runner, *draft_runners(llm.draft)]
             clocks = [stack.enter_context(_clocked(runner)) for runner in runners]
-        (request,) = llm.requests([prompt], params, setting.policy, setting.k)
-        row = request.row
+        job = _Timed(llm.requests([prompt], params, setting.policy, setting.k), clocks)
         begin = time.perf_counter()
-        llm.submit(request)
-        try:
-            while not (row.generated or row.finish_reason):
-                llm.step()
-            for clock in clocks:
-                clock.seconds = 0.0
-            first = time.perf_counter()
-            while not row.finish_reason:
-                llm.step()
-            end = time.perf_counter()
-        finally:
-            llm.close(request)
-    if row.error is not None:
-        raise row.error
-    times = Times(first - begin, end - first)
+        llm.worker.run(job)
+        end = time.perf_counter()
+    times = Times(job.first - begin, end - job.first)
     if clocks:
         times.target, times.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
-    return llm.output(request), times
+    return job.requests[0].output(), times

@@ -152,6 +152,12 @@ class Ranks:
         if self.size > 1 and self.watch is not None:
             self.watch.agree_on(error)
 
+    def await_blame(self, error: BaseException) -> None:
+        """After a failed collective, leave the word to the watch: it knows who is to blame, says so, and ends this
+        process."""
+        if isinstance(error, CollectiveError) and self.watch is not None:
+            time.sleep(2 * self.watch.heartbeat_timeout)
+
     def check(self, *tensors_T: Tensor) -> None:
         """Compare what ranks are about to compute with: every ``check_every``-th time it is called.
 
@@ -287,9 +293,8 @@ class lead:
         try:
             self.ranks.share((message,), wait=True)
             return self.ranks.together(lambda: self.handle(message), "a request")
-        except CollectiveError:
-            if self.ranks.watch is not None:  # it knows who is to blame, says so, and ends this process
-                time.sleep(2 * self.ranks.watch.heartbeat_timeout)
+        except CollectiveError as error:
+            self.ranks.await_blame(error)
             raise
 
     def close(self) -> None:

@@ -9,10 +9,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from fly.job import News
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
 from fly.serve.rules import Speculation
-from fly.serve.turns import News
 
 __all__ = ["Choice", "Completion", "Vocabulary", "error_body"]
 

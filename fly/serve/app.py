@@ -6,283 +6,26 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
-import secrets
-from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, Response
-from pydantic import BaseModel, ValidationError
+from fastapi.responses import HTMLResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from fly.errors import explain
-from fly.llm import LLM
-from fly.serve.answers import Completion, Vocabulary, error_body
+from fly.serve.answers import Completion
 from fly.serve.guard import Guard
-from fly.serve.metrics import Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from fly.serve.rules import Rules, Speculation
-from fly.serve.settings import Settings
-from fly.serve.turns import Answer, Event, News, Turns
-from fly.serve.worker import Busy, Job, Stopped, Worker
-from fly.structured import StructuredError
-from fly.types import SamplingParams
+from fly.serve.service import Answering, ApiError, Plain, Service
 
 __all__ = ["Service", "create_app"]
 
 _HERE = Path(__file__).parent
-
-
-class ApiError(Exception):
-    """Becomes an answer in OpenAI's form."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-
-    @property
-    def kind(self) -> str:
-        if self.status < 500:
-            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
-
-    def body(self) -> dict[str, Any]:
-        return error_body(str(self), self.kind, self.param, self.code)
-
-    def response(self) -> JSONResponse:
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return Plain(self.body(), self.status, headers)
-
-
-class Plain(JSONResponse):
-    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
-
-
-@dataclass
-class Prepared:
-    """A request, ready for the engine."""
-
-    prompts: list[list[int]]
-    echoes: list[str] | None
-    params: SamplingParams
-    speculation: Speculation
-    top: int | None
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.prompts))
-
-
-class Service:
-    """One model being served: what endpoints share.
-
-    Args:
-        llm: belongs to the service alone from now on; it has a tokenizer.
-        settings: what the operator decided.
-        draft: the name of its draft; "none" if it has none.
-        name: what clients call the model, where the settings say nothing.
-        turns: takes the turns of the engine; None is ``Turns(llm)``.
-
-    Raises:
-        ValueError: a model without a tokenizer, or settings that contradict one another.
-    """
-
-    def __init__(self, llm: LLM, settings: Settings, draft: str, name: str, turns: Any = None) -> None:
-        if llm.tokenizer is None:
-            raise ValueError("this model has no tokenizer.json; a server of texts needs one")
-        self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
-        self.name = settings.name or name
-        self.rules = Rules(
-            llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
-            settings.require_lossless,
-        )  # fmt: skip
-        self.metrics = Metrics(self.name)
-        own = Turns(llm)
-        self.worker = Worker(
-            turns or own, lambda: own.load, self.metrics, settings.max_waiting, llm.scheduler.max_rows, llm.engine.hurry
-        )  # fmt: skip
-        self.vocabulary = Vocabulary(self.tokenizer)
-        self.draining = False
-        self.open = 0  # requests that were let in and have not got all of their answer
-        self.context: int = llm.engine.context
-        try:
-            self.version = version("flyspec")
-        except PackageNotFoundError:  # run from a source tree
-            self.version = "0+unknown"
-
-    @property
-    def ready(self) -> bool:
-        return self.worker.alive and not self.draining
-
-    def check_model(self, model: str | None) -> None:
-        """Raises ``ApiError`` if this is another model."""
-        if model is not None and model != self.name:
-            raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
-
-    def prepare(self, body: Generation) -> Prepared:
-        """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
-        self.check_model(body.model)
-        asked = body.speculation
-        try:
-            chosen = (
-                self.rules.choose()
-                if asked is None
-                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
-            )
-        except ValueError as error:
-            field = str(error).partition(":")[0]
-            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
-        try:
-            chosen.policy.bind(self.tokenizer.token_id)
-        except ValueError as error:
-            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
-            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
-        echoes = None
-        if isinstance(body, ChatRequest):
-            name, prompts = "messages", [self.conversation(body)]
-        else:
-            assert isinstance(body, CompletionRequest)
-            name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
-            if body.echo:
-                texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in body.prompts]
-                echoes = [text for text in texts for _ in range(body.n or 1)]
-        for tokens in prompts:
-            self.check_prompt(tokens, name)
-        if (count := len(prompts) * (body.n or 1)) > self.settings.max_n:
-            name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
-            raise ApiError(400, message, name, "invalid_value")
-        try:
-            params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
-        except ValidationError as error:
-            message = explain(error)
-            param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
-            raise ApiError(400, message, param, "invalid_value") from None
-        except ValueError as error:
-            raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
-        return Prepared(prompts, echoes, params, chosen, body.top())
-
-    @staticmethod
-    def seed(body: Generation) -> int:
-        """Drawn here where the request leaves it open, so that the engine has nothing to draw."""
-        return secrets.randbits(63) if body.seed is None else body.seed
-
-    def encode(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, list):
-            return prompt
-        try:
-            return self.tokenizer.encode(prompt)
-        except (TypeError, ValueError) as error:  # half a surrogate pair
-            raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
-
-    def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of its messages by the chat template."""
-        variables: dict[str, Any] = {}
-        if isinstance(body, ChatRequest) and body.tools is not None:
-            if "tools" not in self.tokenizer.template_variables:
-                raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
-            variables["tools"] = body.tools
-        generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
-        try:
-            messages = [message.for_template() for message in body.messages or ()]
-            return self.tokenizer.apply_chat_template(messages, generation, **variables)
-        except (TypeError, ValueError) as error:
-            raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
-
-    def check_prompt(self, tokens: list[int], name: str) -> None:
-        """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
-        if not tokens:
-            raise ApiError(400, f"{name}: empty; it has no token to go on from", name, "invalid_value")
-        if len(tokens) >= self.context:
-            message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
-            raise ApiError(400, message, name, "context_length_exceeded")
-
-    def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
-        """As the request says, or (as OpenAI has it) 16 for completions, and what the context holds for chats."""
-        most, wanted = self.settings.max_tokens, body.wanted_tokens
-        if wanted is not None and most is not None and wanted > most:
-            name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
-            raise ApiError(400, f"{name}: {wanted} exceeds this server's limit of {most}", name, "invalid_value")
-        room = self.context - max(map(len, prompts))
-        if wanted is None:
-            wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
-            wanted = wanted if most is None else min(wanted, most)
-        return min(wanted, room)
-
-    def submit(self, prepared: Prepared, streamed: bool) -> Job:
-        """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
-        try:
-            speculation = prepared.speculation
-            return self.worker.submit(prepared.prompts, prepared.params, speculation.policy, speculation.k, streamed)
-        except Busy as error:
-            raise ApiError(429, str(error), code="queue_full", retry_after=error.retry_after) from None
-        except Stopped as error:
-            raise ApiError(503, str(error), code="engine_stopped") from None
-
-
-class Answering:
-    """The events of one job while its client listens and its time lasts."""
-
-    def __init__(self, service: Service, job: Job, receive: Receive) -> None:
-        self.worker, self.job = service.worker, job
-        self.timeout = service.settings.timeout
-        self._ahead: deque[Event | None] = deque()  # taken off the queue, and not looked at
-        self._deadline = asyncio.get_running_loop().time() + self.timeout
-        self._watch = asyncio.create_task(self._until_gone(receive))
-
-    async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
-        self.worker.cancel(self.job)
-
-    async def next(self) -> Event | None:
-        """The next event, None if nobody listens any more. Raises ``ApiError`` for a job that failed."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                event = self._ahead.popleft() if self._ahead else await self.job.queue.get()
-        except TimeoutError:
-            raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
-        error = None if event is None else event.error
-        if isinstance(error, ValueError) and isinstance(event, Answer):
-            raise ApiError(400, str(error), _param_of(str(error)), "invalid_value")
-        if isinstance(error, StructuredError):
-            raise ApiError(400, str(error), "response_format", "invalid_value")
-        if error is not None:
-            raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
-        return event
-
-    def waiting(self) -> list[News]:
-        """News that are there already: a reader that is slow gets them in one piece."""
-        found: list[News] = []
-        while not self.job.queue.empty():
-            self._ahead.append(self.job.queue.get_nowait())
-        while self._ahead and isinstance(event := self._ahead[0], News) and event.error is None:
-            found.append(event)
-            self._ahead.popleft()
-        return found
-
-    def close(self) -> None:
-        """Whatever has become of it, nothing is left of the job."""
-        self._watch.cancel()
-        self.worker.cancel(self.job)
 
 
 class EventStream(Response):
@@ -330,22 +73,22 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
-        if await answering.next() is None:  # it was taken in, or this raises
-            close()
-            return Response(status_code=499)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
-            f"fly-{service.version}", job.completions, body.explains, prepared.echoes, prepared.top,
+            f"fly-{service.version}", len(job.requests), body.explains, prepared.echoes, prepared.top,
         )  # fmt: skip
         if streamed:
+            if not await answering.begun():
+                close()
+                return Response(status_code=499)
             events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage)
             return EventStream(events, close)  # which closes when it has ended
         while not completion.ended():
-            if (event := await answering.next()) is None:
+            if (found := await answering.next()) is None:
                 close()
                 return Response(status_code=499)
-            if isinstance(event, News):
-                completion.add(event)
+            for news in found:
+                completion.add(news)
         whole = Plain(completion.whole(prepared.prompt_tokens))
     except BaseException:
         close()
@@ -361,11 +104,9 @@ async def chunks(
     for choice in completion.choices:
         yield completion.first(choice)
     while not completion.ended():
-        event = await answering.next()
-        if event is None:
+        if (found := await answering.next()) is None:
             return
-        news = [event] if isinstance(event, News) else []
-        touched = {each.index: completion.add(each) for each in (*news, *answering.waiting())}
+        touched = {news.index: completion.add(news) for news in found}
         for choice in touched.values():
             if (chunk := completion.chunk(choice)) is not None:
                 last = completion.ended() and choice is list(touched.values())[-1] and not with_usage
@@ -375,13 +116,12 @@ async def chunks(
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI application of a service; its engine runs from startup to shutdown."""
+    """The ASGI application of a service; at its shutdown the engine is closed."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
-        service.worker.start()
         yield
-        await asyncio.to_thread(service.worker.stop)
+        await asyncio.to_thread(service.llm.close)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
@@ -446,8 +186,8 @@ def create_app(service: Service) -> ASGIApp:
     @app.get("/health", responses=errors)
     async def health() -> Response:
         """Whether the engine runs."""
-        if not service.worker.alive:
-            raise ApiError(503, f"the engine has stopped: {service.worker.failure!r}", code="engine_stopped")
+        if not (worker := service.llm.worker).alive:
+            raise ApiError(503, f"the engine has stopped: {worker.failure!r}", code="engine_stopped")
         return Plain({"status": "ok"})
 
     @app.get("/ready", responses=errors)
@@ -460,6 +200,7 @@ def create_app(service: Service) -> ASGIApp:
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
         """Prometheus metrics."""
+        service.metrics.load(service.llm.worker.load)
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
@@ -520,15 +261,6 @@ def _model(service: Service) -> dict[str, Any]:
             "require_lossless": rules.require_lossless,
         },
     }
-
-
-_OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "response_format"}
-
-
-def _param_of(message: str) -> str | None:
-    """The field that an error of the engine or of ``SamplingParams`` starts with; None where it is about several."""
-    found = re.match(r"(\w+)\b(?! \d+:)", message)  # "prompt 0: ..." is of the prompt with all that is asked for it
-    return _OF_ENGINE.get(found[1]) if found else None
 
 
 def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:

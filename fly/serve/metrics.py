@@ -4,16 +4,19 @@ what only this server has begins with ``fly:``. Knows nothing of HTTP.
 
 from __future__ import annotations
 
+import asyncio
 import re
+import time
 from collections import Counter as Counts
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from fly.job import Job, Request
 from fly.request import Stats, Token
-from fly.serve.turns import Load
 from fly.types import Why
+from fly.worker import Load
 
-__all__ = ["Metrics"]
+__all__ = ["Measured", "Metrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 32, 48, 64)
@@ -26,6 +29,7 @@ class Metrics:
     def __init__(self, model: str) -> None:
         self.registry = CollectorRegistry()
         self._model = model
+        self.seconds = 1.0  # that a job took lately
         self._clauses: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -142,3 +146,44 @@ class Metrics:
                 return "other"
             self._clauses.add(name)
         return name
+
+
+class Measured(Job):
+    """A job that is counted, on the engine's thread."""
+
+    def __init__(
+        self, requests: list[Request], streamed: bool, loop: asyncio.AbstractEventLoop, metrics: Metrics
+    ) -> None:
+        super().__init__(requests, stepwise=streamed, loop=loop)
+        self._metrics = metrics
+        self._first: dict[int, float] = {}  # when each completion had tokens for the first time
+        self._last: dict[int, float] = {}  # and when last,
+        self._tokens: Counts[int] = Counts()  # and how many
+
+    def admitted(self) -> None:
+        self._metrics.queue.observe(time.monotonic() - self.arrived)
+
+    def note(self, index: int, tokens: list[Token]) -> None:
+        super().note(index, tokens)
+        metrics, news, now = self._metrics, self._news[-1], time.monotonic()
+        if tokens:
+            metrics.step(tokens, news.drafts)
+            if index in self._last:
+                metrics.between.observe(now - self._last[index])
+            else:
+                self._first[index] = now
+                metrics.first.observe(now - self.arrived)
+            self._last[index] = now
+            self._tokens[index] += len(tokens)
+        if news.over:
+            output = news.output
+            metrics.ended("error" if output is None else output.finish_reason, None if output is None else output.stats)
+            metrics.whole.observe(now - self.arrived)
+            if (count := self._tokens[index]) > 1:
+                metrics.each.observe((now - self._first[index]) / (count - 1))
+        if news.error is not None or not self.left:
+            metrics.seconds += 0.1 * (now - self.arrived - metrics.seconds)
+
+    def cancelled(self) -> None:
+        for _ in range(self.left):
+            self._metrics.ended("abort", None)

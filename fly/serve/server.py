@@ -7,7 +7,8 @@ from types import FrameType
 
 import uvicorn
 
-from fly.serve.app import Service, create_app
+from fly.serve.app import create_app
+from fly.serve.service import Service
 
 __all__ = ["Server"]
 
@@ -41,7 +42,8 @@ class Server(uvicorn.Server):
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.service.settings.drain_timeout
             if time.monotonic() > self._deadline and not self.should_exit:
-                self.service.worker.fail(RuntimeError("the server ends, and this request took too long to wait for"))
+                error = RuntimeError("the server ends, and this request took too long to wait for")
+                self.service.llm.worker.fail(error)
                 self.should_exit = True
             elif not self.service.open:
                 self.should_exit = True

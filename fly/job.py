@@ -1,0 +1,174 @@
+"""What one call waits for: its requests, and what the engine's thread says of them. Knows nothing of models or HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import abc
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Any
+
+from fly.models.tokenizer import TextStream, Tokenizer
+from fly.policies import AcceptancePolicy, Bound
+from fly.request import Sequence, Stats, Token
+from fly.types import Guarantee
+
+__all__ = ["Entry", "Job", "News", "Output", "Request"]
+
+
+@dataclass(frozen=True)
+class Output:
+    """What became of one request.
+
+    ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
+    ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
+    model's context). ``provenance`` says of every token why it stands. ``policy`` decided, and promises ``guarantee``
+    (with its ``bound`` where that is ``BOUNDED``). ``others`` are the further completions where ``n`` asked for some.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[dict[int, float]] | None
+    provenance: list[Token]
+    stats: Stats
+    policy: AcceptancePolicy
+    guarantee: Guarantee
+    bound: Bound | None
+    others: tuple[Output, ...] = ()
+
+
+@dataclass(frozen=True)
+class News:
+    """What a step did for one request of a job, the ``index``-th.
+
+    ``pieces`` are the new tokens with the text that each settled, ``rest`` is the text that only the end settled.
+    ``drafts`` are the step's rounds with a draft: how many tokens that had, and how many of them stand. Once it is
+    over, ``output`` is what became of it, or ``error`` why it failed.
+    """
+
+    index: int
+    pieces: list[tuple[Token, str]]
+    logprobs: list[dict[int, float]]
+    drafts: list[tuple[int, int]]
+    rest: str = ""
+    output: Output | None = None
+    error: Exception | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.output is not None or self.error is not None
+
+
+@dataclass(eq=False)
+class Request:
+    """A row with its text: ``text`` follows its tokens where somebody reads along (``streamed``), or to find a stop
+    string."""
+
+    row: Sequence
+    tokenizer: Tokenizer | None = None
+    text: TextStream | None = None
+    streamed: bool = False
+    _texts: list[str] = field(default_factory=list)
+    _logprobs: int = 0  # those of which there were news
+
+    def stopped(self, row: Sequence, token: int) -> bool:
+        """Read a token; whether a stop string ended the text with it."""
+        assert self.text is not None
+        self._texts.append(self.text.push(token, stoppable=row.generated >= row.params.min_tokens))
+        return self.text.stopped
+
+    def news(self, index: int, tokens: list[Token]) -> News | None:
+        """These tokens stand, or the request is over. None if it is not ``streamed``."""
+        texts, self._texts = self._texts, []
+        if not self.streamed:
+            return None
+        row, over = self.row, bool(self.row.finish_reason)
+        drafts, row.drafts = row.drafts, []
+        logprobs = row.logprobs[self._logprobs :]
+        self._logprobs += len(logprobs)
+        rest = self.text.finish() if over and self.text is not None else ""
+        output = self.output() if over and row.error is None else None
+        return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
+
+    def output(self) -> Output:
+        """What has become of it, without the ``others`` of the same prompt."""
+        row = self.row
+        ids = row.tokens[row.prompt_length :]
+        if self.text is not None:
+            self.text.finish()
+            text = self.text.text
+        else:
+            text = self.tokenizer.decode(ids) if self.tokenizer else ""
+        return Output(
+            prompt_token_ids=row.tokens[: row.prompt_length],
+            text=text,
+            token_ids=ids,
+            finish_reason=row.finish_reason or "length",
+            logprobs=row.logprobs if row.params.logprobs is not None else None,
+            provenance=row.provenance,
+            stats=row.stats,
+            policy=row.policy,
+            guarantee=row.policy.guarantee,
+            bound=row.policy.bound,
+        )
+
+
+Entry = list[News] | BaseException
+
+
+class Job:
+    """Requests that come in together, and that one thread or one coroutine waits for (``Worker.submit``).
+
+    ``queue`` gets what happens to them, the news of ``streamed`` requests: an entry a step if it is ``stepwise``, else
+    one when all are over or one has failed. An error of the engine itself is the entry. ``admitted``, ``note`` and
+    ``cancelled`` run on the engine's thread: a subclass may look at a clock there.
+
+    Args:
+        requests: none of which was submitted before.
+        stepwise: whether there is an entry for each step that did something (and for the first, whatever it did).
+        loop: where ``queue`` is awaited (an ``asyncio.Queue``); None: a thread waits for it.
+    """
+
+    def __init__(
+        self, requests: abc.Sequence[Request], stepwise: bool = False, loop: asyncio.AbstractEventLoop | None = None
+    ) -> None:
+        self.requests, self.stepwise, self.loop = list(requests), stepwise, loop
+        self.queue: Any = SimpleQueue() if loop is None else asyncio.Queue()
+        self.key = -1  # its number among the jobs of a worker
+        self.arrived = time.monotonic()
+        self.left = len(self.requests)  # that go on
+        self.error: Exception | None = None  # that ended one of them, and with it the job
+        self.entries = 0  # that came so far
+        self.gone: SimpleQueue[None] = SimpleQueue()  # gets something once the engine has nothing of it any more
+        self._news: list[News] = []
+
+    def admitted(self) -> None:
+        """The engine has it."""
+
+    def note(self, index: int, tokens: list[Token]) -> None:
+        """A step gave a request these tokens, or ended it."""
+        request = self.requests[index]
+        if (news := request.news(index, tokens)) is not None:
+            self._news.append(news)
+        if request.row.finish_reason:
+            self.left -= 1
+            self.error = self.error or request.row.error
+
+    def cancelled(self) -> None:
+        """It was ended from outside while ``left`` requests went on."""
+
+    def entry(self) -> list[News]:
+        """The news since the last entry."""
+        self.entries += 1
+        news, self._news = self._news, []
+        return news
+
+    def check(self, entry: Entry) -> None:
+        """Raise what ended the job, if that is an error."""
+        if isinstance(entry, BaseException):
+            raise entry
+        if self.error is not None:
+            raise self.error

@@ -1,0 +1,125 @@
+"""A completion as it comes in: for threads and for coroutines. Knows nothing of models or HTTP."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+
+from fly.job import Entry, Job
+from fly.request import Stats, Token
+from fly.worker import Worker
+
+__all__ = ["AsyncStream", "Piece", "Stream"]
+
+
+class Piece(str):
+    """A piece of streamed text that knows the tokens it came with."""
+
+    tokens: tuple[Token, ...]
+
+    def __new__(cls, text: str, tokens: tuple[Token, ...]) -> Piece:
+        piece = super().__new__(cls, text)
+        piece.tokens = tokens
+        return piece
+
+
+class _Pieces:
+    """A completion being streamed, whoever waits for it."""
+
+    def __init__(self, worker: Worker, job: Job) -> None:
+        self._worker, self._job = worker, job
+        self._row = job.requests[0].row
+        self._ready: deque[Piece] = deque()
+        self._held: tuple[Token, ...] = ()  # that settled no text yet
+        self._begun = self._over = False
+        self._error: BaseException | None = None
+        self._taken = 0
+
+    @property
+    def stats(self) -> Stats:
+        """Counts so far: of what was generated, fetched or not."""
+        return self._row.stats
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, None while it has not."""
+        return self._row.finish_reason
+
+    def _ask(self) -> bool:
+        """Whether there is something to wait for; raises what ended it."""
+        if self._over:
+            error, self._error = self._error, None
+            if error is not None:
+                raise error
+            return False
+        if self._begun:
+            self._worker.want(self._job, self._taken)
+        else:
+            self._worker.submit(self._job)
+            self._begun = True
+        return True
+
+    def _take(self, entry: Entry) -> None:
+        self._taken += 1
+        if isinstance(entry, BaseException):
+            self._over, self._error = True, entry
+            return
+        for news in entry:
+            for token, text in news.pieces:
+                self._held += (token,)
+                if text:
+                    self._ready.append(Piece(text, self._held))
+                    self._held = ()
+            if news.over:
+                self._over, self._error = True, news.error
+                if news.error is None and (news.rest or self._held):
+                    self._ready.append(Piece(news.rest, self._held))
+
+    def _leave(self, wait: bool = False) -> None:
+        going, self._over, self._error = self._begun and not self._over, True, None
+        self._ready.clear()
+        if going:
+            self._worker.cancel(self._job, wait)
+
+    def __del__(self) -> None:
+        self._leave()
+
+
+class Stream(_Pieces, Iterator[Piece]):
+    """A completion being streamed. ``close``, or to forget it, ends it and frees what it holds."""
+
+    def __next__(self) -> Piece:
+        while not self._ready:
+            if not self._ask():
+                raise StopIteration
+            try:
+                entry = self._job.queue.get()
+            except BaseException:
+                self._leave()
+                raise
+            self._take(entry)
+        return self._ready.popleft()
+
+    def close(self) -> None:
+        """End the request early; its cache is free when this returns."""
+        self._leave(wait=True)
+
+
+class AsyncStream(_Pieces, AsyncIterator[Piece]):
+    """The same, to be used with ``async for``. A task that is cancelled while it waits for a piece ends it too."""
+
+    async def __anext__(self) -> Piece:
+        while not self._ready:
+            if not self._ask():
+                raise StopAsyncIteration
+            try:
+                entry = await self._job.queue.get()
+            except BaseException:
+                self._leave()
+                raise
+            self._take(entry)
+        return self._ready.popleft()
+
+    async def aclose(self) -> None:
+        """End the request early; its cache is free after the round that is under way."""
+        self._leave()

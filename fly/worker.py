@@ -1,0 +1,444 @@
+"""The thread that owns an engine: calls of any thread or event loop join its batch. Knows nothing of HTTP or files.
+
+Jobs and cancellations go to the thread through an inbox, what becomes of them comes back to each job's queue. It sleeps
+while there is nothing to do, and holds nothing but its inbox then, so that an engine nobody holds is freed.
+
+Where a model lives on several ranks, each has such a thread, and all its collectives are made there. Before every step
+the first rank says what it admits and what it cancels, and the others do the same. Either all ranks make the same
+calls: then a job is known by its number, and the threads take steps only while a call waits for one, so that
+collectives between two calls are in order. Or the first rank alone is called (``lead``), and the others ``follow``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import itertools
+import logging
+import os
+import threading
+import weakref
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import torch
+
+from fly.job import Entry, Job, Request
+from fly.scheduler import Scheduler
+
+__all__ = ["Load", "Stopped", "Worker"]
+
+log = logging.getLogger(__name__)
+_PATIENCE = 5.0  # seconds that the end of a program waits for a step under way
+_WAKE, _END = "wake", "end"
+
+
+class Stopped(RuntimeError):
+    """The engine takes no more jobs: it was closed, or has failed."""
+
+
+class Group(Protocol):
+    """What is needed of ``fly.parallel.Ranks``."""
+
+    @property
+    def leads(self) -> bool: ...
+
+    def share(self, value: Any, wait: bool = False) -> Any: ...
+
+    def await_blame(self, error: BaseException) -> None: ...
+
+
+@dataclass(frozen=True)
+class Load:
+    """How full an engine is: rows that run and wait, of each cache (the target's first) the share of its pages that is
+    held, and how many requests were ``taken`` in so far."""
+
+    running: int = 0
+    waiting: int = 0
+    caches: tuple[float, ...] = ()
+    taken: int = 0
+
+
+@dataclass
+class _Cancel:
+    job: Job
+    waits: bool  # for it to be gone
+
+
+@dataclass
+class _Want:
+    """Somebody waits for the next entry of a job, having had so many."""
+
+    job: Job
+    taken: int
+
+
+class Worker:
+    """Runs jobs on a scheduler, which belongs to its thread from the first one on.
+
+    Args:
+        scheduler: with its engine.
+        group: the ranks that share the model; None is this process alone.
+
+    ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is what the last turn left,
+    ``submitted`` counts requests, ``jobs`` are those that are not over, ``failure`` is why no more are taken.
+    ``watch`` is called on the thread after every step.
+    """
+
+    def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
+        self.scheduler, self._group = scheduler, group
+        self._engine = scheduler.engine
+        self.load = Load()
+        self.jobs: set[Job] = set()
+        self.failure: BaseException | None = None
+        self.submitted = 0
+        self.watch: Callable[[], None] = lambda: None
+        self._leads = False
+        self._keys = itertools.count()
+        self._connect()
+        # the thread's own:
+        self._read: Callable[[Any], list[Request]] | None = None  # of a rank that follows
+        self._rows: dict[int, tuple[Job, int]] = {}  # by the ids of those that run or wait
+        self._open: dict[int, Job] = {}  # by key
+        self._new: dict[int, Job] = {}  # not admitted yet
+        self._leaving: dict[int, Job] = {}
+        self._wanted: set[int] = set()
+        _workers.add(self)
+
+    def _connect(self) -> None:
+        self._lock = threading.RLock()  # reentrant, since a stream may be collected anywhere
+        self._inbox: SimpleQueue[Any] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._entered = False
+
+    @property
+    def alive(self) -> bool:
+        """Whether it takes jobs."""
+        return self.failure is None
+
+    def submit(self, job: Job) -> None:
+        """Let a job take part in the steps from now on. Raises ``Stopped``."""
+        with self._lock:
+            if self.failure is not None:
+                closed = isinstance(self.failure, Stopped)
+                raise Stopped(str(self.failure) if closed else f"the engine has stopped: {self.failure!r}")
+            job.key = next(self._keys)
+            self.jobs.add(job)
+            self.submitted += len(job.requests)
+            self._send(job)
+
+    def cancel(self, job: Job, wait: bool = False) -> None:
+        """End a job if it goes on; what it holds is free after the round under way. ``wait`` until it is."""
+        with self._lock:
+            if job not in self.jobs:
+                return
+            self._send(_Cancel(job, wait))
+        if wait and threading.current_thread() is not self._thread:
+            job.gone.get()
+
+    def want(self, job: Job, taken: int) -> None:
+        """Somebody waits for the next entry of ``job`` and has had ``taken``: ranks that make the same calls go on only
+        then."""
+        if self._alike:
+            self._inbox.put(_Want(job, taken))
+
+    def run(self, job: Job) -> None:
+        """Submit a job, and wait for its end in this thread. Raises what ended it, if that is an error."""
+        try:
+            self.submit(job)
+            entry = job.queue.get()
+        except BaseException:
+            self.cancel(job)
+            raise
+        job.check(entry)
+
+    async def arun(self, job: Job) -> None:
+        """The same in a coroutine; the job has its ``loop``."""
+        try:
+            self.submit(job)
+            entry = await job.queue.get()
+        except BaseException:
+            self.cancel(job)
+            raise
+        job.check(entry)
+
+    def lead(self) -> None:
+        """On the first rank: from now on it alone is called, and the others ``follow``."""
+        self._leads = True
+        with self._lock:
+            self._send(_WAKE)
+
+    def follow(self, read: Callable[[Any], list[Request]]) -> None:
+        """On another rank: do what the first one does until it is closed. ``read`` makes requests of the values that
+        tell of a job. Raises an error of the engine."""
+        job = Job([])
+        self._read = read
+        with self._lock:
+            self.jobs.add(job)
+            self._send(_WAKE)
+        entry = job.queue.get()
+        if not isinstance(entry, Stopped):
+            job.check(entry)
+
+    def fail(self, error: BaseException) -> None:
+        """Give up all that is open, and take nothing more in. Does not wait for the thread."""
+        with self._lock:
+            if self.failure is not None:
+                return
+            self.failure = error
+            lost, self.jobs = self.jobs, set()
+            if self._thread is not None:
+                self._send(_WAKE)
+        self._deliver([(job, error) for job in lost])
+
+    def close(self, patience: float | None = None) -> None:
+        """End the thread; who waits gets ``Stopped``. Waits for it, ``patience`` seconds at most if they are given."""
+        self.fail(Stopped("the engine is closed"))
+        if (thread := self._thread) is not None and thread is not threading.current_thread():
+            thread.join(patience)
+
+    def _send(self, item: Any) -> None:
+        """Into the inbox; the step under way ends soon. With the lock held."""
+        if self._thread is None:
+            self._start()
+        self._inbox.put(item)
+        if self._group is None:  # ranks take the same rounds, whoever comes
+            self._engine.hurry(True)
+
+    def _start(self) -> None:
+        # A finalizer must not hold what it is for; who is collected at the end of the program needs none.
+        weakref.finalize(self, self._inbox.put, None).atexit = False
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # of this thread, not of others
+        arguments = self._inbox, weakref.ref(self), device
+        self._thread = threading.Thread(target=_run, args=arguments, name="fly-engine", daemon=True)
+        self._thread.start()
+
+    def _forked(self) -> None:
+        """In a child process, which has no thread of its parent."""
+        lost, self.jobs = self.jobs, set()
+        self._connect()
+        if lost:
+            self.failure = RuntimeError("the process was forked while requests ran; load another LLM in the child")
+        for job in lost:
+            job.queue, job.loop = SimpleQueue(), None
+            job.queue.put(self.failure)
+
+    # From here on: the thread.
+
+    @property
+    def _alike(self) -> bool:
+        return self._group is not None and not self._leads and self._read is None
+
+    def _work(self, item: Any) -> bool:
+        """Take turns until there is nothing to do; whether the thread goes on after that."""
+        sound = True
+        try:
+            if not self._entered:
+                self._entered = True
+                self._engine.enter_thread()
+            self._take(item)
+            while self.failure is None:
+                with self._lock:
+                    self._engine.hurry(False)
+                    while not self._inbox.empty():
+                        self._take(self._inbox.get())
+                if self.failure is None:
+                    if not self._due():
+                        return True
+                    self._turn()
+        except BaseException as error:  # an error of one request is news of it; this is one of the engine
+            sound = False
+            if not isinstance(error, Stopped):
+                log.exception("the engine has failed; nothing more is taken in")
+            if self._group is not None:
+                self._group.await_blame(error)
+            self._end()  # first, so that whoever hears of it finds the pages free
+            self.fail(error)
+        if sound and self._leads and self._group is not None:
+            with contextlib.suppress(Exception):  # a rank that is lost
+                self._group.share(_END, wait=True)
+        self._end()
+        return False
+
+    def _end(self) -> None:
+        """Free what is held, and let nobody wait."""
+        with self._lock:
+            while not self._inbox.empty():
+                self._take(self._inbox.get())
+        for job in (*self._open.values(), *self._new.values(), *self._leaving.values()):
+            try:
+                self._leave(job)
+            except Exception:
+                log.exception("what a request holds could not be freed")
+            job.gone.put(None)
+        self._engine.hurry(False)
+
+    def _take(self, item: Any) -> None:
+        if isinstance(item, Job):
+            self._new[item.key] = item
+            self._wanted.add(item.key)
+        elif isinstance(item, _Want):
+            if item.job.entries == item.taken and item.job.key in (*self._open, *self._new):
+                self._wanted.add(item.job.key)
+        elif isinstance(item, _Cancel):
+            if item.job.key in (*self._open, *self._new):
+                self._leaving[item.job.key] = item.job
+                if item.waits:
+                    self._wanted.add(item.job.key)
+            else:
+                item.job.gone.put(None)
+
+    def _due(self) -> bool:
+        if self._read is not None:
+            return True
+        if self._alike:
+            return bool(self._wanted)
+        return bool(self._new or self._leaving or self.scheduler)
+
+    def _turn(self) -> None:
+        """Take in what came, take a step, hand over what became of it."""
+        new, leaving = self._agreed()
+        for job in new:
+            self._admit(job)
+        for job in leaving:
+            if job.key in self._open:
+                job.cancelled()
+                self._leave(job)
+        touched = dict.fromkeys(new)  # in order, each once
+        if self.scheduler:
+            for id_, tokens in self.scheduler.step().items():
+                if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
+                    job, index = found
+                    job.note(index, tokens)
+                    touched[job] = None
+            self.watch()
+        over = [job for job in touched if job.key in self._open and (job.error is not None or not job.left)]
+        for job in over:
+            self._leave(job)
+        running, waiting = len(self.scheduler.running), len(self.scheduler.waiting)
+        shares = tuple(1 - each.num_free / each.num_blocks for each in self.scheduler.allocators())
+        with self._lock:
+            taken = self.load.taken + sum(len(job.requests) for job in new)
+            self.load = Load(running, waiting, shares, taken)
+            heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
+            self.jobs.difference_update(over, leaving)
+        self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
+        self._deliver([(job, job.entry()) for job in heard])
+        for job in (*over, *leaving):
+            job.gone.put(None)
+
+    def _agreed(self) -> tuple[list[Job], list[Job]]:
+        """The jobs to admit and to cancel before the next step, on all ranks the same."""
+        if self._group is None or self._group.leads:
+            (new, self._new), (leaving, self._leaving) = (self._new, {}), (self._leaving, {})
+            if self._group is not None:
+                values = [(key, _plain(job) if self._leads else None) for key, job in new.items()]
+                self._group.share((values, list(leaving)), wait=True)
+            return list(new.values()), list(leaving.values())
+        said = self._group.share(None, wait=True)
+        if said == _END:
+            raise Stopped("the engine is closed")
+        admitted, cancelled = said
+        jobs = []
+        for key, values in admitted:
+            if self._read is not None:
+                job = Job(self._read(values))
+                job.key = key
+                self.jobs.add(job)
+                jobs.append(job)
+                continue
+            while key not in self._new:  # the same call is about to come here
+                self._take(self._inbox.get())
+                if self.failure is not None:
+                    raise self.failure
+            jobs.append(self._new.pop(key))
+        known = {**self._open, **{job.key: job for job in jobs}}
+        for key in cancelled:
+            self._leaving.pop(key, None)
+        return jobs, [known[key] for key in cancelled if key in known]
+
+    def _admit(self, job: Job) -> None:
+        self._open[job.key] = job
+        job.admitted()
+        for index, request in enumerate(job.requests):
+            if request.row.finish_reason:  # nothing is to be done for it
+                job.note(index, [])
+            else:
+                self._rows[request.row.id] = job, index
+                self.scheduler.add(request.row, None if request.text is None else request.stopped)
+
+    def _leave(self, job: Job) -> None:
+        self._open.pop(job.key, None)
+        self._leaving.pop(job.key, None)
+        self._wanted.discard(job.key)
+        for request in job.requests:
+            if self._rows.pop(request.row.id, None) is not None:
+                self.scheduler.cancel(request.row)
+
+    def _deliver(self, entries: abc.Iterable[tuple[Job, Entry]]) -> None:
+        """Each into its job's queue: of one event loop all at once."""
+        loops: dict[asyncio.AbstractEventLoop, list[tuple[Job, Entry]]] = {}
+        for job, entry in entries:
+            if job.loop is None:
+                job.queue.put(entry)
+            else:
+                loops.setdefault(job.loop, []).append((job, entry))
+        for loop, batch in loops.items():
+            try:
+                loop.call_soon_threadsafe(_put, batch)
+            except RuntimeError:  # it was closed: nobody waits any more
+                for job, _ in batch:
+                    self.cancel(job)
+
+
+def _put(batch: list[tuple[Job, Entry]]) -> None:
+    for job, entry in batch:
+        job.queue.put_nowait(entry)
+
+
+def _plain(job: Job) -> Any:
+    """What another rank needs to make the same requests, as arguments of ``LLM.requests``."""
+    rows = [request.row for request in job.requests if request.row.parent is None]
+    return (
+        [row.tokens for row in rows],
+        [row.params.model_copy(update={"seed": row.seed}) for row in rows],
+        [row.policy for row in rows],
+        [row.k for row in rows],
+        rows[0].priority if rows else 0,
+    )
+
+
+def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: int | None) -> None:
+    """The thread. Asleep it holds nothing but its inbox; None in it says that the worker is gone."""
+    if device is not None:
+        torch.cuda.set_device(device)
+    goes_on = False
+    while (item := inbox.get()) is not None:
+        if (worker := known()) is not None:
+            goes_on = worker._work(item)
+        del worker, item
+        if not goes_on:
+            return
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+@atexit.register
+def _close_all() -> None:
+    """A thread in the middle of a step would crash an interpreter that ends."""
+    for worker in list(_workers):
+        worker.close(_PATIENCE)
+
+
+def _forked() -> None:
+    for worker in list(_workers):
+        worker._forked()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
