@@ -176,7 +176,7 @@ inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then
 // order, as for a branch of a tree other places lie between. Of the last two vectors only ``rest`` values are there, where
 // that is less than they hold. Asks for those at ``then`` (or null).
 template <int NQ, int NV, bool SUM, class K, class Then>
-inline void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
+ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
                   int offset, int at, int rest) {
     Vec acc[NQ][NV], total[NQ];
     UNROLL for (int i = 0; i < NQ; i++) {
@@ -205,8 +205,9 @@ inline void weigh(const Scratch& s, long width, int query, int key, int count, c
     }
 }
 
+// All of a head's values. One call a block costs less than what inlining it leaves without registers.
 template <int NQ, class K, class Then>
-inline void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
+NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
     const long width = padded(d);
     int at = d >= 4 * W ? 4 * W : 2 * W;
     if (d >= 4 * W)
