@@ -16,13 +16,14 @@ AVX2 = ["-mavx2", "-mfma"]
 # GCC's own header of intrinsics starts from undefined registers
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni"]
 AVX512 += ["-Wno-uninitialized", "-Wno-maybe-uninitialized"]
-SOURCES = {
-    "fly/backends/cpu/src/library.cpp": [],
-    "fly/backends/cpu/src/avx2.cpp": AVX2,
-    "fly/backends/cpu/src/avx512.cpp": AVX512,
-    "fly/backends/cpu/src/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
+SRC = "fly/backends/cpu/src"
+SOURCES = {f"{SRC}/{name}.cpp": [] for name in ("library", "threads", "models", "calls", "rounds")}
+SOURCES |= {
+    f"{SRC}/avx2.cpp": AVX2,
+    f"{SRC}/avx512.cpp": AVX512,
+    f"{SRC}/avx512bf16.cpp": [*AVX512, "-mavx512bf16"],
 }
-HEADERS = ["fly/backends/cpu/src/fly.h", "fly/backends/cpu/src/avx512.h", "fly/backends/cpu/src/decoder.h"]
+HEADERS = sorted(map(str, Path(SRC).glob("*.h")))
 # No contraction: what is fused must not depend on where the compiler happens to vectorise.
 FLAGS = ["-O3", "-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti", "-fno-math-errno"]
 FLAGS += ["-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
@@ -31,7 +32,7 @@ FLAGS += ["-ffp-contract=off", "-g0", "-Wall", "-Wextra"]
 class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
         note = Path(__file__).parent if self.editable_mode or self.inplace else Path(self.build_lib)
-        note = note / "fly" / "kernels" / "not_built.txt"
+        note = note / "fly" / "backends" / "cpu" / "not_built.txt"
         note.unlink(missing_ok=True)
         try:
             objects = []

@@ -1,23 +1,21 @@
-// What the variants with AVX-512 share, each in a namespace of its own: all but their arithmetic on bfloat16. They need its
-// dot products of whole numbers (VNNI) too.
+// What the variants with AVX-512 share: all but their arithmetic on bfloat16. They need its dot products of whole numbers
+// (VNNI) too. Knows nothing of models.
 
 constexpr int W = 16;
 typedef __m512 Vec;
+typedef uint32_t Bits __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
 
-inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec set1(float x) { return _mm512_set1_ps(x); }
 inline Vec ld(const float* p) { return _mm512_loadu_ps(p); }
 inline void st(float* p, Vec x) { _mm512_storeu_ps(p, x); }
-inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
-inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
-inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline void st(int32_t* p, __m512i x) { _mm512_storeu_si512(p, x); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec larger(Vec a, Vec b) { return _mm512_max_ps(a, b); }
-inline float first(Vec x) { return _mm512_cvtss_f32(x); }
 inline float sum(Vec x) { return _mm512_reduce_add_ps(x); }
 inline float largest(Vec x) { return _mm512_reduce_max_ps(x); }
 inline Vec ld(const uint16_t* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+    return (Vec)((Bits)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)) << 16);
 }
 inline Vec where_above(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GT_OQ), x); }
 inline Vec where_from(Vec a, Vec b, Vec x) { return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(a, b, _CMP_GE_OQ), x); }
@@ -27,82 +25,82 @@ inline void st(uint8_t* p, Vec x) {  // to nearest, and 128 above it
     const __m512i whole = _mm512_add_epi32(_mm512_cvtps_epi32(x), _mm512_set1_epi32(128));
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(whole));
 }
-inline Vec size_of(Vec x) { return _mm512_abs_ps(x); }
-// Products of whole numbers, less what they came to for being 128 too high.
-inline Vec whole(const void* sums, const int32_t* offset) {
-    return _mm512_cvtepi32_ps(_mm512_sub_epi32(_mm512_loadu_si512(sums), _mm512_loadu_si512(offset)));
-}
 inline Vec nearest(Vec x) { return _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline Vec widened(const char* w) {
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)w)));
+}
+// The same four bytes everywhere.
+inline __m512i fours(const void* from) {
+    int32_t four;
+    memcpy(&four, from, 4);
+    return _mm512_set1_epi32(four);
+}
+
+#include "ahead.h"
+#include "vectors.h"
 
 // 32 registers: the sums of rows times panels, two each, and the operands, which are two a panel.
 constexpr Room ROOM = {14, 3, 6};
 
-// The weights' layouts, and the values they are multiplied with.
-struct Float32 {
-    typedef float Act, In, Sum;
-    static constexpr int STEP = 1;  // inputs a step
-    static constexpr Room MOST = ROOM;
-    template <int M, int P, class Ask>
-    static NOINLINE void micro(const Act* a, long lda, const char* w, long panel, int steps, Ask ahead, float* out) {
-        Vec acc[M][2 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = zero();
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, k);
-            Vec b[2 * P];
-            UNROLL for (int j = 0; j < 2 * P; j++) b[j] = ld((const float*)(w + (j / 2) * panel + k * 128L) + (j % 2) * 16);
-            UNROLL for (int m = 0; m < M; m++) {
-                Vec x = set1(a[m * lda + k]);
-                UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = fma(x, b[j], acc[m][j]);
-            }
+// Products of M rows with P panels, a step of inputs at a time: the weights of 16 outputs, and what they are multiplied
+// with, as their type ``Wt`` takes them.
+template <class Wt, int M, int P, class Ask>
+NOINLINE void multiply(const typename Wt::In* a, long lda, const char* w, long panel, int steps, Ask ahead,
+                       typename Wt::Sum* out) {
+    constexpr int STEP = layout_of(Wt::TYPE).step, BYTES = STEP * PANEL * sizeof(typename Wt::Weight);
+    typename Wt::Sums acc[M][2 * P];
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = typename Wt::Sums{};
+    for (int k = 0; k < steps; k++) {
+        ahead.template ask<P, BYTES>(w, panel, k);
+        decltype(Wt::weights(w)) b[2 * P];
+        UNROLL for (int j = 0; j < 2 * P; j++) b[j] = Wt::weights(w + (j / 2) * panel + k * (long)BYTES + (j % 2) * (BYTES / 2));
+        UNROLL for (int m = 0; m < M; m++) {
+            const auto x = Wt::inputs(a + m * lda + STEP * k);
+            UNROLL for (int j = 0; j < 2 * P; j++) Wt::add(acc[m][j], x, b[j]);
         }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
     }
+    UNROLL for (int m = 0; m < M; m++)
+        UNROLL for (int j = 0; j < 2 * P; j++) st(out + m * 32 * P + j * 16, acc[m][j]);
+}
+
+// The weights' types, and the values they are multiplied with.
+struct Float32 {
+    typedef float Weight, Act, In, Sum;
+    typedef Vec Sums;
+    static constexpr int TYPE = FLOAT32;
+    static constexpr Room MOST = ROOM;
+    static ALWAYS_INLINE Vec weights(const char* w) { return ld((const float*)w); }
+    static ALWAYS_INLINE Vec inputs(const In* a) { return set1(*a); }
+    static ALWAYS_INLINE void add(Vec& acc, Vec x, Vec b) { acc = fma(x, b, acc); }
 };
 
 // Four whole numbers of each side at once, which is exact.
 struct Whole8 {
+    typedef int8_t Weight;
     typedef uint16_t Act;
     typedef uint8_t In;
     typedef int32_t Sum;
-    static constexpr int STEP = 4;
+    typedef __m512i Sums;
+    static constexpr int TYPE = W8A8;
     static constexpr Room MOST = ROOM;
-    template <int M, int P, class Ask>
-    static NOINLINE void micro(const In* a, long lda, const char* w, long panel, int steps, Ask ahead, Sum* out) {
-        __m512i acc[M][2 * P];
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) acc[m][j] = _mm512_setzero_si512();
-        for (int k = 0; k < steps; k++) {
-            ahead.template ask<P, 128>(w, panel, k);
-            __m512i b[2 * P];
-            UNROLL for (int j = 0; j < 2 * P; j++)
-                b[j] = _mm512_loadu_si512(w + (j / 2) * panel + k * 128L + (j % 2) * 64);
-            UNROLL for (int m = 0; m < M; m++) {
-                int32_t four;
-                memcpy(&four, a + m * lda + 4 * k, 4);
-                const __m512i x = _mm512_set1_epi32(four);
-                // not by the intrinsic, for which GCC keeps the sums in memory
-                UNROLL for (int j = 0; j < 2 * P; j++)
-                    asm("vpdpbusd %2, %1, %0" : "+v"(acc[m][j]) : "v"(x), "v"(b[j]));
-            }
-        }
-        UNROLL for (int m = 0; m < M; m++)
-            UNROLL for (int j = 0; j < 2 * P; j++) _mm512_storeu_si512(out + m * 32 * P + j * 16, acc[m][j]);
+    static ALWAYS_INLINE __m512i weights(const char* w) { return _mm512_loadu_si512(w); }
+    static ALWAYS_INLINE __m512i inputs(const In* a) { return fours(a); }
+    static ALWAYS_INLINE void add(__m512i& acc, __m512i x, __m512i b) {
+        // not by the intrinsic, for which GCC keeps the sums in memory
+        asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(x), "v"(b));
     }
 };
 
 // The sums of 16 vectors' lanes, by one tree for all of them.
 ALWAYS_INLINE Vec sums(Vec r[16]) {
-    for (int i = 0; i < 16; i += 2)
-        r[i] = add(_mm512_unpacklo_ps(r[i], r[i + 1]), _mm512_unpackhi_ps(r[i], r[i + 1]));
+    for (int i = 0; i < 16; i += 2) r[i] = _mm512_unpacklo_ps(r[i], r[i + 1]) + _mm512_unpackhi_ps(r[i], r[i + 1]);
     for (int i = 0; i < 16; i += 4) {
         const __m512d a = _mm512_castps_pd(r[i]), b = _mm512_castps_pd(r[i + 2]);
-        r[i] = add(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), _mm512_castpd_ps(_mm512_unpackhi_pd(a, b)));
+        r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)) + _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
     }
-    for (int i = 0; i < 16; i += 8)
-        r[i] = add(_mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd));
-    return add(_mm512_shuffle_f32x4(r[0], r[8], 0x88), _mm512_shuffle_f32x4(r[0], r[8], 0xdd));
+    const auto add_halves = [](Vec a, Vec b) { return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd); };
+    return add_halves(add_halves(r[0], r[4]), add_halves(r[8], r[12]));
 }
 
 // The order of that tree: pairs of these, pairs of pairs, and so on.
@@ -118,11 +116,14 @@ ALWAYS_INLINE void transpose(Vec r[16]) {
         r[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(a, b)), r[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(a, b));
         r[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(c, d)), r[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(c, d));
     }
+    // Of two quarters' vectors, the quarters at even and at odd places: once for each two rows of four, then for all.
+    const auto even_odd = [](Vec& a, Vec& b) {
+        const Vec even = _mm512_shuffle_f32x4(a, b, 0x88);
+        b = _mm512_shuffle_f32x4(a, b, 0xdd), a = even;
+    };
     UNROLL for (int i = 0; i < 4; i++) {
-        const Vec a = _mm512_shuffle_f32x4(r[i], r[i + 4], 0x88), b = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0x88);
-        const Vec c = _mm512_shuffle_f32x4(r[i], r[i + 4], 0xdd), d = _mm512_shuffle_f32x4(r[i + 8], r[i + 12], 0xdd);
-        r[i] = _mm512_shuffle_f32x4(a, b, 0x88), r[i + 8] = _mm512_shuffle_f32x4(a, b, 0xdd);
-        r[i + 4] = _mm512_shuffle_f32x4(c, d, 0x88), r[i + 12] = _mm512_shuffle_f32x4(c, d, 0xdd);
+        even_odd(r[i], r[i + 4]), even_odd(r[i + 8], r[i + 12]);
+        even_odd(r[i], r[i + 8]), even_odd(r[i + 4], r[i + 12]);
     }
 }
 
@@ -140,49 +141,14 @@ inline Vec where(const uint8_t* keep, Vec x, Vec other) {
     return _mm512_mask_mov_ps(other, _mm_test_epi8_mask(bytes, bytes), x);
 }
 
-// Stored values, two vectors at a time, and only ``count`` of them: one vector behind the other, or for bfloat16, which
-// that is cheaper for, those at even and at odd places.
-struct Pair {
-    Vec first, second;
-};
-
-inline Pair pair(const float* p) { return {ld(p), ld(p + 16)}; }
 inline Pair pair(const float* p, int count) {
     const uint32_t some = (1u << count) - 1;
     return {_mm512_maskz_loadu_ps((__mmask16)some, p), _mm512_maskz_loadu_ps((__mmask16)(some >> 16), p + 16)};
 }
-inline Pair halves(__m512i two) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(two, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(two, _mm512_set1_epi32((int)0xffff0000)))};
-}
-inline Pair pair(const uint16_t* p) { return halves(_mm512_loadu_si512(p)); }
-inline Pair pair(const uint16_t* p, int count) { return halves(_mm512_maskz_loadu_epi16((1u << count) - 1, p)); }
-
-// Values at even and at odd places to one behind the other.
+inline __m512i some_of(const uint16_t* p, int count) { return _mm512_maskz_loadu_epi16((1u << count) - 1, p); }
+inline Pair pair(const uint16_t* p, int count) { return halves(_mm512_castsi512_ps(some_of(p, count))); }
 inline void interleave(Pair x, float* to) {
     const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     st(to, _mm512_permutex2var_ps(x.first, low, x.second));
     st(to + 16, _mm512_permutex2var_ps(x.first, _mm512_add_epi32(low, _mm512_set1_epi32(8)), x.second));
 }
-
-// Keys and values of a type, and the queries that keys are multiplied with: 32 at a time. ``lay`` and ``times`` do for keys
-// that are transposed what ``dot`` does for a key, lane by lane: 16 keys' dwords of a lane (of float32 in the first half of
-// the 32 values, or in the second), and the products with them, of DEEP vectors a lane.
-template <class K>
-struct Stored;
-
-template <>
-struct Stored<float> {
-    typedef float Query;
-    static constexpr bool WIDENS = false;
-    static constexpr int DEEP = 2;
-    static inline void lay(Vec keys, int half, float* to) { st(to + half * 16, keys); }
-    static inline Vec times(const Query* q, int lane, const float* keys, Vec acc) {
-        return fma(set1(q[16 + lane]), ld(keys + 16), fma(set1(q[lane]), ld(keys), acc));
-    }
-    static inline void query(const float* from, Query* to) { memcpy(to, from, 32 * sizeof(float)); }
-    static inline Vec dot(const Query* q, Pair key, Vec acc) { return fma(ld(q + 16), key.second, fma(ld(q), key.first, acc)); }
-    static inline Vec dot(const Query* q, const float* key, Vec acc) { return dot(q, pair(key), acc); }
-    static inline Vec dot(const Query* q, const float* key, int count, Vec acc) { return dot(q, pair(key, count), acc); }
-    static inline void join(Pair x, float* to) { st(to, x.first), st(to + 16, x.second); }
-};

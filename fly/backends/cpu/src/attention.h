@@ -1,0 +1,439 @@
+// Attention over the paged cache: new keys and values are stored, scores, weights and sums taken, of whatever queries share
+// a pass. Knows nothing of weights, nor of what a layer does besides.
+//
+// A token's attention goes over the stored tokens it sees in ascending order, those it does not see adding exact zeros.
+
+// Buffers of a thread's own, for attention over at most S stored tokens.
+constexpr int QUERIES = 32;             // queries whose scores are held at once
+constexpr int OWN_NORMS = 4;            // tokens up to which every thread normalises all by itself, to spare a barrier
+constexpr int GROUP = W == 16 ? 4 : 2;  // queries whose sums are in registers at once
+constexpr int BLOCK = 16;               // stored tokens that are scored at once
+constexpr int TURNED = 6;               // queries of a head from which on it pays to transpose its keys
+
+// New tokens whose queries for one key/value head share a pass, and key/value heads that do.
+inline int query_tokens(const Shape& shape) { return most_of(QUERIES / (shape.heads / shape.kv_heads), 1); }
+inline int query_groups(int queries) { return most_of(QUERIES / queries, 1); }
+
+struct Scratch {
+    long stride, bytes;                  // of scores, from one query to the next; of all
+    float *scores, *out, *sums, *block;  // of the last: keys transposed, or values widened
+    char* queries;
+    void* normed;
+    uint8_t* narrow;
+    float* steps;
+
+    Scratch(char* base, const Shape& shape, int longest) : stride(padded(longest, BLOCK)) {
+        const long queries_of = most_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
+        Dealer dealer = {base, 0};
+        scores = dealer.take<float>(queries_of * stride);
+        out = dealer.take<float>(queries_of * width);
+        sums = dealer.take<float>(queries_of);
+        block = dealer.take<float>(BLOCK * width);
+        queries = dealer.take<char>(queries_of * width * 4);
+        normed = dealer.take<float>((long)OWN_NORMS * padded(shape.width));
+        narrow = dealer.take<uint8_t>(shape.weights == W8A8 ? (long)OWN_NORMS * padded(most_inputs(shape), 64) : 0);
+        steps = dealer.take<float>(OWN_NORMS);
+        bytes = dealer.used;
+    }
+
+    Scratch(const Model* model, int thread) : Scratch(model->work.scratch[thread], model->shape, model->work.longest) {}
+};
+
+long scratch_bytes(const Shape* shape, int longest) { return Scratch(nullptr, *shape, longest).bytes; }
+
+// The rotated vector of one head: D values from ``from`` on.
+inline void rotate(const Model* model, const float* from, int64_t position, float* to) {
+    const int half = model->shape.head_dim / 2;
+    const float *cos = model->cos + position * half, *sin = model->sin + position * half;
+    for (int i = 0; i < half; i++) {
+        const float a = from[i], b = from[i + half];
+        to[i] = a * cos[i] - b * sin[i];
+        to[i + half] = b * cos[i] + a * sin[i];
+    }
+}
+
+// Where the keys (or values) of head ``group`` lie, of a token of page ``number`` of a row.
+template <class K>
+inline K* slot(const Call* call, void* base, int layer, const Row& row, int number, int within, int group) {
+    const Shape& shape = call->model->shape;
+    const long at = (long)row.table[number] * call->page + within;
+    return (K*)base + layer * call->layer_stride + (at * shape.kv_heads + group) * shape.head_dim;
+}
+
+// Where those of a block's tokens lie, from those of head ``group`` on; after the end, the last again.
+template <class K>
+inline void locate(const Call* call, void* base, int layer, const Row& row, int group, int from, int end,
+                   const K* found[BLOCK]) {
+    const int page = call->page;
+    const long apart = (long)call->model->shape.kv_heads * call->model->shape.head_dim;  // of two tokens of a page
+    int number = from / page, within = from % page;  // a division takes as long as a token's dot product
+    const K* at = slot<K>(call, base, layer, row, number, within, group);
+    for (int i = 0; i < BLOCK; i++) {
+        found[i] = at;
+        if (from + i + 1 >= end) continue;
+        if (++within < page)
+            at += apart;
+        else
+            at = slot<K>(call, base, layer, row, ++number, within = 0, group);
+    }
+}
+
+// Asks for the line at ``p`` of keys (or values), once where 2·W of them are less than a line. Into the second level of the
+// caches: the first waits for too few lines at once to keep memory busy.
+template <class K>
+ALWAYS_INLINE void soon(const K* p) {
+    constexpr int BYTES = 2 * W * (int)sizeof(K);
+    if (BYTES < 64 && (uintptr_t)p % 64 >= BYTES) return;
+    UNROLL for (int i = 0; i < BYTES; i += 64) fetch((const char*)p + i);
+}
+
+// The same of place ``i`` among others, ``from`` values on; null is none of them.
+template <class K>
+ALWAYS_INLINE void soon(const K* const* then, int i, long from) { soon(then[i] + from); }
+ALWAYS_INLINE void soon(decltype(nullptr), int, long) {}
+
+// Goes over the keys (or values) of the tokens up to ``end``, a block at a time: ``use(first, where, then)``, with the place
+// of each token's, those of all of ``groups`` side by side, and the place of those to ask for meanwhile, some blocks later.
+// After the last keys these are the first values, which the walk over values relies on.
+template <class K, class Use>
+inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int end, Use use) {
+    constexpr int RING = 5;
+    const K* ring[RING][BLOCK];
+    const int d = call->model->shape.head_dim, count = groups.to - groups.from, blocks = (end + BLOCK - 1) / BLOCK;
+    const int ahead = count >= 4 ? 1 : 4;  // blocks
+    auto find = [&](int block) {
+        const bool here = block < blocks;
+        const int other = keys && block - blocks < blocks ? block - blocks : blocks - 1;
+        locate(call, here && keys ? call->keys : call->values, layer, row, groups.from,
+               (here ? block : other) * BLOCK, end, ring[block % RING]);
+    };
+    for (int block = 0; block < ahead; block++) {
+        find(block);
+        if (keys)
+            for (const K* at : ring[block])
+                for (int i = 0; i < count * d; i += 2 * W) soon(at + i);
+    }
+    for (int block = 0; block < blocks; block++) {
+        find(block + ahead);
+        use(block * BLOCK, ring[block % RING], ring[(block + ahead) % RING]);
+    }
+}
+
+// Keys and values of the new tokens of a piece, one key/value head.
+template <class K>
+void store(const Call* call, const Piece& piece, int layer, int group) {
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const int d = shape.head_dim;
+    const long ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
+    const Row& row = call->row[piece.row];
+    alignas(64) float rotated[1024];
+    for (int n = piece.from; n < piece.to; n++) {
+        const int at = piece.at + n - piece.from;
+        const float* key = model->work.qkv + at * ld_qkv + (long)(shape.heads + group) * d;
+        rotate(model, key, call->position[call->tile_at + at], rotated);
+        const int page = (row.start + n) / call->page, within = (row.start + n) % call->page;
+        convert(rotated, d, slot<K>(call, call->keys, layer, row, page, within, group));
+        convert(key + (long)shape.kv_heads * d, d, slot<K>(call, call->values, layer, row, page, within, group));
+    }
+}
+
+// Queries, and where the scores of each go: rows some values apart.
+template <class K>
+struct Asking {
+    const typename Stored<K>::Query* query;
+    long width;
+    float* out;
+    long stride;
+};
+
+// Scores of NQ queries, each with the same W / NQ keys of the head that lies ``offset[i]`` on: W products at a time, each
+// summed up lane by lane over the head's width, then by one tree over the lanes. Asks for the keys at ``then`` (or null),
+// once for neighbours of one head.
+template <class K, int NQ, class Then>
+inline void score(Asking<K> who, const int offset[NQ], const K* const* key, Then then, int d) {
+    constexpr int NK = W / NQ;
+    Vec acc[W];
+    UNROLL for (int i = 0; i < W; i++) acc[i] = zero();
+    int at = 0;
+    const auto step = [&](auto... left) __attribute__((always_inline)) {  // of 2·W values, or as many as are left
+        UNROLL for (int i = 0; i < W; i++) {
+            const long from = offset[i / NK] + at;
+            if (i < NK || offset[i / NK] != offset[i / NK - 1]) soon(then, i % NK, from);
+            acc[i] = Stored<K>::dot(who.query + i / NK * who.width + at, acc[i], key[i % NK] + from, left...);
+        }
+    };
+    for (; at + 2 * W <= d; at += 2 * W) step();
+    if (at < d) step(d - at);
+    const Vec all = sums(acc);
+    if constexpr (NQ == 1)
+        st(who.out, all);
+    else
+        fours(all, who.out, who.stride);
+}
+
+// Adds NV vectors of each of ``count`` values, weighed by each of NQ queries; SUM adds up the weights as well, in their
+// order, as for a branch of a tree other places lie between. Of the last two vectors only ``rest`` values are there, where
+// that is less than they hold. Asks for those at ``then`` (or null).
+template <int NQ, int NV, bool SUM, class K, class Then>
+ALWAYS_INLINE void weigh(const Scratch& s, long width, int query, int key, int count, const K* const* value, Then then,
+                  int offset, int at, int rest) {
+    Vec acc[NQ][NV], total[NQ];
+    UNROLL for (int i = 0; i < NQ; i++) {
+        UNROLL for (int v = 0; v < NV; v++) acc[i][v] = ld(s.out + (query + i) * width + at + v * W);
+        if (SUM) total[i] = set1(s.sums[query + i]);
+    }
+    const float* weights = s.scores + query * s.stride + key;
+    for (int j = 0; j < count; j++) {
+        Pair x[NV / 2];
+        UNROLL for (int v = 0; v < NV / 2; v++) {
+            soon(then, j, offset + at + v * 2 * W);
+            x[v] = NV == 2 && rest < 2 * W ? pair(value[j] + offset + at, rest) : pair(value[j] + offset + at + v * 2 * W);
+        }
+        UNROLL for (int i = 0; i < NQ; i++) {
+            const Vec weight = set1(weights[i * s.stride + j]);
+            UNROLL for (int v = 0; v < NV / 2; v++) {
+                acc[i][2 * v] = fma(weight, x[v].first, acc[i][2 * v]);
+                acc[i][2 * v + 1] = fma(weight, x[v].second, acc[i][2 * v + 1]);
+            }
+            if (SUM) total[i] += weight;
+        }
+    }
+    UNROLL for (int i = 0; i < NQ; i++) {
+        UNROLL for (int v = 0; v < NV; v++) st(s.out + (query + i) * width + at + v * W, acc[i][v]);
+        if (SUM) s.sums[query + i] = total[i][0];
+    }
+}
+
+// All of a head's values. One call a block costs less than what inlining it leaves without registers.
+template <int NQ, class K, class Then>
+NOINLINE void weigh(const Scratch& s, int d, int query, int key, int count, const K* const* value, Then then, int offset) {
+    const long width = padded(d);
+    int at = d >= 4 * W ? 4 * W : 2 * W;
+    if (d >= 4 * W)
+        weigh<NQ, 4, true>(s, width, query, key, count, value, then, offset, 0, 4 * W);
+    else
+        weigh<NQ, 2, true>(s, width, query, key, count, value, then, offset, 0, d);
+    for (; at + 4 * W <= d; at += 4 * W)
+        weigh<NQ, 4, false>(s, width, query, key, count, value, then, offset, at, 4 * W);
+    for (; at < d; at += 2 * W) weigh<NQ, 2, false>(s, width, query, key, count, value, then, offset, at, d - at);
+}
+
+// Up to BLOCK tokens' values of the head that lies ``offset`` on, in float32, ``room`` for each. Asks for those at ``then``.
+template <class K>
+inline void widen(const K* const* value, const K* const* then, int count, int offset, int d, float* to, int room) {
+    for (int j = 0; j < count; j++, to += room)
+        for (int at = 0; at < d; at += 2 * W) {
+            const K* p = value[j] + offset + at;
+            soon(then[j] + offset + at);
+            const Pair x = at + 2 * W <= d ? pair(p) : pair(p, d - at);
+            st(to + at, x.first), st(to + at + W, x.second);
+        }
+}
+
+// W keys of the head that lies ``offset`` on, transposed: of each 2·W values a lane after a lane, W keys side by side.
+template <class K>
+inline void turn(const K* const* key, const K* const* then, int offset, int d, float* to) {
+    constexpr int PART = W * 4 / (int)sizeof(K);  // of a key, that is a vector
+    for (int at = 0; at < d; at += 2 * W, to += W * W * Stored<K>::DEEP)
+        for (int half = 0; half < 2 * W / PART; half++) {
+            const int from = at + half * PART, left = d - from;
+            Vec rows[W];
+            if (!half) UNROLL for (int j = 0; j < W; j++) soon(then[j] + offset + at);
+            if (left >= PART)
+                UNROLL for (int j = 0; j < W; j++) rows[j] = ld((const float*)(key[j] + offset + from));
+            else
+                for (int j = 0; j < W; j++) {
+                    K some[PART] = {};
+                    if (left > 0) memcpy(some, key[j] + offset + from, left * sizeof(K));
+                    rows[j] = ld((const float*)some);
+                }
+            transpose(rows);
+            UNROLL for (int lane = 0; lane < W; lane++) Stored<K>::lay(rows[lane], half, to + lane * W * Stored<K>::DEEP);
+        }
+}
+
+template <int NQ>
+struct Several {
+    Vec of[NQ];
+};
+
+// Adds the products with keys that are transposed, of one lane and one step of 2·W values.
+template <class K, int NQ, int LANE>
+ALWAYS_INLINE void add_step(const Asking<K>& who, const float* keys, int step, Several<NQ>& all) {
+    const float* mine = keys + (step * W + LANE) * W * Stored<K>::DEEP;
+    UNROLL for (int i = 0; i < NQ; i++)
+        all.of[i] = Stored<K>::times(who.query + i * who.width + step * 2 * W, LANE, mine, all.of[i]);
+}
+
+// These products, summed up over COUNT lanes as ``sums`` does it. STEPS: of 2·W values in a head; 0: as many as there are.
+template <class K, int NQ, int STEPS, int COUNT = W, int AT = 0>
+ALWAYS_INLINE Several<NQ> over_lanes(const Asking<K>& who, const float* keys, int steps) {
+    Several<NQ> all;
+    if constexpr (COUNT > 1) {
+        const auto some = over_lanes<K, NQ, STEPS, COUNT / 2, AT>(who, keys, steps);
+        const auto rest = over_lanes<K, NQ, STEPS, COUNT / 2, AT + COUNT / 2>(who, keys, steps);
+        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = some.of[i] + rest.of[i];
+    } else {
+        UNROLL for (int i = 0; i < NQ; i++) all.of[i] = zero();
+        if constexpr (STEPS > 0)
+            UNROLL for (int step = 0; step < STEPS; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
+        else
+            for (int step = 0; step < steps; step++) add_step<K, NQ, LANES[AT]>(who, keys, step, all);
+    }
+    return all;
+}
+
+// Scores of NQ queries with the same W keys, transposed: the same sums as of ``score``.
+template <class K, int NQ>
+inline void score_turned(Asking<K> who, const float* keys, int d) {
+    const auto give = [&](const Several<NQ>& all) {
+        UNROLL for (int i = 0; i < NQ; i++) st(who.out + i * who.stride, all.of[i]);
+    };
+    constexpr int USUAL = 64 / (2 * W);  // heads of 64 or 128
+    const int steps = (d + 2 * W - 1) / (2 * W);
+    if (steps == USUAL) return give(over_lanes<K, NQ, USUAL>(who, keys, steps));
+    if (steps == 2 * USUAL) return give(over_lanes<K, NQ, 2 * USUAL>(who, keys, steps));
+    give(over_lanes<K, NQ, 0>(who, keys, steps));
+}
+
+// Scores to weights: exp of what is above the largest; zero for what ``mask`` hides (null: nothing), and up to ``end``.
+inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec scale) {
+    alignas(64) uint8_t last[W] = {};  // the end is no multiple of a vector, and nobody else's memory may be read
+    const int whole = sees / W * W;
+    for (int j = whole; j < sees; j++) last[j - whole] = mask ? mask[j] : 1;
+    const Vec none = set1(-__builtin_inff());
+    Vec most = none;
+    for (int j = 0; j < whole; j += W) most = larger(most, mask ? where(mask + j, ld(score + j), none) : ld(score + j));
+    if (whole < sees) most = larger(most, where(last, ld(score + whole), none));
+    const Vec offset = set1(-largest(most));
+    for (int j = 0; j < sees; j += W) {
+        const Vec weight = exponential((ld(score + j) + offset) * scale);
+        st(score + j, j == whole ? where(last, weight, zero()) : mask ? where(mask + j, weight, zero()) : weight);
+    }
+    for (int j = padded(sees, W); j < end; j++) score[j] = 0;
+}
+
+// Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES
+// of them, or those of a single token and head.
+template <class K, class Act>
+void attend(const Call* call, const Piece& piece, int layer, Range groups, int from, int to, const Scratch& s) {
+    typedef typename Stored<K>::Query Query;
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const Row& row = call->row[piece.row];
+    const int d = shape.head_dim, per = shape.heads / shape.kv_heads, end = row.start + to;
+    const int each = (to - from) * per, queries = each * (groups.to - groups.from);  // of a key/value head, of all
+    const long width = padded(d), ld_qkv = (long)model->layers[0].qkv.panels * PANEL;
+    const long ld_out = padded(shape.heads * d);
+    // Query q is of key/value head q / each, of token (q % each) / per.
+    auto token = [&](int q) { return from + q % each / per; };
+    auto head = [&](int q) { return (groups.from + q / each) * per + q % per; };
+    alignas(64) float vector[1024 + 2 * W];
+    for (int i = d; i < width; i++) vector[i] = 0;
+    for (int q = 0; q < queries; q++) {
+        const int at = piece.at + token(q) - piece.from;
+        rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
+        for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
+    }
+    // Heads of few queries are scored side by side, with few tokens each, which is the order of memory. Where a head has
+    // more, its keys are transposed once for all of them, and its values widened.
+    constexpr int FEW = 4, SIDE = W / FEW;
+    const bool together = each < SIDE && queries >= SIDE;
+    const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
+    int offsets[QUERIES];
+    for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
+    walk<K>(call, true, layer, row, groups, end, [&](int key, const K* const* keys, const K* const* then) {
+        const auto asking = [&](int q, int on) {
+            return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
+        };
+        for (int on = 0; on < BLOCK && together; on += FEW)
+            for (int q = 0; q < queries; q += SIDE) {  // the last few may be among the ones before
+                const int first = q + SIDE <= queries ? q : queries - SIDE;
+                score<K, SIDE>(asking(first, on), offsets + first, keys + on, then + on, d);
+            }
+        for (int q = 0, offset = 0; q < queries && !together; q += each, offset += d)
+            for (int on = 0; on < BLOCK; on += W) {
+                if (turns) {
+                    turn<K>(keys + on, then + on, offset, d, s.block);
+                    for (int n = 0; n < each; n += GROUP)
+                        score_turned<K, GROUP>(asking(q + (n + GROUP <= each ? n : each - GROUP), on), s.block, d);
+                    continue;
+                }
+                score<K, 1>(asking(q, on), &offset, keys + on, then + on, d);
+                for (int n = 1; n < each; n++) score<K, 1>(asking(q + n, on), &offset, keys + on, nullptr, d);
+            }
+    });
+    const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
+    for (int q = 0; q < queries; q++) {
+        const uint8_t* mask = row.mask ? row.mask + (long)token(q) * (row.start + row.count) : nullptr;
+        weights_of(s.scores + q * s.stride, row.start + token(q) + 1, end, mask, scale);
+    }
+    memset(s.out, 0, queries * width * sizeof(float));
+    memset(s.sums, 0, queries * sizeof(float));
+    walk<K>(call, false, layer, row, groups, end, [&](int key, const K* const* values, const K* const* then) {
+        const int count = least_of(end - key, BLOCK), room = padded(d, 2 * W);
+        // Adds them for some of a head's ``left`` queries, and says for how many.
+        const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {
+            if (left >= GROUP) return weigh<GROUP>(s, size, q, key, count, from, then, offset), GROUP;
+            if (left >= 2) return weigh<2>(s, size, q, key, count, from, then, offset), 2;
+            return weigh<1>(s, size, q, key, count, from, then, offset), 1;
+        };
+        const float* widened[BLOCK];
+        for (int q = 0; q < queries;) {
+            const int left = (q / each + 1) * each - q, offset = q / each * d;  // queries of this head
+            if constexpr (Stored<K>::WIDENS)
+                if (widens) {
+                    if (left == each) {
+                        widen(values, then, count, offset, d, s.block, room);
+                        for (int j = 0; j < count; j++) widened[j] = s.block + j * room;
+                    }
+                    q += some((const float* const*)widened, nullptr, room, 0, q, left);
+                    continue;
+                }
+            q += left == each ? some(values, then, d, offset, q, left) : some(values, nullptr, d, offset, q, left);
+        }
+    });
+    for (int q = 0; q < queries; q++) {
+        const float* out = s.out + q * width;
+        const Vec all = set1(s.sums[q]);
+        for (int i = 0; i < width; i += 2 * W)
+            Stored<K>::join({ld(out + i) / all, ld(out + i + W) / all}, vector + i);
+        const int at = piece.at + token(q) - piece.from;
+        convert(vector, d, (Act*)model->work.attended + at * ld_out + (long)head(q) * d);
+        for (int i = d; i < width; i++) vector[i] = 0;
+    }
+}
+
+template <class Wt, class K>
+void attention(Call* call, int layer, int thread, const Scratch& s) {
+    typedef typename Wt::Act Act;
+    const Shape& shape = call->model->shape;
+    const int groups = shape.kv_heads, per_pass = query_tokens(shape);
+    const Range range = part(call->piece_count * groups, thread, call->threads);
+    int longest = 0;
+    for (int i = 0; i < call->piece_count; i++) longest = most_of(longest, call->pieces[i].to - call->pieces[i].from);
+    if (longest <= per_pass) {  // whoever attends stores what is new as well
+        for (int task = range.from, most; task < range.to; task += most) {
+            const Piece& piece = call->pieces[task / groups];
+            const int first = task % groups;
+            most = query_groups((piece.to - piece.from) * (shape.heads / groups));
+            most = least_of(most, least_of(groups - first, range.to - task));
+            for (int group = first; group < first + most; group++) store<K>(call, piece, layer, group);
+            attend<K, Act>(call, piece, layer, {first, first + most}, piece.from, piece.to, s);
+        }
+        return;
+    }
+    for (int task = range.from; task < range.to; task++) store<K>(call, call->pieces[task / groups], layer, task % groups);
+    wait(call);
+    // A later pass over a row takes longer, so passes are dealt out in turn.
+    int task = 0;
+    for (int i = 0; i < call->piece_count; i++) {
+        const Piece& piece = call->pieces[i];
+        for (int from = piece.from; from < piece.to; from += per_pass)
+            for (int group = 0; group < groups; group++, task++)
+                if (task % call->threads == thread)
+                    attend<K, Act>(call, piece, layer, {group, group + 1}, from, least_of(from + per_pass, piece.to), s);
+    }
+}
+

@@ -1,0 +1,117 @@
+// A drafter's loop: its forwards one after another, and what each live row drafts and copies. Knows nothing of who verifies.
+
+// The next token of row ``b``, by the logits of the one before; -1 where the drafter is not sure enough of any.
+inline int64_t next_token(Call* call, int b, const float* logits) {
+    const int vocab = call->model->shape.vocab;
+    const long at = (long)b * call->most + call->drafted_count[b];
+    const bool asks = call->sure.confidence > 0 || call->sure.entropy < __builtin_inff();
+    float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * vocab : nullptr;
+    Surety sure;
+    int64_t token;
+    if (distribution && call->sampling[b].temperature > 0) {
+        memcpy(distribution, distribution_of(call->sampling[b], logits, vocab, spread, asks ? &sure : nullptr), vocab * 4L);
+        token = pick(distribution, vocab, call->uniform[at]);
+    } else {
+        token = best(logits, vocab);
+        constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
+        if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
+        if (distribution) memset(distribution, 0, vocab * sizeof(float)), distribution[token] = 1;
+    }
+    if (asks && !(sure.peak >= call->sure.confidence && sure.entropy <= call->sure.entropy)) return -1;
+    return token < 0 ? 0 : token;
+}
+
+// The next forward: of each live row the tokens not stored, and as many copies after them as make for the most tokens
+// drafted a second: (1 + a + a·a + ...) over what the forward takes, for copies that stand with a chance of a.
+inline void pack(Call* call) {
+    Lookup* lookup = call->lookup;
+    int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // of the last: its tokens, as far as it is decided
+    float expected = call->live_rows;
+    for (int i = 0; i < call->live_rows; i++) forward += call->live[i].count;
+    for (int i = 0; i < call->live_rows; i++) {
+        const int b = call->live_row[i];
+        Row& row = call->live[i];
+        int32_t* text = call->text[b];
+        int copies = 0;
+        if (lookup) {
+            int most = least_of(call->limit[b] - call->drafted_count[b] - 1, lookup->most);
+            // at least one, for what is seen of it
+            const int matched = call->matched[i] = look_up(*lookup, text, row.start + row.count, most_of(most, 1));
+            most = matched ? least_of(most, room) : 0;
+            float stands = 1, reached = expected, best = expected / time_of(*lookup, forward);
+            for (int n = 1; n <= most; n++) {
+                stands *= share_of(lookup, matched, n - 1);
+                reached += stands;
+                const float rate = reached / time_of(*lookup, forward + n);
+                if (rate > best) best = rate, copies = n, expected = reached;
+            }
+            forward += copies, room -= copies;
+        }
+        row.count += copies;
+        for (int n = 0; n < row.count; n++, tokens++) {
+            call->live_token[tokens] = text[row.start + n];
+            call->live_position[tokens] = row.start + n;
+        }
+        call->kept_at[i] = kept;
+        kept += copies + 1;
+    }
+    call->kept_at[call->live_rows] = kept;
+    call->rows = call->live_rows, call->tokens = tokens;
+    call->token = call->live_token, call->position = call->live_position;
+    call->tile_at = call->tile_tokens = call->piece_count = 0;
+    if (tokens) next_tile(call);
+}
+
+// What each live row drafts: the next token, and as long as that is the one copied, the one after it.
+inline void advance(Call* call) {
+    const Model* model = call->model;
+    int live = 0;
+    for (int i = 0; i < call->live_rows; i++) {
+        const int b = call->live_row[i], copies = call->kept_at[i + 1] - call->kept_at[i] - 1;
+        const float* logits = model->work.logits + (long)call->kept_at[i] * model->shape.vocab;
+        Row row = call->live[i];
+        int32_t* next = call->text[b] + row.start + row.count - copies;
+        row.start += row.count - copies - 1, row.count = 1;
+        const int matched = call->lookup ? call->matched[i] : 0;
+        bool ends = false, same = true;
+        for (int n = 0; same && !ends && n <= copies; n++, next++, logits += model->shape.vocab) {
+            const int64_t token = next_token(call, b, logits);
+            if ((ends = token < 0)) break;
+            same = *next == token;
+            if (matched && (n < copies || !copies)) {
+                float& share = share_of(call->lookup, matched, n);
+                share += 0.05f * (same - share);
+            }
+            *next = (int32_t)token;
+            call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
+            row.start++;
+            ends = call->drafted_count[b] == call->limit[b];
+            for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
+        }
+        if (ends) continue;
+        call->live[live] = row;
+        call->live_row[live] = b;
+        live++;
+    }
+    call->live_rows = live;
+    pack(call);
+}
+
+template <class Wt, class K, class H>
+void draft(Call* call, int thread) {
+    typename Wt::Act* last = (typename Wt::Act*)call->model->work.last;
+    if (!thread) pack(call);
+    wait(call);
+    do {
+        const int64_t begin = nanoseconds();
+        tiles<Wt, K, H>(call, thread, last);
+        wait(call);
+        project<Wt>(call, last, call->kept_at[call->live_rows], call->model->work.logits, thread);
+        wait(call);
+        if (!thread) {
+            if (call->lookup) learn_time(call->lookup, call->tokens, (float)(nanoseconds() - begin));
+            advance(call);
+        }
+        wait(call, false);
+    } while (call->live_rows);
+}

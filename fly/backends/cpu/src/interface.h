@@ -1,0 +1,123 @@
+// What the Python side hands over, laid out as there (fly/backends/cpu/library.py): a change of anything here changes
+// ``fly_abi`` as well. Knows nothing of how a model is packed or run.
+//
+// Shapes, here and in all other sources: T packed tokens, C hidden width, N outputs and K inputs of a matrix, H query
+// heads, G key/value heads, D head width, S stored tokens of a row, Z tokens a page, B rows, V vocabulary.
+#pragma once
+#include <stdint.h>
+
+namespace fly {
+
+// W8A8 is int8 whose products are of whole numbers: what it is multiplied with is rounded to 8 bits as well, row by row.
+enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
+
+struct Shape {
+    int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;
+    int32_t weights;  // Type of the matrices
+    int32_t hidden;   // Type of the hidden states that go in and out, and of an embedding of its own
+    float eps;
+};
+
+// What a forward is about.
+struct Batch {
+    int32_t rows, tokens;
+    const int64_t *token, *position;  // [T]
+    const int32_t *start, *count;     // [B]
+    const int32_t* tables;            // the rows' pages, one row's after another's
+    const int32_t* table_at;          // [B] where each row's begin
+    const uint8_t* const* masks;      // [B] or null
+    void *keys, *values;              // [layers, slots, G, D]
+    int64_t layer_stride;             // in values
+    int32_t cache_type, page;
+    const int32_t* layer;             // numbers of the layers to go through
+    int32_t layers;
+    int32_t threads;
+};
+
+// How a row draws (fly/sampling.py: Distribution). At temperature 0 it takes the most likely.
+struct Sampling {
+    float temperature, top_p, floor;  // floor: temperature · ln min_p, -inf where that is off
+    int32_t top_k;                    // 0 is off
+};
+
+// Where a drafter stops: before a token if none has at least this probability there, or if the entropy there is higher,
+// in nats (fly/drafts/model.py: SingleDraft). 0 and infinity never stop it.
+struct Sure {
+    float confidence, entropy;
+};
+
+// Prompt lookup for a drafter (fly/drafts/ngram.py), which computes itself what follows, copied or not: a copy only lets
+// it draft several tokens in one forward. How much is copied goes by what was seen so far.
+constexpr int MATCHES = 16, TIMES = 64;
+
+struct Lookup {
+    int32_t longest, shortest, most;  // tokens to find again, and to copy
+    uint32_t forwards;
+    float share[MATCHES];  // of the tokens copied after a match of 1, 2, ... tokens (or more), how many it drafted as well
+    float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0 was not seen
+};
+
+// A condition of those that together excuse a mismatch at temperature 0.
+struct Clause {
+    int32_t kind, negated, count;
+    double theta;
+};
+
+enum ClauseKind : int32_t { ENTROPY = 0, WINDOW = 1, ROOM_LEFT = 2, CONTROL = 3 };
+
+// What they said of one: a bit each in ``held``; and -ln of the target's probability of the drafted token.
+struct Ask {
+    int32_t row, round, position;
+    uint32_t held;
+    int32_t excused;
+    double nats;
+};
+
+// A row of several rounds.
+struct Going {
+    int32_t length, room;        // tokens of the row; how many its pages hold
+    int32_t left;                // tokens it may still emit
+    int32_t k, context;          // tokens drafted a round, and the longest text drafted for
+    int32_t draft_start;         // tokens that the drafter has stored, in and out
+    int32_t clause_at, clauses;  // of all: what excuses what the exact rule does not keep, where all hold
+    int64_t seed;
+    int64_t* text;               // [room + 1] the row's tokens, in and out
+    int32_t* copied;             // [room + 1] the tokens for a lookup, or null
+};
+
+// Rounds of some rows: what goes in, and where it comes to.
+struct Rounds {
+    Going* going;              // [B]; ``length`` and ``left`` are out as before the last round
+    int32_t k, most;           // the most tokens that any row drafts a round; rounds
+    const int64_t* stop;       // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
+    const int32_t* stop_at;
+    const int32_t* hurry;      // no further round begins while this is not 0; or null
+    int64_t nanoseconds;       // nor after these,
+    int64_t plain, spare;      // nor when those after the first took ``spare`` more than their tokens are worth, ``plain``
+                               // each (0: never)
+    float* logits;             // [B · (k + 1), V] out, of the last round, one row's after another's
+    int64_t* drafted;          // [B, most, k] out
+    int32_t* drafted_count;    // [B, most] out
+    int32_t* choice;           // [B, most, k + 1] out: the target's most likely tokens
+    int32_t* accepted;         // [B, most] out: drafted tokens that stand
+    int64_t* following;        // [B, most] out: the token after them
+    const Sampling* sampling;  // [B] how rows draw; null where all take the most likely
+    float* distributions;      // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
+    float* spread;             // [2, V padded] for what is drawn
+    int32_t variant;           // which of them judges what is drawn, and what a clause asks
+    const Clause* clause;
+    const uint8_t* control;    // [V] which tokens are control tokens
+    Ask* ask;                  // [most_asks] out
+    int32_t most_asks, asks;
+    void (*decide)(int32_t);   // of a row alone, asked of a round by its number, if the exact rule keeps not all of its
+                               // draft; null is the exact rule. It sets what follows, and
+    int32_t* stands;           // how many stand; -1 is the end of the row, and UNANSWERED that it did not answer
+    int32_t rounds;            // out
+    int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
+                                                  // first round and of the others
+    Sure sure;                 // of the drafter
+};
+
+constexpr int32_t UNANSWERED = -2;
+
+}  // namespace fly

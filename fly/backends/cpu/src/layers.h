@@ -1,0 +1,190 @@
+// A tile's tokens through the layers, from their embeddings to final hidden states and logits. Knows nothing of what is
+// done with those.
+
+// A row of the embedding table, which may lie in the panels of the head.
+template <class Wt>
+inline void embed(const Model* model, int64_t token, float* x) {
+    typedef typename Wt::Weight Weight;
+    constexpr Layout LAYOUT = layout_of(Wt::TYPE);
+    const Matrix& head = model->head;
+    const int width = model->shape.width, room = padded(width), lane = (int)(token % PANEL);
+    if (model->embedding && model->shape.hidden == BFLOAT16)
+        return convert((const uint16_t*)model->embedding + token * width, width, x, room);
+    if (model->embedding) return convert((const float*)model->embedding + token * width, width, x, room);
+    const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
+    from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
+    for (int i = 0; i < width; i++) {
+        const Weight weight = from[i / LAYOUT.step * LAYOUT.step * PANEL + i % LAYOUT.step * LAYOUT.together];
+        if constexpr (Wt::TYPE == BFLOAT16) {
+            const uint32_t bits = (uint32_t)weight << 16;
+            memcpy(x + i, &bits, 4);
+        } else {
+            x[i] = Wt::TYPE == FLOAT32 ? (float)weight : (float)weight * head.scale[token];
+        }
+    }
+    memset(x + width, 0, (room - width) * sizeof(float));
+}
+
+// The residual stream of the tile's tokens normalised: by everybody, or each its part.
+template <class Wt>
+inline const typename Wt::Act* normalised(Call* call, const float* weight, int thread, const Scratch& s) {
+    const Shape& shape = call->model->shape;
+    const Workspace& work = call->model->work;
+    const int tokens = call->tile_tokens;
+    const long ldx = padded(shape.width);
+    const bool own = tokens <= OWN_NORMS;
+    typename Wt::Act* normed = (typename Wt::Act*)(own ? s.normed : work.normed);
+    const Range mine = own ? Range{0, tokens} : part(tokens, thread, call->threads);
+    for (int t = mine.from; t < mine.to; t++)
+        normalise(work.x + t * ldx, weight, shape.width, shape.eps, normed + t * ldx);
+    if (!own && !WHOLE<Wt>) wait(call);  // whoever narrows rows has normalised them, and waits then
+    return normed;
+}
+
+// The product of rows of activations with a matrix: as they are, or narrowed by everybody, or each its part.
+template <class Wt, class Finish>
+inline void product(Call* call, int thread, const Scratch& s, const typename Wt::Act* a, long lda, int rows,
+                    const Matrix& matrix, const Matrix& next, Finish finish) {
+    if constexpr (WHOLE<Wt>) {
+        const Workspace& work = call->model->work;
+        const bool own = rows <= OWN_NORMS;
+        const Inputs<Wt> x = {own ? s.narrow : work.narrow, padded(most_inputs(call->model->shape), 64), rows,
+                              own ? s.steps : work.steps};
+        const Range mine = own ? Range{0, rows} : part(rows, thread, call->threads);
+        for (int t = mine.from; t < mine.to; t++) x.steps[t] = narrowed(a + t * lda, matrix.k, x.a + t * x.lda);
+        if (!own) wait(call);
+        product(call, thread, x, matrix, next, finish);
+    } else {
+        product(call, thread, Inputs<Wt>{(typename Wt::In*)a, lda, rows, nullptr}, matrix, next, finish);
+    }
+}
+
+// The values of the tile's tokens, added up over the processes. All threads are there, and wait for it.
+inline void sum_over_processes(Call* call, float* values, int thread) {
+    if (!thread) call->model->sum(values, call->tile_tokens * (int64_t)padded(call->model->shape.width));
+    wait(call, false);
+}
+
+// The tile's tokens through the layers, up to the final norm.
+template <class Wt, class K>
+void decode(Call* call, int thread, const Scratch& s) {
+    typedef typename Wt::Act Act;
+    Model* model = call->model;
+    const Shape& shape = model->shape;
+    Workspace& work = model->work;
+    const int tokens = call->tile_tokens, threads = call->threads;
+    const long ldx = padded(shape.width);
+    Range mine = part(tokens, thread, threads);
+    for (int t = mine.from; t < mine.to; t++) {
+        const int64_t token = call->token[call->tile_at + t] - model->first_token;
+        if (token >= 0 && token < shape.vocab)
+            embed<Wt>(model, token, work.x + t * ldx);
+        else  // another process has it
+            memset(work.x + t * ldx, 0, ldx * sizeof(float));
+    }
+    wait(call);
+    if (model->sum) sum_over_processes(call, work.x, thread);
+    auto residual = [&](int row, int panel, const float* sums) {
+        float* x = work.x + row * ldx + panel * PANEL;
+        if (model->sum)
+            memcpy(work.part + row * ldx + panel * PANEL, sums, PANEL * sizeof(float));
+        else
+            for (int i = 0; i < PANEL; i += W) st(x + i, ld(x + i) + ld(sums + i));
+    };
+    auto add_parts = [&]() {
+        if (!model->sum) return;
+        sum_over_processes(call, work.part, thread);
+        for (long i = mine.from * ldx; i < mine.to * ldx; i += W) st(work.x + i, ld(work.x + i) + ld(work.part + i));
+        wait(call);
+    };
+    const bool last = call->tile_at + tokens == call->tokens || !call->layers;
+    const Matrix& after = last ? model->head : model->layers[call->layer[0]].qkv;
+    for (int number = 0; number < call->layers; number++) {
+        const Layer& layer = model->layers[call->layer[number]];
+        const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
+        const Act* normed = normalised<Wt>(call, layer.input_norm, thread, s);
+        product<Wt>(call, thread, s, normed, ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
+            memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
+        });
+        wait(call);
+        attention<Wt, K>(call, call->layer[number], thread, s);
+        wait(call);
+        product<Wt>(call, thread, s, (const Act*)work.attended, padded(layer.o.k), tokens, layer.o, layer.gate_up, residual);
+        wait(call);
+        add_parts();
+        normed = normalised<Wt>(call, layer.post_norm, thread, s);
+        product<Wt>(call, thread, s, normed, ldx, tokens, layer.gate_up, layer.down, [&](int row, int panel, const float* sums) {
+            for (int i = 0; i < PANEL / 2; i += W) {
+                const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
+                const Vec silu = gate / (set1(1.0f) + exponential(gate * set1(-1.0f)));
+                st((Act*)work.gated + row * ld_gated + panel * (PANEL / 2) + i, silu * up);
+            }
+        });
+        wait(call);
+        const Matrix& next = number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : after;
+        product<Wt>(call, thread, s, (const Act*)work.gated, ld_gated, tokens, layer.down, next, residual);
+        wait(call);
+        add_parts();
+    }
+}
+
+template <class Wt>
+void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int thread) {
+    const Model* model = call->model;
+    const Matrix& head = model->head;
+    const int vocab = model->shape.vocab;
+    const long ldx = padded(model->shape.width);
+    const Scratch s(model, thread);
+    for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
+        if (from) wait(call);
+        const int some = least_of(rows - from, MAX_TILE);
+        const bool drafts = from + some == rows && call->layer && call->layers;  // a next token may come
+        const Matrix& next = drafts ? model->layers[call->layer[0]].qkv : head;
+        product<Wt>(call, thread, s, a + from * ldx, ldx, some, head, next, [&](int row, int panel, const float* sums) {
+            memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, least_of(vocab - panel * PANEL, PANEL) * 4L);
+        });
+    }
+}
+
+// Final hidden states of the tile's tokens, or where ``last`` is given, of those alone whose logits a draft goes by, ready
+// for the product with the head. They are rounded to the type in which hidden states are handed out either way.
+template <class H, class Act>
+void finish(Call* call, int thread, const Scratch& s, Act* last) {
+    const Model* model = call->model;
+    const Shape& shape = model->shape;
+    const int width = shape.width;
+    const long ldx = padded(width);
+    H* normed = (H*)s.normed;
+    if (last) {
+        for (int i = 0; i < call->piece_count; i++) {
+            const Piece& piece = call->pieces[i];
+            const int ahead = call->kept_at[piece.row + 1] - call->row[piece.row].count;
+            for (int n = piece.from; n < piece.to; n++) {
+                const int at = ahead + n;
+                if (at < call->kept_at[piece.row] || at % call->threads != thread) continue;
+                normalise(model->work.x + (piece.at + n - piece.from) * ldx, model->norm, width, shape.eps, normed);
+                convert(normed, width, last + at * ldx, (int)ldx);
+            }
+        }
+        return;
+    }
+    const Range mine = part(call->tile_tokens, thread, call->threads);
+    for (int t = mine.from; t < mine.to; t++) {
+        normalise(model->work.x + t * ldx, model->norm, width, shape.eps, normed);
+        memcpy((H*)call->hidden + (long)(call->tile_at + t) * width, normed, width * sizeof(H));
+    }
+}
+
+template <class Wt, class K, class H>
+void tiles(Call* call, int thread, typename Wt::Act* last) {
+    const Scratch s(call->model, thread);
+    for (;;) {
+        decode<Wt, K>(call, thread, s);
+        finish<H>(call, thread, s, last);
+        if (call->tile_at + call->tile_tokens == call->tokens) return;
+        wait(call);
+        if (!thread) next_tile(call);
+        wait(call);
+    }
+}
+

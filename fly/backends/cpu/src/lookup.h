@@ -1,0 +1,52 @@
+// Prompt lookup: what followed the last time a text looked like this, and how much of it pays to copy. Knows nothing of
+// models or calls.
+
+// Nanoseconds that a forward of so many tokens is thought to take: somewhat more than the most that fewer were seen to.
+inline float time_of(const Lookup& lookup, int tokens) {
+    int seen = least_of(tokens, TIMES);
+    while (seen > 1 && !lookup.time[seen - 1]) seen--;
+    const float time = lookup.time[seen - 1] ? lookup.time[seen - 1] : 1;
+    return tokens > TIMES ? time * tokens / TIMES : time * (1 + 0.1f * (tokens - seen));
+}
+
+// A forward of so many tokens took so long. What lost the processor meanwhile counts for twice what was thought at most;
+// what was avoided for what it took, by chance or at another length of text, is tried again at times.
+inline void learn_time(Lookup* lookup, int tokens, float nanoseconds) {
+    if (lookup->forwards++ % 1024 == 0) memset(lookup->time, 0, sizeof(lookup->time));
+    const float most = 2 * time_of(*lookup, tokens);
+    if (nanoseconds > most && most > 1000) nanoseconds = most;  // nothing is known where it is less
+    if (tokens > TIMES) nanoseconds *= (float)TIMES / tokens;
+    float& time = lookup->time[least_of(tokens, TIMES) - 1];
+    time += time ? 0.25f * (nanoseconds - time) : nanoseconds;
+}
+
+// Find the longest n-gram that ends a text of ``length`` tokens and occurred before, at its latest place, and copy
+// ``most`` tokens that followed (or followed these) to the end of the text. Returns how many tokens before are the same.
+int look_up(const Lookup& lookup, int32_t* text, int length, int most) {
+    constexpr int SOME = 32;
+    const int32_t last = text[length - 1];
+    int matched = 0, follows = 0;
+    for (int to = length - 1; to > 0 && matched < lookup.longest; to -= SOME) {
+        const int from = most_of(to - SOME, 0);
+        if (to >= SOME) {  // most of a text is passed over at the speed of vectors
+            int any = 0;
+            for (int i = 0; i < SOME; i++) any |= text[from + i] == last;
+            if (!any) continue;
+        }
+        for (int end = to - 1; end >= from && matched < lookup.longest; end--) {
+            if (text[end] != last) continue;
+            int n = 1;
+            while (n < lookup.longest && n <= end && text[end - n] == text[length - 1 - n]) n++;
+            if (n > matched && n >= lookup.shortest) matched = n, follows = end + 1;
+        }
+    }
+    if (!matched) return 0;
+    for (int i = 0; i < most; i++) text[length + i] = text[follows + i];
+    while (matched < MATCHES && matched < follows && text[follows - 1 - matched] == text[length - 1 - matched]) matched++;
+    return matched;
+}
+
+// Of the tokens copied after a match at that place, how many were drafted as well.
+inline float& share_of(Lookup* lookup, int matched, int copied) {
+    return lookup->share[least_of(matched + copied, MATCHES) - 1];
+}

@@ -1,0 +1,143 @@
+// Products of activations with packed matrices, shared out among the threads of a call, and the barrier at which these
+// meet. Knows nothing of layers: what becomes of the sums is its caller's.
+
+constexpr long LONG = 1 << 20;     // bytes of a matrix that takes long, for few rows, and no longer stays in the caches
+constexpr int SHARES = 12;         // parts of a thread's part, about
+constexpr int AHEAD = 8192;        // bytes that are asked for ahead, of all panels multiplied at once
+constexpr int64_t STALL = 500000;  // nanoseconds at one barrier, which parts of equal size do not take
+
+// Whatever is still on the way to memory must have been seen by all before anybody goes on. ``counts``: it should not
+// take long.
+inline void wait(Call* call, bool counts = true) {
+    if (call->threads == 1) return;
+    Barrier* barrier = &call->barrier;
+    int32_t phase = __atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE);
+    if (__atomic_add_fetch(&barrier->arrived, 1, __ATOMIC_ACQ_REL) == call->threads) {
+        __atomic_store_n(&barrier->arrived, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&call->taken, 0, __ATOMIC_RELAXED);
+        __atomic_store_n(&barrier->phase, phase + 1, __ATOMIC_RELEASE);
+        return;
+    }
+    for (int spins = 0; spins < 1000; spins++) {
+        if (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) != phase) return;
+        fly::pause();
+    }
+    // Whoever we wait for may have lost the processor, or need this one.
+    const int64_t since = nanoseconds();
+    while (__atomic_load_n(&barrier->phase, __ATOMIC_ACQUIRE) == phase) sched_yield();
+    const int64_t waited = nanoseconds() - since;
+    if (counts && waited > STALL) __atomic_add_fetch(&call->stalled, waited, __ATOMIC_RELAXED);
+}
+
+struct Range {
+    int from, to;
+};
+
+inline Range part(int count, int thread, int threads) {
+    return {(int)((long)count * thread / threads), (int)((long)count * (thread + 1) / threads)};
+}
+
+template <class Wt, int M = Wt::MOST.rows, Asked ASKED>
+inline void run(int rows, int panels, const typename Wt::In* a, long lda, const char* w, long panel, int steps,
+                Ahead<ASKED> ahead, typename Wt::Sum* out) {
+    if (rows == M) {
+        if constexpr (Wt::MOST.panels(M) >= 4)
+            if (panels == 4) return multiply<Wt, M, 4>(a, lda, w, panel, steps, ahead, out);
+        if constexpr (Wt::MOST.panels(M) >= 2)
+            if (panels == 2) return multiply<Wt, M, 2>(a, lda, w, panel, steps, ahead, out);
+        return multiply<Wt, M, 1>(a, lda, w, panel, steps, ahead, out);
+    }
+    constexpr bool SEVERAL = ASKED == Asked::HALF || ASKED == Asked::NONE;  // blocks, of about the same size
+    if constexpr (M > (SEVERAL ? (Wt::MOST.rows + 1) / 2 : 1))
+        return run<Wt, M - 1>(rows, panels, a, lda, w, panel, steps, ahead, out);
+    __builtin_unreachable();
+}
+
+// Rows of activations as products take them, and of W8A8 what 1 stands for in each.
+template <class Wt>
+struct Inputs {
+    typename Wt::In* a;
+    long lda;
+    int rows;
+    float* steps;
+};
+
+// Rows are multiplied in blocks of about the same size, each with some panels at once.
+inline int blocks_of(Room most, int rows) { return (rows + most.rows - 1) / most.rows; }
+inline int panels_at_once(Room most, int rows) {
+    return most.panels((rows + blocks_of(most, rows) - 1) / blocks_of(most, rows));
+}
+
+template <class Wt>
+constexpr bool WHOLE = sizeof(typename Wt::In) == 1;
+
+// x·Wᵀ for rows of activations and the panels of ``range``; ``finish(row, panel, sums)`` takes 32 sums each. At ``then``
+// lies what the thread is likely to multiply next.
+template <class Wt, class Finish>
+inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, Place then, Finish finish) {
+    alignas(64) typename Wt::Sum sums[Wt::MOST.rows * PANEL * 4];
+    const int blocks = blocks_of(Wt::MOST, x.rows), step = layout_of(Wt::TYPE).step, steps = (matrix.k + step - 1) / step;
+    const long bytes = matrix.panel_bytes;
+    for (int p = range.from, panels; p < range.to; p += panels) {
+        panels = panels_at_once(Wt::MOST, x.rows);
+        while (panels > range.to - p) panels /= 2;
+        const char* w = matrix.data + p * bytes;
+        const Place next = p + panels < range.to ? Place{w + panels * bytes, bytes} : then;
+        const long near = AHEAD / panels < bytes ? AHEAD / panels : bytes;
+        for (int block = 0; block < blocks; block++) {
+            const Range some = part(x.rows, block, blocks);
+            const int count = some.to - some.from;
+            const auto multiply = [&](auto ahead) {
+                run<Wt>(count, panels, x.a + some.from * x.lda, x.lda, w, bytes, steps, ahead, sums);
+            };
+            // Of several blocks the last two ask for half of the next panels each, for memory to be busy all the while.
+            if (block < blocks - 2)
+                multiply(Ahead<Asked::NONE>{});
+            else if (blocks > 1)
+                multiply(Ahead<Asked::HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
+            else if (bytes * matrix.panels < LONG)
+                multiply(Ahead<Asked::FEW>{near, next});
+            else
+                multiply(Ahead<Asked::MANY>{near, next});
+            for (int row = 0; row < count; row++)
+                for (int j = 0; j < panels; j++) {
+                    float* mine = (float*)(sums + (row * panels + j) * PANEL);
+                    const int at = (p + j) * PANEL;
+                    if constexpr (WHOLE<Wt>) {
+                        const Vec unit = set1(x.steps[some.from + row]);
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, whole(mine + i, matrix.offset + at + i) * unit);
+                    }
+                    if (matrix.scale)
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, ld(mine + i) * ld(matrix.scale + at + i));
+                    if (matrix.bias)
+                        for (int i = 0; i < PANEL; i += W) st(mine + i, ld(mine + i) + ld(matrix.bias + at + i));
+                    finish(some.from + row, p + j, mine);
+                }
+        }
+    }
+}
+
+// How many panels a thread takes at a time of a product that is long: it may lose its processor for a while. 0: its part
+// of all at once.
+inline int panels_a_turn(const Call* call, const Matrix& matrix, Room most, int rows) {
+    const long work = matrix.panel_bytes * matrix.panels * (rows < 4 ? 1 : rows / 4);
+    if (call->threads == 1 || work < LONG) return 0;
+    const int least = panels_at_once(most, rows), share = matrix.panels / (call->threads * SHARES);
+    return share >= least ? share / least * least : share > 0 ? share : 1;
+}
+
+// All panels, by all threads: each its part, or a few after a few. There is a barrier between two of them; ``next`` is the
+// matrix that is likely to come after that.
+template <class Wt, class Finish>
+inline void product(Call* call, int thread, const Inputs<Wt>& x, const Matrix& matrix, const Matrix& next, Finish finish) {
+    const int size = panels_a_turn(call, matrix, Wt::MOST, x.rows), after = panels_a_turn(call, next, Wt::MOST, x.rows);
+    const int first = after ? after * thread : part(next.panels, thread, call->threads).from;
+    const Place then = {next.data + first * next.panel_bytes, next.panel_bytes};
+    if (!size) return product_of(x, matrix, part(matrix.panels, thread, call->threads), then, finish);
+    for (int at; (at = __atomic_fetch_add(&call->taken, size, __ATOMIC_RELAXED)) < matrix.panels;) {
+        const int soon = at + size * call->threads;  // if all go on alike
+        product_of(x, matrix, {at, least_of(at + size, matrix.panels)},
+                   soon < matrix.panels ? Place{matrix.data + soon * matrix.panel_bytes, matrix.panel_bytes} : then, finish);
+    }
+}
+

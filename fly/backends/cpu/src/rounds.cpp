@@ -1,0 +1,271 @@
+// Rounds of speculative decoding in one call: draft, score, and verify what was drafted. Knows nothing of how a model
+// computes its logits, nor of why a row goes through rounds.
+#include <math.h>
+
+#include "library.h"
+
+using namespace fly;
+
+namespace {
+
+// The arrays of a forward over some of the rows of ``of``, whose rows are filled in one by one.
+struct Packed {
+    Batch batch;
+    int32_t *start, *count, *table_at, *row;
+    int64_t *token, *position;
+    const int32_t* all_tables;
+
+    static long bytes(long rows, long tokens) { return rows * 4 * 4 + tokens * 16 + 6 * 64; }
+
+    Packed(Arena* arena, const Batch* of, long tokens) : batch(*of), all_tables(of->table_at) {
+        batch.start = start = arena->take<int32_t>(of->rows), batch.count = count = arena->take<int32_t>(of->rows);
+        batch.table_at = table_at = arena->take<int32_t>(of->rows), row = arena->take<int32_t>(of->rows);
+        batch.token = token = arena->take<int64_t>(tokens), batch.position = position = arena->take<int64_t>(tokens);
+    }
+
+    void clear() { batch.rows = batch.tokens = 0; }
+
+    // The tokens ``from`` to ``to`` of row ``b``.
+    void add(int b, const int64_t* text, int from, int to) {
+        const int i = batch.rows++;
+        row[i] = b, start[i] = from, count[i] = to - from, table_at[i] = all_tables[b];
+        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at;
+    }
+};
+
+// Rounds under way, and what only they need.
+struct Play {
+    Rounds* it;
+    Model *target, *drafter;
+    Lookup* lookup;
+    int rows, vocab, k, new_tokens, stops;
+    Arena arena;
+    Packed scored, draft;
+    int32_t *limit, *drafts, *proposed, *stop_at, *choice;  // drafts of each row, limit and proposed of each drafted for
+    int64_t *stop, *chain;
+    float* coins;
+    Sampling* drawing;
+    const int32_t** texts;
+    int32_t longest;  // tokens that a row of this round drafts
+
+    Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late)
+        : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
+          new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
+          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 8L + sizeof(Sampling)) +
+                stops * 8L + new_tokens * (8 + 4 + 4L) + 10 * 64),
+          scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late) {
+        limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
+        proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
+        stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
+        choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
+        drawing = arena.take<Sampling>(rows), texts = arena.take<const int32_t*>(rows);
+    }
+
+    // Whether ``token`` ends row ``b``.
+    bool ends(int b, int64_t token) const {
+        bool found = false;
+        for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) found |= it->stop[s] == token;
+        return found;
+    }
+
+    // Where what row ``b`` comes to in this round lies, and what it drafts.
+    long place(int b) const { return (long)b * it->most + it->rounds; }
+    int64_t* drafted_of(int b) const { return it->drafted + place(b) * k; }
+
+    // Which rows draft, and what is copied where nobody else drafts.
+    void plan() {
+        longest = 0;
+        draft.clear();
+        for (int b = 0; b < rows; b++) {
+            const Going& row = it->going[b];
+            const int most = least_of(least_of(row.k, row.left - 1), row.context - row.length);
+            drafts[b] = 0;
+            if (most <= 0) continue;
+            if (drafter) {
+                const int i = draft.batch.rows;
+                draft.add(b, row.text, row.draft_start, row.length);
+                texts[i] = row.copied;
+                limit[i] = most, longest = most_of(longest, most);
+            } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
+                int64_t* drafted = drafted_of(b);
+                for (bool ended = false; drafts[b] < most && !ended; drafts[b]++) {
+                    const int at = drafts[b];
+                    drafted[at] = row.text[row.length + at] = row.copied[row.length + at];
+                    ended = ends(b, drafted[at]);
+                }
+            }
+        }
+    }
+
+    // Has the drafter draft. Returns its error or OK.
+    int propose() {
+        const int asked = draft.batch.rows;
+        stop_at[0] = 0;
+        for (int i = 0; i < asked; i++) {
+            const int b = draft.row[i];
+            stop_at[i + 1] = stop_at[i];
+            for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) stop[stop_at[i + 1]++] = it->stop[s];
+            if (!it->sampling) continue;
+            const int64_t seed = derived(it->going[b].seed, it->going[b].length);
+            drawing[i] = it->sampling[b];
+            for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
+        }
+        if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
+                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, &it->sure))
+            return error;
+        for (int i = 0; i < asked; i++) {
+            const int b = draft.row[i], n = drafts[b] = proposed[i];
+            Going& row = it->going[b];
+            const int64_t* tokens = chain + i * longest;
+            // else the drafter was not sure of what comes after the last, and has that stored
+            const bool whole = n == limit[i] || (n && ends(b, tokens[n - 1]));
+            row.draft_start = row.length + n - whole;
+            memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
+            memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
+        }
+        return OK;
+    }
+
+    // Has the target score the rows' last tokens and what was drafted. Returns its error or OK.
+    int score() {
+        scored.clear();
+        for (int b = 0; b < rows; b++)
+            scored.add(b, it->going[b].text, it->going[b].length - 1, it->going[b].length + drafts[b]);
+        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice);
+    }
+
+    // Whether a clause holds at the mismatch ``n``, where the largest logits are ``top`` and all of them have that
+    // ``total``.
+    bool holds(const Clause& clause, int b, const int64_t* drafted, const int32_t* own, int n, const float* top, int best) const {
+        if (clause.kind == ENTROPY) {  // as ``EntropyGate.at``
+            double entropy = 0, total = top[best];
+            for (int i = 0; i < best; i++)
+                if (top[i] > -__builtin_inff()) entropy -= exp(top[i] - total) * (top[i] - total);
+            return entropy >= clause.theta;
+        }
+        if (clause.kind == ROOM_LEFT) return n + 1 + clause.count <= drafts[b];
+        if (clause.kind == CONTROL) return it->control[drafted[n]];
+        bool same = n + clause.count < drafts[b];  // WINDOW
+        for (int i = n + 1; same && i <= n + clause.count; i++) same = drafted[i] == own[i];
+        return same;
+    }
+
+    // Drafted tokens of row ``b`` that stand from the mismatch at ``n`` on: those that the clauses excuse, and those that
+    // match.
+    int excuse(int b, const float* logits, const int64_t* drafted, const int32_t* own, int n) {
+        const Clause* clauses = it->clause + it->going[b].clause_at;
+        const int count = it->going[b].clauses, best = least_of(vocab, 3);
+        while (n < drafts[b]) {
+            float top[4];
+            variants[it->variant]->top(logits + (long)n * vocab, vocab, best, top);
+            const double total = top[best], logit = logits[(long)n * vocab + drafted[n]];
+            uint32_t held = 0;
+            for (int c = 0; c < count; c++)
+                held |= (uint32_t)(holds(clauses[c], b, drafted, own, n, top, best) != (bool)clauses[c].negated) << c;
+            const bool excused = held == (uint32_t)((1ull << count) - 1) && logit != -__builtin_inf();
+            it->ask[it->asks++] = {b, it->rounds, n, held, excused, total - logit};
+            if (!excused) break;
+            for (n++; n < drafts[b] && drafted[n] == own[n];) n++;
+        }
+        return n;
+    }
+
+    // How many drafted tokens of row ``b`` stand (less than 0: the row is at its end), by its ``logits`` and its ``own``
+    // most likely tokens, and what follows them. ``distributions`` is what they were drawn from, or null.
+    int verify(int b, const float* logits, const int32_t* own, const float* distributions) {
+        const Variant* judge = variants[it->variant];
+        const Going& row = it->going[b];
+        const int64_t* drafted = drafted_of(b);
+        const bool draws = it->sampling && it->sampling[b].temperature > 0;
+        int n = 0;
+        if (draws) {
+            uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
+            n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, it->spread,
+                               nullptr);
+        } else {
+            while (n < drafts[b] && drafted[n] == own[n]) n++;
+        }
+        if (n < drafts[b] && it->decide) {
+            *it->stands = UNANSWERED;
+            it->decide(it->rounds);
+            return *it->stands;
+        }
+        if (draws) {
+            const long at = (long)n * vocab;
+            uniforms(row.seed, row.length, SAMPLE, 1, coins);
+            it->following[place(b)] = judge->follow(logits + at, vocab, it->sampling + b, n < drafts[b] ? drafted[n] : -1,
+                                                    distributions ? distributions + at : nullptr, coins[0], it->spread);
+            return n;
+        }
+        if (n < drafts[b] && row.clauses) n = excuse(b, logits, drafted, own, n);
+        it->following[place(b)] = own[n];
+        return n;
+    }
+};
+
+}  // namespace
+
+// Rounds of the rows of ``batch``, which the target has stored but for their last tokens: draft, verify, emit, again and
+// again, until a row emits a stop id or all that is left of it, its room may not do, or the time is over. Without a
+// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
+EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
+                      Rounds* it) {
+    const int64_t begin = nanoseconds();
+    const int rows = batch->rows;
+    long late = 0;
+    for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + it->k + 1;
+    Play play(it, target, batch, drafter, draft_batch, lookup, late);
+    if (!play.arena.base) return NO_MEMORY;
+    it->rounds = it->asks = 0;
+    for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
+    for (int64_t now = begin, spare = it->spare;;) {
+        const int64_t from = now;
+        const bool later = it->rounds > 0;
+        const auto lap = [&] {
+            const int64_t since = now;
+            return (now = nanoseconds()) - since;
+        };
+        play.plan();
+        const int asked = play.draft.batch.rows;
+        if (asked)
+            if (const int error = play.propose()) return error;
+        const int64_t proposing = lap();
+        if (asked || lookup) it->drafting[later] += proposing;
+        if (const int error = play.score()) return error;
+        it->scoring[later] += lap();
+        bool over = it->rounds + 1 == it->most;
+        int emitted = 0;
+        for (int b = 0, at = 0, i = 0; b < rows; at += play.drafts[b] + 1, b++) {
+            const Going& row = it->going[b];
+            const long place = play.place(b);
+            const bool drafted = i < asked && play.draft.row[i] == b;
+            const float* distributions = drafted ? it->distributions : nullptr;
+            if (distributions) distributions += (long)i * play.longest * play.vocab;
+            i += drafted;
+            it->drafted_count[place] = play.drafts[b];
+            memcpy(it->choice + place * (it->k + 1), play.choice + at, (play.drafts[b] + 1) * sizeof(int32_t));
+            const float* logits = it->logits + (long)at * play.vocab;
+            const int n = it->accepted[place] = play.verify(b, logits, play.choice + at, distributions);
+            if (n >= 0) row.text[row.length + n] = it->following[place];
+            for (int t = row.length; t <= row.length + n; t++) over |= play.ends(b, row.text[t]);
+            // the next round drafts so many, at most
+            over |= n < 0 || n + 1 >= row.left || row.length + n + 1 + least_of(row.k, row.left - n - 2) > row.room;
+            emitted += n + 1;
+        }
+        it->rounds++;
+        lap();
+        it->elapsed[later] += now - from;
+        if (later) spare += emitted * it->plain - (now - from);  // the first may take longer, for being that
+        over |= now - begin >= it->nanoseconds || (it->plain && spare < 0);
+        over |= it->clause && it->asks + play.new_tokens > it->most_asks;
+        over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
+        if (over) return OK;
+        for (int b = 0; b < rows; b++) {
+            Going& row = it->going[b];
+            const int before = row.length, n = it->accepted[(long)b * it->most + it->rounds - 1];
+            row.length += n + 1, row.left -= n + 1;
+            row.draft_start = least_of(row.draft_start, before + n);
+            for (int t = before; row.copied && t < row.length; t++) row.copied[t] = (int32_t)row.text[t];
+        }
+    }
+}

@@ -1,0 +1,200 @@
+// Distributions made of logits, draws from them, and the exact rule by which a drafted token is kept. Knows nothing of
+// models or calls.
+
+// The lowest id of the largest logit.
+inline int64_t best(const float* logits, int vocab) {
+    Vec most = set1(-__builtin_inff());
+    float peak = -__builtin_inff();
+    int v = 0;
+    for (; v + W <= vocab; v += W) most = larger(most, ld(logits + v));
+    for (int rest = v; rest < vocab; rest++) peak = most_of(logits[rest], peak);
+    peak = most_of(largest(most), peak);
+    const Vec wanted = set1(peak);
+    for (v = 0; v + W <= vocab; v += W)
+        if (const unsigned same = equal(ld(logits + v), wanted)) return v + __builtin_ctz(same);
+    for (; v < vocab; v++)
+        if (logits[v] == peak) return v;
+    return 0;
+}
+
+// Floats in ascending order are these numbers in ascending order.
+inline int32_t rank_of(float x) {
+    int32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits ^ ((bits >> 31) & 0x7fffffff);
+}
+
+inline float of_rank(int32_t rank) {
+    const int32_t bits = rank ^ ((rank >> 31) & 0x7fffffff);
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+// The least x such that what lies above it adds up to less than ``limit``: of ``mass``, or of ones where that is null.
+inline float least_kept(const float* logits, const float* mass, int room, float peak, float limit) {
+    int64_t low = rank_of(-__builtin_inff()), high = rank_of(peak);
+    while (low < high) {
+        const int64_t middle = low + (high - low) / 2;
+        const Vec cut = set1(of_rank((int32_t)middle));
+        Vec above = zero();
+        for (int v = 0; v < room; v += W) above += where_above(ld(logits + v), cut, mass ? ld(mass + v) : set1(1.0f));
+        if (sum(above) < limit)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    return of_rank((int32_t)high);
+}
+
+// What ``how`` keeps of logits (fly/sampling.py: ProcessedDistribution): the largest, the least that is kept, the mass of
+// those.
+struct Kept {
+    float peak, least, total;
+};
+
+// ``spread`` [2, room] then holds the logits and the mass of each that is kept, zeros for the others; counts of tokens
+// are exact in floats up to 2^24.
+inline Kept keep(const Sampling& how, const float* given, int vocab, float* spread) {
+    const int room = padded(vocab);
+    float *logits = spread, *mass = spread + room;
+    memcpy(logits, given, vocab * sizeof(float));
+    for (int v = vocab; v < room; v++) logits[v] = -__builtin_inff();
+    Vec most = set1(-__builtin_inff());
+    for (int v = 0; v < room; v += W) most = larger(most, ld(logits + v));
+    const float peak = largest(most);
+    float least = -__builtin_inff();
+    if (how.top_k) least = least_kept(logits, nullptr, room, peak, (float)least_of(how.top_k, vocab));
+    const auto keep_from = [&](float from, auto mass_of) {  // gives the mass of all that is kept
+        const Vec cut = set1(from);
+        Vec all = zero();
+        for (int v = 0; v < room; v += W) {
+            const Vec logit = ld(logits + v), kept = where_from(logit, cut, mass_of(v, logit));
+            st(mass + v, kept);
+            all += kept;
+        }
+        return sum(all);
+    };
+    const Vec top = set1(-peak), temperature = set1(how.temperature);
+    float total = keep_from(least, [&](int, Vec logit) { return exponential((logit + top) / temperature); });
+    float kept_from = least;
+    if (how.top_p < 1) kept_from = most_of(least_kept(logits, mass, room, peak, how.top_p * total), kept_from);
+    kept_from = most_of(peak + how.floor, kept_from);
+    if (kept_from > least) total = keep_from(kept_from, [&](int v, Vec) { return ld(mass + v); });
+    return {peak, kept_from, total};
+}
+
+// The same of ``rows`` times ``each`` positions, each row by its own ``how``; ``total`` as its logarithm.
+void kept(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
+          float* least, float* total) {
+    for (int at = 0; at < rows * each; at++) {
+        Sampling mine = how[at / each];
+        if (!mine.temperature) mine.temperature = 1;  // nobody will look, but rows beside it must not notice
+        const Kept found = keep(mine, logits + (long)at * vocab, vocab, spread);
+        peak[at] = found.peak, least[at] = found.least, total[at] = __builtin_logf(found.total);
+    }
+}
+
+// How sure a distribution is: its largest probability, and its entropy in nats.
+struct Surety {
+    float peak, entropy;
+};
+
+// Of what ``keep`` left in ``spread``.
+inline Surety surety(const Kept& kept, float temperature, int vocab, const float* spread) {
+    const int room = padded(vocab);
+    const Vec top = set1(-kept.peak), least = set1(-1e30f);  // where nothing is kept, the product is to be 0
+    Vec all = zero();
+    for (int v = 0; v < room; v += W) all = fma(ld(spread + room + v), larger(ld(spread + v) + top, least), all);
+    return {1 / kept.total, __builtin_logf(kept.total) - sum(all) / (temperature * kept.total)};
+}
+
+// A token drawn from a distribution [V] that need not sum to 1 (fly/sampling.py: draw); -1 where that has no mass.
+inline int64_t pick(const float* distribution, int vocab, float uniform) {
+    double whole = 0, so_far = 0;
+    for (int v = 0; v < vocab; v++) whole += distribution[v];
+    const double wanted = (double)uniform * whole;
+    for (int v = 0; v < vocab && whole > 0; v++) {
+        so_far += distribution[v];
+        if (so_far > wanted) return v;
+    }
+    return -1;
+}
+
+// The distribution that ``how`` makes of logits, which is then in the second half of ``spread`` [2, V padded].
+inline float* distribution_of(const Sampling& how, const float* given, int vocab, float* spread, Surety* sure = nullptr) {
+    const int room = padded(vocab);
+    const Kept kept = keep(how, given, vocab, spread);
+    if (sure) *sure = surety(kept, how.temperature, vocab, spread);
+    const Vec total = set1(kept.total);
+    float* mass = spread + room;
+    for (int v = 0; v < room; v += W) st(mass + v, ld(mass + v) / total);
+    return mass;
+}
+
+// Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
+// that it does not keep, or of ``all``. ``distributions`` [count, V] is what they were drawn from; null is a deterministic
+// draft. Returns the number of that first token, or ``count``; ``keeps`` [count] or null is out for each.
+int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* distributions,
+            const float* coins, bool all, float* spread, uint8_t* keeps) {
+    int first = count;
+    for (int j = 0; j < count && (all || first == count); j++, logits += vocab) {
+        const int64_t token = drafted[j];
+        bool kept;
+        if (how->temperature > 0) {
+            constexpr float least = 1.17549435e-38f;
+            const float target = distribution_of(*how, logits, vocab, spread)[token];
+            const float draft = distributions ? distributions[(long)j * vocab + token] : 1;
+            kept = coins[j] < target / most_of(draft, least);
+        } else {
+            kept = best(logits, vocab) == token;
+        }
+        if (keeps) keeps[j] = kept;
+        if (!kept && first == count) first = j;
+    }
+    return first;
+}
+
+// The token after those that stand: drawn from the target's distribution or, if a drafted one was ``rejected`` there
+// (else -1), from what is left of it without the draft's ``distribution`` [V] (null: that one token).
+int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
+               float* spread) {
+    if (!(how->temperature > 0)) return best(logits, vocab);
+    float *target = distribution_of(*how, logits, vocab, spread), *left = spread;
+    if (rejected >= 0) {
+        for (int v = 0; v < vocab; v++) {
+            const float rest = target[v] - (distribution ? distribution[v] : v == rejected);
+            left[v] = rest > 0 ? rest : 0;
+        }
+        // Without any, both distributions are equal: a rejection is a matter of rounding, and the target's is right.
+        if (const int64_t token = pick(left, vocab, uniform); token >= 0) return token;
+    }
+    const int64_t token = pick(target, vocab, uniform);
+    return token < 0 ? 0 : token;
+}
+
+// The ``n`` largest logits (-inf where there are fewer), largest first, and ln of the sum of exp over all of them.
+void top(const float* logits, int vocab, int n, float* found) {
+    for (int i = 0; i < n; i++) found[i] = -__builtin_inff();
+    auto insert = [&](float x) {
+        int at = n - 1;
+        for (; at > 0 && found[at - 1] < x; at--) found[at] = found[at - 1];
+        found[at] = x;
+    };
+    alignas(64) float rest[W];
+    const int whole = vocab / W * W;
+    for (int i = 0; i < W; i++) rest[i] = whole + i < vocab ? logits[whole + i] : -__builtin_inff();
+    Vec least = set1(found[n - 1]);
+    for (int v = 0; v <= whole; v += W) {
+        const float* from = v < whole ? logits + v : rest;
+        const Vec values = ld(from);
+        if (equal(larger(values, least), least) == (1u << W) - 1) continue;
+        for (int i = 0; i < W; i++)
+            if (from[i] > found[n - 1]) insert(from[i]);
+        least = set1(found[n - 1]);
+    }
+    const Vec peak = set1(-found[0]);
+    Vec all = zero();
+    for (int v = 0; v <= whole; v += W) all += exponential(ld(v < whole ? logits + v : rest) + peak);
+    found[n] = found[0] + __builtin_logf(sum(all));
+}
