@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from fly.bundled.tasks import Problem, check_many
 from fly.eval.timed import Setting, draft_runners
@@ -48,6 +50,30 @@ class Load:
     @property
     def accuracy(self) -> float:
         return sum(self.right) / len(self.right)
+
+    def percentiles(self, name: str) -> tuple[float, float]:
+        """The median of ``first``, ``each`` or ``whole``, and the 95th of 100."""
+        ordered = sorted({"first": self.first, "each": self.each, "whole": self.whole}[name])
+        return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "decoding": self.setting.name,
+            "policy": str(self.setting.policy),
+            "k": self.setting.k,
+            "tokens_per_second": self.tokens_per_second,
+            "tau": self.stats.tau,
+            "requests": len(self.right),
+            "accuracy": self.accuracy,
+            "unused": self.waste,
+            "preempted": self.stats.preempted,
+            **{
+                f"{name}_{which}": seconds
+                for name in ("first", "each", "whole")
+                for which, seconds in zip(("p50", "p95"), self.percentiles(name))
+            },
+        }
 
 
 def measure_load(

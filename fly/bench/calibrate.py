@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fly.bench.limits import take_turns
+from fly.bench.clock import take_turns
 from fly.bench.plan import JUDGED, SMALL, Device, Link, Machines, Setting, forecast, share_of, step_seconds, weights
 from fly.bench.shapes import random_model, randomise
 from fly.bundled import resolve_checkpoint

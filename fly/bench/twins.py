@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fly.backends.cpu import compiled
-from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
+from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
@@ -243,9 +243,9 @@ def measure_twins(
         settings.append(Setting(f"{name} (to {confidence:g})", surely, longest, rule))
     target = Forwards("target", plain.engine.runner.model, _TOKENS)
     drafting = Forwards("draft", draft_runners(single.draft)[0].model, _TOKENS)
-    wanted = [Wanted(target, 1, _CONTEXT, longest, drafting=True)]
+    wanted = [(target, Shape(1, _CONTEXT, longest, drafting=True))]
     for k in lengths:  # in the order of a round: who comes next finds the caches full of the other's weights
-        wanted += [Wanted(target, 1, _CONTEXT, k + 1), Wanted(drafting, 1, _CONTEXT, k, drafting=True)]
+        wanted += [(target, Shape(1, _CONTEXT, k + 1)), (drafting, Shape(1, _CONTEXT, k, drafting=True))]
     decoded, *forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
     clocked = plain.engine.runner.model.device.type == "cpu"  # a GPU would be waited for after every forward
@@ -261,7 +261,7 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
     time."""
     room = _CONTEXT + k + 16
     wanted = [
-        Wanted(Forwards("", compiled(twin(original, width, layers), kernels), room), 1, _CONTEXT, k, drafting=True)
+        (Forwards("", compiled(twin(original, width, layers), kernels), room), Shape(1, _CONTEXT, k, drafting=True))
         for original in originals
         for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
     ]

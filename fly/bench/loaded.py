@@ -1,0 +1,112 @@
+"""All that benches do to a loaded model directly: what it is, its calls, its caches. Knows nothing of clocks."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from fly.backends.cpu import chosen, compiled
+from fly.backends.cpu.library import NARROW, split
+from fly.bench.shapes import random_model, shape_config
+from fly.cache import PagedKVCache
+from fly.engine import Model, Runner
+from fly.eval.timed import draft_runners
+from fly.llm import LLM
+from fly.models import LlamaConfig
+
+__all__ = [
+    "NARROW",
+    "Subject",
+    "drafts_in_one_call",
+    "forward_of",
+    "narrow_kernels",
+    "number_types",
+    "runners_of",
+    "runs_compiled",
+    "shape_subject",
+    "subjects_of",
+    "target_of",
+]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be timed: a name, a configuration, and ``make``, which gives the model when its turn comes."""
+
+    name: str
+    config: LlamaConfig
+    make: Callable[[], Model]
+
+
+def target_of(llm: LLM) -> Model:
+    return llm.engine.runner.model
+
+
+def runners_of(llm: LLM) -> list[Runner]:
+    """The target's, and those of the draft models."""
+    return [llm.engine.runner, *draft_runners(llm.draft)]
+
+
+def narrow_kernels(kernels: str) -> str:
+    """Which of ``NARROW`` the name of some kernels stands for; empty for none of them."""
+    return split(chosen(kernels))[1]
+
+
+def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
+    """The loaded target by the name ``target``, and the draft's model, if it has one alone, by the name ``draft``."""
+    models = [runner.model for runner in runners_of(llm)]
+    named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
+    return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
+
+
+def shape_subject(name: str, like: Model, kernels: str) -> Subject:
+    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8`` or ``:w8a8`` after it on kernels of that name, in
+    the dtype and on the device of ``like``."""
+    shape, _, kind = name.rpartition(":")
+    shape, kind = (shape, kind) if kind in NARROW else (name, "")
+    config = shape_config(shape)
+
+    def make() -> Model:
+        wanted = f"{split(chosen(kernels))[0]}-{kind}" if kind else kernels
+        return compiled(random_model(config, number_types(like)["dtype"], like.device), wanted)
+
+    return Subject(name, config, make)
+
+
+def number_types(model: Model) -> dict[str, Any]:
+    """``dtype``, of what a model stores; ``weight_bytes``, of one of its weights (None: as many as the dtype's); and
+    ``products``, the dtype of what it multiplies."""
+    dtype = getattr(model, "dtype", torch.float32)
+    products = torch.int8 if split(getattr(model, "kernels", ""))[1] == "w8a8" else dtype
+    return {"dtype": dtype, "weight_bytes": getattr(model, "weight_bytes", None), "products": products}
+
+
+def runs_compiled(model: Model) -> bool:
+    return hasattr(model, "kernels")
+
+
+def drafts_in_one_call(model: Model) -> bool:
+    return getattr(model, "draft", None) is not None
+
+
+def forward_of(
+    model: Model, cache: PagedKVCache, rows: int, context: int, tokens: int, drafting: bool = False
+) -> Callable[[], object]:
+    """A forward of ``tokens`` random tokens in each of ``rows`` rows, after ``context`` stored ones, logits included;
+    where ``drafting``, one call that decodes ``tokens`` tokens greedily. Rows are new to ``cache``, and stay in it."""
+    fed = 1 if drafting else tokens
+    for row in range(rows):
+        cache.resize(row, context + tokens)
+    tokens_T = torch.randint(0, model.config.vocab_size, (rows * fed,), device=model.device)
+    positions_T = torch.arange(context, context + fed, device=model.device).repeat(rows)
+    kv = cache.batch([*range(rows)], [context] * rows, [fed] * rows, None)
+    call: Callable[..., Any] | None = getattr(model, "draft" if drafting else "score", None)
+    if call is None:
+        return lambda: model.logits(model(tokens_T, positions_T, kv))
+    listed = array("q", tokens_T.tolist()), array("q", positions_T.tolist()), kv
+    return partial(call, *listed, [tokens], [()]) if drafting else partial(call, *listed)

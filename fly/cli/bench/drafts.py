@@ -1,0 +1,137 @@
+"""``fly bench drafts``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fly.cli.options import Device, Dtype, K, Kernels, Model, Policy
+from fly.cli.run import alone
+from fly.cli.show import console, note, print_named, progress, table
+from fly.policies import AcceptancePolicy, parse_policy
+
+if TYPE_CHECKING:
+    from fly.bench.drafts import Drafted, Promise, Ratio
+
+
+@alone
+def bench_drafts(
+    draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
+    policy: Policy = "exact",
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and unpredictable texts.")] = 8,
+    repeats: Annotated[
+        int,
+        typer.Option(
+            min=0, help="Times an unpredictable text is decoded, for each adaptive(...) draft; 0 leaves it out."
+        ),
+    ] = 3,
+    k: K = 15,
+    model: Model = "fly-target",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+) -> None:
+    """Every draft strategy on every kind of task; and adaptive ones where nothing can be predicted."""
+    from fly.bench.drafts import STRATEGIES
+
+    names, rule = tuple(draft or STRATEGIES), parse_policy(policy, trusted=True)
+    setup = {"model": model, "dtype": dtype, "device": device, "kernels": kernels}
+    show_drafts(names, rule, problems, k, **setup)
+    inner = [name[len("adaptive(") : -1] for name in names if re.fullmatch(r"adaptive\(.*\)", name)]
+    if inner and repeats:
+        _show_promise(inner, rule, problems, repeats, k, **setup)
+
+
+def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: int, **setup: Any) -> None:
+    """Measure strategies, the single draft first, and print the table. ``setup`` is what ``measure_drafts`` takes."""
+    from fly.bench.drafts import STRATEGIES, measure_drafts
+    from fly.bundled.tasks import KINDS
+
+    names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
+    with progress((len(names) + 1) * len(KINDS) * problems, "drafting") as advance:
+        rows = measure_drafts(names, rule, problems, k, advance=advance, **setup)
+    title = f"{rule}, {problems} held-out problems a kind, temperature 0, k {k}, batch 1"
+    print_named(("none", *names), lambda called: drafts_table(rows, title, called))
+    note(
+        f"τ: tokens a target forward emits · tok/s: prompt included · × AR, × single: speed over autoregressive "
+        f"decoding and over {names[0]} · right: answers"
+    )
+
+
+def _show_promise(
+    names: Sequence[str], rule: AcceptancePolicy, problems: int, repeats: int, k: int, **setup: Any
+) -> None:
+    """Measure strategies and their adaptive twins where nothing can be predicted, and say whether the promise holds."""
+    from fly.bench.drafts import PROMISE, measure_promise
+
+    with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
+        found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
+    title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
+    print_named(names, lambda called: promise_table(found, title, called))
+    said = {False: "broken by", None: "not decided (too few or too uneven runs) for", True: "kept by"}
+    verdicts = [
+        f"{words} {', '.join(which)}"
+        for kept, words in said.items()
+        if (which := [f"{row.name} ({row.text})" for row in found if row.kept is kept])
+    ]
+    promise = f"Promise, at most {1 - PROMISE:.0%} slower where nothing can be predicted: {'; '.join(verdicts)}"
+    console.print(promise, markup=False, highlight=False)
+    pairs = problems * repeats
+    spread = ", with 95 % intervals" if pairs >= 6 else ", with the least and the most" if pairs >= 3 else ""
+    note(
+        f"medians over {pairs} pairs of runs{spread} · τ: of the draft as it is · always wrong: a drafter "
+        "that costs as much · AR again: what such a ratio is worth here"
+    )
+
+
+def drafts_table(rows: Sequence[Drafted], title: str, names: Mapping[str, str]) -> Table:
+    """τ and speed by kind; the first row is autoregressive, the second what the others are held to. ``names`` are what
+    to call those whose own name is too long."""
+    plain, single = (row.tokens_per_second for row in rows[:2])
+    digits = max(len(f"{r.tokens_per_second:.0f}") for row in rows for r in row.kinds.values())
+
+    def of_kind(kind: str) -> Any:
+        return lambda r: f"{r.kinds[kind].stats.tau:5.2f} {r.kinds[kind].tokens_per_second:{digits}.0f}"
+
+    def right(row: Drafted) -> str:
+        answers = [answer for r in row.kinds.values() for answer in r.right]
+        return f"{sum(answers)}/{len(answers)}"
+
+    return table(
+        title,
+        rows,
+        {
+            "draft": lambda r: escape(names.get(r.name, r.name)),
+            **{f"{kind}\nτ tok/s": of_kind(kind) for kind in rows[0].kinds},
+            "all\ntok/s": lambda r: f"{r.tokens_per_second:.0f}",
+            "×\nAR": lambda r: f"{r.tokens_per_second / plain:.2f}",
+            "×\nsingle": lambda r: f"{r.tokens_per_second / single:.2f}",
+            "\nright": right,
+        },
+    )
+
+
+def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]) -> Table:
+    """Strategies where nothing can be predicted. ``names`` are what to call those whose own name is too long."""
+
+    def interval(over: Ratio) -> str:  # two runs have no spread
+        return f"{over.median:.3f}" + (f" ({over.low:.3f}–{over.high:.3f})" if over.pairs >= 3 else "")
+
+    return table(
+        title,
+        found,
+        {
+            "draft": lambda r: escape(names.get(r.name, r.name)),
+            "text": lambda r: r.text,
+            "τ": lambda r: f"{r.tau:.2f}",
+            "as it is": lambda r: f"{r.fixed.median:.2f}",
+            "adaptive": lambda r: interval(r.adaptive),
+            "AR again": lambda r: interval(r.again),
+        },
+        text=("draft", "text"),
+    )

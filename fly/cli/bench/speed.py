@@ -1,0 +1,256 @@
+"""``fly bench speed``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fly.cli.completion import kernels_of
+from fly.cli.options import (
+    Device,
+    DraftLength,
+    DraftOption,
+    Dtype,
+    Json,
+    Kernels,
+    Model,
+    Policy,
+    Turns,
+    output,
+)
+from fly.cli.run import alone
+from fly.cli.show import console, note, progress, ratio, table, write_json
+from fly.drafts import parse_draft
+from fly.llm import LLM
+from fly.policies import parse_policy
+from fly.types import SamplingParams
+
+if TYPE_CHECKING:
+    from fly.bench.clock import Timing
+    from fly.bench.limits import Limits
+    from fly.bench.speed import Forward, Rounds
+
+SHAPE, NO_SHAPE = "768x12x32000", "none"
+
+
+@alone
+def bench_speed(
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Policy = "fly",
+    k: DraftLength = 15,
+    shape: Annotated[
+        list[str] | None,
+        typer.Option(
+            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, of 8 bits with :int8 or :w8a8 behind ({SHAPE}, "
+            f"each way); '{NO_SHAPE}' for none."
+        ),
+    ] = None,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems that the rounds are timed on.")] = 12,
+    turns: Turns = 15,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    plot: Annotated[
+        Path | None,
+        output(help="Write plots: NAME.png gives NAME-k.png, NAME-context.png, NAME-rows.png, NAME-size.png."),
+    ] = None,
+    json_: Json = None,
+) -> None:
+    """The machine's limits, and every forward and every round held against them."""
+    from fly.bench.limits import measure_limits
+    from fly.bench.loaded import NARROW, runs_compiled, shape_subject, subjects_of, target_of
+    from fly.bench.plot import check_plot
+    from fly.bench.settings import settings_of
+    from fly.bench.speed import CONTEXT, context_slope, measure_models, measure_rounds, predict
+    from fly.bundled.tasks import problems as draw_problems
+
+    check_plot(plot)
+    rule = parse_policy(policy, trusted=True)
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+    shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
+    plain = LLM(model, **options)
+    fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
+    target = target_of(plain)
+    if shape is None and runs_compiled(target):
+        shapes += [f"{SHAPE}:{kind}" for kind in NARROW]
+    own = subjects_of(fast, model, draft)
+    subjects = own + [shape_subject(name, target, kernels) for name in shapes]
+    for subject in subjects:
+        if (room := subject.config.max_position_embeddings) < CONTEXT + k + 1:
+            raise ValueError(
+                f"--k {k}: a draft and the token before it, behind the {CONTEXT} tokens that forwards are timed "
+                f"behind, exceed {subject.name}'s context of {room}"
+            )
+    with progress(1, "limits") as advance:
+        limits = measure_limits(target.device)
+        advance()
+    with progress((turns + 1) * len(subjects), "forwards") as advance:
+        forwards, steps = measure_models(subjects, k, turns, advance)
+    with progress(1, "limits again") as advance:  # what disturbs them only ever makes them look lower
+        limits = limits.best(measure_limits(target.device))
+        advance()
+    console.print(limits_table(limits, kernels_of(plain)))
+    for subject in subjects:
+        found = [forward for forward in forwards if forward.model == subject.name]
+        console.print(forwards_table(found, limits))
+        slope = context_slope(found)
+        share = slope / limits.bandwidth
+        note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
+        console.print()
+
+    settings = settings_of(plain, fast, k, [rule])
+    asked = list(draw_problems(None, "heldout", 0, problems))
+    again = min(turns, 3)
+    with progress(again * len(asked) * len(settings), "rounds") as advance:
+        rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), again, advance)
+    single = [f for f in forwards if f.model == model and f.rows == 1 and f.context == CONTEXT]
+    for each in rounds:
+        each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
+    title = f"Rounds: {model}, {draft}, k {k}, {problems} problems, temperature 0, batch 1"
+    console.print(rounds_table(rounds, single, title))
+    note(
+        "ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
+        "operations over that, above 100% where caches hold a part · v: over the forward\n"
+        "of one token · c: a drafted token over the same · rest: share of a round that\n"
+        "is neither target nor draft · formula: τ / (K·c + v(K)) / t(1), of forwards\n"
+        "timed alone, which find other weights in the caches than their own; rounds one\n"
+        "after another are faster, v below 1 for one token · tokens/s: best and median"
+    )
+    if plot is not None:
+        _plot(plot, forwards, limits, k)
+    record = {
+        "limits": limits.as_json(),
+        "kernels": kernels_of(plain),
+        "forwards": [forward.as_json(limits) for forward in [*forwards, *steps.values()]],
+        "rounds": [each.as_json() for each in rounds],
+    }
+    write_json(json_, record)
+
+
+def best_median(rate: Timing) -> str:
+    """Of a rate: the best, which was disturbed least, and the median."""
+    return f"{rate.high:,.0f}/{rate.median:,.0f}"
+
+
+def limits_table(limits: Limits, kernels: str) -> Table:
+    """The machine's limits, and which kernels are held against them."""
+    return table(
+        f"Limits: {limits.device}, {limits.threads} threads, kernels {kernels}",
+        limits.rows(),
+        {
+            "": lambda row: row[0],
+            "best": lambda row: f"{row[1] / 1e9:,.1f} G{row[3]}",
+            "median": lambda row: f"{row[2] / 1e9:,.1f} G{row[3]}",
+        },
+    )
+
+
+def forwards_table(forwards: Sequence[Forward], limits: Limits) -> Table:
+    """A model's forwards by rows, context and tokens, each against its limit."""
+    from fly.bench.limits import dtype_name
+    from fly.bench.speed import one_token
+
+    single = one_token(forwards, forwards[0])
+    stored = dtype_name(single.dtype) + (" with weights of 8 bits" if single.weight_bytes == 1 else "")
+    return table(
+        f"Forwards of {escape(single.model)}, {stored}, {single.weights / 1e6:,.1f} MB of weights read",
+        forwards,
+        {
+            "rows": lambda f: str(f.rows),
+            "context": lambda f: f"{f.context:,}",
+            "tokens": lambda f: str(f.tokens),
+            "ms": lambda f: f"{f.timing.low * 1e3:,.3f}",
+            "median": lambda f: f"{f.timing.median * 1e3:,.3f}",
+            "v": lambda f: f"{f.timing.low / single.timing.low:.2f}",
+            "tokens/s": lambda f: f"{f.rows * f.tokens / f.timing.low:,.0f}",
+            "GB/s": lambda f: f"{f.bytes / f.timing.low / 1e9:,.1f}",
+            "of limit": lambda f: f"{f.of_limit(limits):.0%}",
+        },
+    )
+
+
+def rounds_table(rounds: Sequence[Rounds], forwards: Sequence[Forward], title: str) -> Table:
+    """Where a round's time goes, and whether the formula foretells it; the first is autoregressive."""
+    single = next(forward.timing.low for forward in forwards if forward.tokens == 1)
+    plain = rounds[0].tokens_per_second().high
+
+    def share(which: int) -> Callable[[Rounds], str]:
+        return lambda r: f"{r.each()[which] / sum(r.each()):.0%}"
+
+    return table(
+        title,
+        rounds,
+        {
+            "decoding": lambda r: "AR" if r is rounds[0] else escape(r.setting.name),
+            "τ": lambda r: f"{r.stats.tau:.2f}",
+            "ms": lambda r: f"{sum(r.each()) * 1e3:,.2f}",
+            **{part: share(which) for which, part in enumerate(("target", "draft", "rest"))},
+            "v": lambda r: f"{r.each()[0] / single:.2f}",
+            "c": lambda r: f"{r.each()[1] / r.drafted / single:.3f}" if r.each()[1] else "–",
+            "formula": lambda r: "–" if r.predicted is None else f"{r.predicted:,.0f}",
+            "tokens/s": lambda r: best_median(r.tokens_per_second()),
+            "over\nAR": lambda r: ratio(r.tokens_per_second().high, plain),
+        },
+    )
+
+
+def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> None:
+    """One file a sweep: draft length, context, rows, and the size of models."""
+    from fly.bench.plot import save_lines
+    from fly.bench.speed import CONTEXT, one_token
+
+    at_context = [f for f in forwards if f.context == CONTEXT]
+    single = [f for f in at_context if f.rows == 1]
+
+    def save(
+        *texts: str, picked: Sequence[Forward], point: Callable[[Forward], Any], name: Callable[[Forward], str]
+    ) -> None:
+        suffix, title, x, y = texts
+        lines: dict[str, set[tuple[float, float]]] = {}
+        for forward in picked:
+            lines.setdefault(name(forward), set()).add(point(forward))
+        file = path.with_name(f"{path.stem}-{suffix}{path.suffix}")
+        save_lines(file, title, x, y, {name: sorted(points) for name, points in lines.items()}, log_x=True)
+
+    save(
+        "k",
+        f"Cost of verification, one row behind {CONTEXT} tokens",
+        "tokens of the forward, K + 1",
+        "v, over one token",
+        picked=single,
+        point=lambda f: (f.tokens, f.timing.low / one_token(forwards, f).timing.low),
+        name=lambda f: f.model,
+    )
+    save(
+        "context",
+        "Cost of context, one token of one row",
+        "tokens stored",
+        "ms",
+        picked=[f for f in forwards if f.rows == f.tokens == 1],
+        point=lambda f: (f.context, f.timing.low * 1e3),
+        name=lambda f: f.model,
+    )
+    save(
+        "rows",
+        f"Throughput by rows, a token each behind {CONTEXT}",
+        "rows",
+        "tokens/s",
+        picked=[f for f in at_context if f.tokens == 1],
+        point=lambda f: (f.rows, f.rows / f.timing.low),
+        name=lambda f: f.model,
+    )
+    save(
+        "size",
+        "Share of the machine's limit, by model size",
+        "MB read",
+        "limit over time taken",
+        picked=[f for f in single if f.tokens in (1, k + 1)],
+        point=lambda f: (f.bytes / 1e6, f.of_limit(limits)),
+        name=lambda f: f"{f.tokens} tokens",
+    )
