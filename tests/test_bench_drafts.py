@@ -14,7 +14,7 @@ from fly import LLM, SamplingParams
 from fly.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
 from fly.bundled.tasks import KINDS
 from fly.cli import show
-from fly.cli.bench.drafts import drafts_table, promise_table
+from fly.cli.bench import drafts_table, promise_table
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting
 from fly.eval.timed import Times

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,9 +15,11 @@ from fly.backends.cpu.library import NARROW, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.engine import Model, Runner
-from fly.eval.timed import draft_runners
+from fly.eval.timed import Setting, draft_runners
 from fly.llm import LLM
 from fly.models import LlamaConfig
+from fly.policies import AcceptancePolicy, Exact
+from fly.policies.base import Relaxed
 
 __all__ = [
     "NARROW",
@@ -26,8 +28,10 @@ __all__ = [
     "forward_of",
     "narrow_kernels",
     "number_types",
+    "rule_name",
     "runners_of",
     "runs_compiled",
+    "settings_of",
     "shape_subject",
     "subjects_of",
     "target_of",
@@ -110,3 +114,17 @@ def forward_of(
         return lambda: model.logits(model(tokens_T, positions_T, kv))
     listed = array("q", tokens_T.tolist()), array("q", positions_T.tolist()), kv
     return partial(call, *listed, [tokens], [()]) if drafting else partial(call, *listed)
+
+
+def rule_name(rule: AcceptancePolicy) -> str:
+    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
+
+
+def settings_of(plain: LLM, fast: LLM, k: int, rules: Sequence[AcceptancePolicy]) -> list[Setting]:
+    """Autoregressive decoding of ``plain``; of ``fast`` exact speculation, and each rule that is another."""
+    different = [rule for number, rule in enumerate(rules) if rule not in rules[:number]]
+    named = [Setting(rule_name(rule), fast, k, rule) for rule in different if rule != Exact()]
+    names = [setting.name for setting in named]
+    named = [replace(each, name=str(each.policy)) if names.count(each.name) > 1 else each for each in named]
+    return [Setting("autoregressive", plain, 0), Setting("exact", fast, k), *named]

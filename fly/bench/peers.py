@@ -17,8 +17,7 @@ import torch
 from fly.bench.contender import Checkpoints, Contender, Match, Skipped, import_library, measure_matches
 from fly.bench.limits import dtype_name
 from fly.bench.llama_cpp import llama_cpp
-from fly.bench.loaded import narrow_kernels
-from fly.bench.settings import rule_name
+from fly.bench.loaded import narrow_kernels, rule_name
 from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import Problem, check_many

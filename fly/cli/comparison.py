@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fly.cli.completion import kernels_of, legend, show_stream
+from fly.bench.loaded import rule_name, settings_of
+from fly.bundled.tasks import problems as draw_problems
+from fly.cli.completion import legend, show_stream
 from fly.cli.options import (
     CollectiveTimeout,
     Device,
@@ -25,16 +27,14 @@ from fly.cli.options import (
     Seed,
     Split,
 )
-from fly.cli.run import alone, command, loaded, ranks_of
+from fly.cli.run import alone, command, kernels_of, loaded, ranks_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, parse_policy
 from fly.request import Stats
 from fly.types import SamplingParams
-
-if TYPE_CHECKING:
-    from fly.eval import Result, Setting
 
 
 @alone
@@ -48,7 +48,6 @@ def demo(
     kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
-    from fly.bundled.tasks import problems as draw_problems
 
     rule = parse_policy(policy, trusted=True)
     (question,) = draw_problems(None, split, seed, 1)
@@ -85,8 +84,6 @@ def evaluate(
 ) -> None:
     """Accuracy and speed of rules on the bundled tasks, beside autoregressive decoding and exact speculation."""
     with ranks_of(context) as ranks:
-        from fly.bench.settings import settings_of
-
         if draft == "none":
             raise ValueError("rules judge what is drafted; --draft none leaves nothing to compare")
         rules = [parse_policy(text, trusted=True) for text in policy or ["fly"]]
@@ -107,8 +104,6 @@ def compare_on_bundled(
     **options: Any,
 ) -> None:
     """Run held-out problems through the bundled models by each setting, and print the table."""
-    from fly.bench.settings import rule_name, settings_of
-    from fly.eval import Setting
 
     llm = LLM("fly-target", "fly-draft", k=k, **options)
     settings = settings_of(llm, llm, k, [rule])
@@ -120,9 +115,6 @@ def compare_on_bundled(
 
 def _compare(settings: list[Setting], kind: str | None, split: str, seed: int, count: int) -> list[Result]:
     """Run the bundled problems through settings that take turns, and print the table."""
-    from fly.bench.settings import rule_name
-    from fly.bundled.tasks import problems as draw_problems
-    from fly.eval import compare
 
     questions = list(draw_problems(kind, split, seed, count))
     with progress(count, *(setting.name for setting in settings)) as advance:

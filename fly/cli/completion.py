@@ -26,7 +26,7 @@ from fly.cli.options import (
     Model,
     Policy,
 )
-from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
+from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, setup_of
 from fly.cli.show import console, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Output, Piece
@@ -158,17 +158,6 @@ def _biases(given: list[str]) -> dict[int, float]:
             raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {found[number]:g}")
         found[number] = value
     return found
-
-
-def kernels_of(llm: LLM) -> str:
-    """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
-    from fly.backends.cpu import why_not
-
-    model = llm.engine.runner.model
-    if (name := getattr(model, "kernels", None)) is not None:
-        return str(name)
-    reason = why_not() if model.device.type == "cpu" else ""
-    return f"torch ({reason})" if reason else "torch"
 
 
 def show_stream(

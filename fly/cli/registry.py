@@ -10,7 +10,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fly.bundled import BUNDLED, CHECKPOINTS, resolve_checkpoint
-from fly.cli.bench.drafts import show_drafts
+from fly.cli.bench import show_drafts
 from fly.cli.comparison import compare_on_bundled
 from fly.cli.options import K
 from fly.cli.run import alone, command

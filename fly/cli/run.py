@@ -13,10 +13,12 @@ from typing import Any, TypeVar
 import typer
 from pydantic import ValidationError
 
+from fly.backends.cpu import why_not
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors, fail
 from fly.config import Config
 from fly.errors import explain, origin
+from fly.llm import LLM
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -126,3 +128,12 @@ def memory_in_words(memory: list[dict[str, int]]) -> str:
 
     device = f", of their devices {each('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
     return f"memory by rank, loaded: at most {each('peak')} MB{device}; of their own {each('own')} MB"
+
+
+def kernels_of(llm: LLM) -> str:
+    """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
+    model = llm.engine.runner.model
+    if (name := getattr(model, "kernels", None)) is not None:
+        return str(name)
+    reason = why_not() if model.device.type == "cpu" else ""
+    return f"torch ({reason})" if reason else "torch"
