@@ -19,10 +19,9 @@ from fly.backends.cpu import available, why_not
 from fly.bench import limits as limits_module
 from fly.bench.calibrate import _Slips
 from fly.bench.clock import Timing, take_turns
-from fly.bench.contender import Contender, Match, measure_matches
 from fly.bench.limits import Limits
 from fly.bench.llama_cpp import write_gguf
-from fly.bench.peers import fly_contender, load_peers, usual_amount
+from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount
 from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
 from fly.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, measure_rounds, predict
 from fly.bench.twins import PAIRS, measure_twins, parse_pair

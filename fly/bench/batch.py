@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fly.bench.loaded import runners_of
 from fly.bundled.tasks import Problem, check_many
-from fly.eval.timed import Setting, draft_runners
+from fly.eval import Setting
 from fly.llm import Request
 from fly.request import Stats
 from fly.types import SamplingParams
@@ -88,22 +89,19 @@ def measure_load(
     Settings take turns at each size, after a warm-up. What one run leaves in the cache is forgotten before the next.
     ``advance`` is called after every request.
     """
-    loads = []
     for setting in settings:
-        for runner in (setting.llm.engine.runner, *draft_runners(setting.llm.draft)):
+        for runner in runners_of(setting.llm):
             for stored in (runner.cache.keys, runner.cache.values):
                 stored.zero_()  # memory is taken when it is first written, which is nobody's decoding
-        _run(Load(setting, 2), list(problems[:2]), params, lambda: None)
-    for size in sizes:
-        for setting in settings:
-            load = Load(setting, size)
-            _run(load, list(problems), params, advance)
-            loads.append(load)
-    return loads
+        _run(Load(setting, 2), problems[:2], params)
+    return [_run(Load(setting, size), problems, params, advance) for size in sizes for setting in settings]
 
 
-def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
-    llm, setting = load.setting.llm, load.setting
+def _run(
+    load: Load, problems: Sequence[Problem], params: SamplingParams, advance: Callable[[], None] = lambda: None
+) -> Load:
+    """Fill in what happens to ``problems``. Returns ``load``."""
+    setting, llm = load.setting, load.setting.llm
     for allocator in llm.scheduler.allocators():
         allocator.forget()
     waiting = deque(enumerate(problems))
@@ -126,13 +124,11 @@ def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: C
                 len(allocator.table(seq)) * allocator.block_size - allocator.length(seq)
                 for seq in allocator.sequences()
             )
-        ended = []
         for number, request, arrived in running:
             row = request.row
             if row.generated:
                 first.setdefault(number, now)
             if row.finish_reason:
-                ended.append(request)
                 if row.error is not None:
                     raise row.error
                 load.first.append(first[number] - arrived)
@@ -143,6 +139,7 @@ def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: C
                 texts[number] = llm.output(request).text
                 llm.close(request)
                 advance()
-        running = [entry for entry in running if entry[1] not in ended]
+        running = [entry for entry in running if not entry[1].row.finish_reason]
     load.seconds = time.perf_counter() - start
     load.right = check_many(list(zip(problems, texts)))
+    return load

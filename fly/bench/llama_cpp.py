@@ -1,8 +1,9 @@
-"""llama.cpp on the same checkpoints: weights in its file format, and its calls through its C interface."""
+"""llama.cpp: weights in its file format, and decoding by calls of its C interface; what libraries may lack."""
 
 from __future__ import annotations
 
 import ctypes
+import importlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,13 +13,24 @@ from typing import Any
 
 import torch
 
-from fly.bench.contender import Checkpoints, Contender, Skipped, import_library
-from fly.models import Llama, load_model
+from fly.models import Llama
 from fly.models.config import RopeScaling
 from fly.models.llama import rotary_frequencies
 from fly.models.loading import checkpoint_tensors
 
-__all__ = ["llama_cpp", "write_gguf"]
+__all__ = ["LlamaCpp", "Skipped", "import_library", "write_gguf"]
+
+
+class Skipped(Exception):
+    """A peer cannot take part; the message says why."""
+
+
+def import_library(name: str, library: str) -> Any:
+    """The module ``name``. Raises ``Skipped`` where it is not installed."""
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise Skipped(f"{library} is skipped: {error}; pip install 'flyspec[peers]'") from None
 
 
 def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
@@ -77,32 +89,7 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
     writer.close()
 
 
-def llama_cpp(given: Checkpoints) -> list[Contender]:
-    """llama.cpp's own decoding, and exact speculation on its calls. Raises ``Skipped`` where it cannot take part."""
-    library = import_library("llama_cpp", "llama.cpp")
-
-    def load(name: str, checkpoint: Path) -> _LlamaCpp:
-        file = given.directory / f"{name}.gguf"
-        write_gguf(load_model(checkpoint, given.dtype, "cpu"), file, given.narrow)
-        return _LlamaCpp(library, file, given.dtype)
-
-    model, kind = load("target", given.target), ", Q8_0" if given.narrow else ""
-
-    def decode(ids: list[int], most: int) -> list[int]:
-        return model.decode(ids, most, given.ends)
-
-    found = [Contender(f"decode{kind}", "llama.cpp", False, decode)]
-    if given.draft is not None:
-        helper = load("draft", given.draft)
-
-        def speculate(ids: list[int], most: int) -> list[int]:
-            return model.speculate(helper, ids, most, given.k, given.ends)
-
-        found.append(Contender(f"speculative{kind}", "llama.cpp", True, speculate))
-    return found
-
-
-class _LlamaCpp:
+class LlamaCpp:
     """A model of llama.cpp on one sequence, through its C interface: as little Python as can be around a call."""
 
     def __init__(self, library: Any, path: Path, dtype: torch.dtype) -> None:
@@ -167,7 +154,7 @@ class _LlamaCpp:
             new.append(token)
         return new
 
-    def speculate(self, draft: _LlamaCpp, prompt: list[int], most: int, k: int, ends: frozenset[int]) -> list[int]:
+    def speculate(self, draft: LlamaCpp, prompt: list[int], most: int, k: int, ends: frozenset[int]) -> list[int]:
         """Exact speculation, greedy: ``draft`` proposes up to ``k`` tokens, one call verifies them."""
         self.keep(0)
         draft.keep(0)

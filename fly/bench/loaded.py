@@ -6,7 +6,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -14,18 +14,25 @@ from fly.backends.cpu import chosen, compiled
 from fly.backends.cpu.library import NARROW, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
+from fly.drafts import DraftStrategy, SingleDraft
 from fly.engine import Model, Runner
 from fly.eval.timed import Setting, draft_runners
 from fly.llm import LLM
-from fly.models import LlamaConfig
+from fly.models import Llama, LlamaConfig
+from fly.ops import argmax
 from fly.policies import AcceptancePolicy, Exact
 from fly.policies.base import Relaxed
+from fly.request import Sequence as Row
+from fly.types import SamplingParams
 
 __all__ = [
     "NARROW",
     "Subject",
+    "drafts_alone",
     "drafts_in_one_call",
+    "feeding",
     "forward_of",
+    "is_divided",
     "narrow_kernels",
     "number_types",
     "rule_name",
@@ -114,6 +121,30 @@ def forward_of(
         return lambda: model.logits(model(tokens_T, positions_T, kv))
     listed = array("q", tokens_T.tolist()), array("q", positions_T.tolist()), kv
     return partial(call, *listed, [tokens], [()]) if drafting else partial(call, *listed)
+
+
+def feeding(model: Model, tokens: int, context: int) -> Callable[[], None]:
+    """A forward over ``tokens`` after ``context``, and its most likely tokens, as often as one likes."""
+    row = Row([1, 2, 3, 4] * (context // 4), context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
+    runner = Runner(model, PagedKVCache.for_model(model, context + tokens + 64))
+    draft = [4] * (tokens - 1)
+
+    def run() -> None:
+        argmax(runner.feed([row], [draft])).tolist()
+        runner.commit([row])
+
+    return run
+
+
+def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
+    """Whether it is one model that nobody drafts for."""
+    return isinstance(strategy, SingleDraft) and strategy.draft is None
+
+
+def is_divided(draft: DraftStrategy | None) -> bool:
+    """Whether each rank has a part of the draft's one model."""
+    model = draft.runner.model if isinstance(draft, SingleDraft) else None
+    return isinstance(model, Llama) and model.lm_head.weight.shape[0] < model.config.vocab_size
 
 
 def rule_name(rule: AcceptancePolicy) -> str:

@@ -7,16 +7,18 @@ All decode greedily, one request at a time. Knows nothing of how results are sho
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fly.bench.contender import Checkpoints, Contender, Match, Skipped, import_library, measure_matches
+from fly.bench.clock import Timing, clocked
 from fly.bench.limits import dtype_name
-from fly.bench.llama_cpp import llama_cpp
+from fly.bench.llama_cpp import LlamaCpp, Skipped, import_library, write_gguf
 from fly.bench.loaded import narrow_kernels, rule_name
 from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
 from fly.bundled import resolve_checkpoint
@@ -24,17 +26,124 @@ from fly.bundled.tasks import Problem, check_many
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Setting
+from fly.eval.compare import in_turns
 from fly.llm import LLM
-from fly.models import LlamaConfig, save_model
+from fly.models import LlamaConfig, load_model, save_model
 from fly.models.loading import resolve_dtype
 from fly.models.tokenizer import read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee, SamplingParams
 
-__all__ = ["MOST_SURE", "SURE", "Lineup", "fly_contender", "line_up", "load_peers", "usual_amount"]
+__all__ = [
+    "MOST_SURE",
+    "SURE",
+    "Checkpoints",
+    "Contender",
+    "Lineup",
+    "Match",
+    "fly_contender",
+    "line_up",
+    "load_peers",
+    "measure_matches",
+    "usual_amount",
+]
+
+Decode = Callable[[list[int], int], list[int]]
 
 SURE, MOST_SURE = 0.4, 20
 """How transformers drafts if not asked otherwise: least probability, most tokens."""
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What every library gets: a target and perhaps a draft, the draft length, and ``ends``, the ids that end an output
+    (none: it goes on to the most tokens). ``directory`` takes the files that a library needs the weights in; ``narrow``
+    asks for 8 bits where it has them."""
+
+    target: Path
+    draft: Path | None
+    k: int
+    dtype: torch.dtype
+    directory: Path
+    ends: frozenset[int]
+    narrow: bool = False
+
+
+@dataclass(frozen=True)
+class Contender:
+    """Somebody who decodes: ``decode(prompt ids, most tokens)`` gives the new ids, with the end they end with."""
+
+    name: str
+    library: str
+    speculative: bool
+    decode: Decode
+    lossy: bool = False
+
+
+@dataclass
+class Match:
+    """What a contender did: new ids by prompt, the seconds of each time it decoded all prompts, and which answers are
+    right (empty where they were not checked)."""
+
+    contender: Contender
+    outputs: list[list[int]] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)
+
+    def tokens_per_second(self) -> Timing:
+        generated = sum(map(len, self.outputs))
+        return Timing(tuple(generated / seconds for seconds in self.seconds))
+
+    def agreement(self, other: Match) -> tuple[int, float]:
+        """Prompts with the same output as ``other``'s, and the share of ``other``'s tokens before the first that
+        differs."""
+        pairs = list(zip(self.outputs, other.outputs))
+        common = sum(sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b))) for a, b in pairs)
+        return sum(a == b for a, b in pairs), common / max(1, sum(len(b) for _, b in pairs))
+
+    def as_json(self, reference: Match) -> dict[str, Any]:
+        """With its agreement with ``reference``."""
+        same, share = self.agreement(reference)
+        return {
+            "library": self.contender.library,
+            "decoding": self.contender.name,
+            "speculative": self.contender.speculative,
+            "tokens_per_second": self.tokens_per_second().as_json(),
+            "prompts": len(self.outputs),
+            "same_outputs": same,
+            "agreement": share,
+            "right": sum(self.right) if self.right else None,
+        }
+
+
+def measure_matches(
+    contenders: Sequence[Contender],
+    prompts: Sequence[list[int]],
+    max_tokens: int,
+    turns: int = 3,
+    advance: Callable[[str], None] = lambda name: None,
+) -> list[Match]:
+    """Let every contender decode every prompt, ``turns`` times over, in turns of a few prompts after a warm-up.
+
+    A few, since whoever comes next finds the caches of the processor full of another's weights, and for a moment its
+    threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
+    completion.
+    """
+    if not contenders or not prompts or turns < 1:
+        raise ValueError(f"need contenders, prompts and turns, got {len(contenders)}, {len(prompts)} and {turns}")
+    matches = [Match(contender) for contender in contenders]
+    for match in matches:
+        match.contender.decode(list(prompts[0]), 16)
+    for turn in range(turns):
+        for match in matches:
+            match.seconds.append(0.0)
+        for match, prompt in in_turns(matches, prompts):
+            ids, seconds = clocked(partial(match.contender.decode, list(prompt), max_tokens))
+            match.seconds[-1] += seconds
+            if not turn:
+                match.outputs.append(ids)
+            advance(match.contender.name)
+    return matches
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
@@ -234,4 +343,29 @@ def transformers(given: Checkpoints) -> list[Contender]:
             return Contender(name, "transformers", True, decode)
 
         found += [assisted("assisted", given.k, 0.0), assisted("assisted (own K)", MOST_SURE, SURE)]
+    return found
+
+
+def llama_cpp(given: Checkpoints) -> list[Contender]:
+    """llama.cpp's own decoding, and exact speculation on its calls. Raises ``Skipped`` where it cannot take part."""
+    library = import_library("llama_cpp", "llama.cpp")
+
+    def load(name: str, checkpoint: Path) -> LlamaCpp:
+        file = given.directory / f"{name}.gguf"
+        write_gguf(load_model(checkpoint, given.dtype, "cpu"), file, given.narrow)
+        return LlamaCpp(library, file, given.dtype)
+
+    model, kind = load("target", given.target), ", Q8_0" if given.narrow else ""
+
+    def decode(ids: list[int], most: int) -> list[int]:
+        return model.decode(ids, most, given.ends)
+
+    found = [Contender(f"decode{kind}", "llama.cpp", False, decode)]
+    if given.draft is not None:
+        helper = load("draft", given.draft)
+
+        def speculate(ids: list[int], most: int) -> list[int]:
+            return model.speculate(helper, ids, most, given.k, given.ends)
+
+        found.append(Contender(f"speculative{kind}", "llama.cpp", True, speculate))
     return found

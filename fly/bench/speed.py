@@ -16,11 +16,10 @@ import torch
 
 from fly.bench.clock import Timing, between, clocked, take_turns
 from fly.bench.limits import Limits, dtype_name
-from fly.bench.loaded import Subject, drafts_in_one_call, forward_of, number_types
+from fly.bench.loaded import Subject, drafts_alone, drafts_in_one_call, forward_of, number_types
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
-from fly.drafts import SingleDraft
 from fly.engine import Model
 from fly.eval.timed import Setting, Times, timed
 from fly.models import LlamaConfig
@@ -282,7 +281,7 @@ def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) 
     is its draft's. None where drafting has no fixed cost a token: with several levels, or without a model.
     """
     k, strategy = rounds.setting.k, rounds.setting.llm.draft
-    if k and (draft is None or not isinstance(strategy, SingleDraft) or strategy.draft is not None):
+    if k and (draft is None or not drafts_alone(strategy)):
         return None
     seconds = between(sorted((forward.tokens, forward.timing.low) for forward in forwards), rounds.drafted + 1)
     if k and draft is not None:
