@@ -154,7 +154,7 @@ class LlamaCpp:
             new.append(token)
         return new
 
-    def speculate(self, draft: LlamaCpp, prompt: list[int], most: int, k: int, ends: frozenset[int]) -> list[int]:
+    def speculate(self, prompt: list[int], most: int, draft: LlamaCpp, k: int, ends: frozenset[int]) -> list[int]:
         """Exact speculation, greedy: ``draft`` proposes up to ``k`` tokens, one call verifies them."""
         self.keep(0)
         draft.keep(0)

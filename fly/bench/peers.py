@@ -323,12 +323,9 @@ def transformers(given: Checkpoints) -> list[Contender]:
         new: list[int] = output[0, len(prompt) :].tolist()
         return new
 
-    def lookup(prompt: list[int], max_tokens: int) -> list[int]:
-        return run(prompt, max_tokens, prompt_lookup_num_tokens=given.k)
-
     found = [
         Contender("generate", "transformers", False, run),
-        Contender("prompt lookup", "transformers", True, lookup),
+        Contender("prompt lookup", "transformers", True, partial(run, prompt_lookup_num_tokens=given.k)),
     ]
     if given.draft is not None:
         helper = load(given.draft)
@@ -356,16 +353,8 @@ def llama_cpp(given: Checkpoints) -> list[Contender]:
         return LlamaCpp(library, file, given.dtype)
 
     model, kind = load("target", given.target), ", Q8_0" if given.narrow else ""
-
-    def decode(ids: list[int], most: int) -> list[int]:
-        return model.decode(ids, most, given.ends)
-
-    found = [Contender(f"decode{kind}", "llama.cpp", False, decode)]
+    found = [Contender(f"decode{kind}", "llama.cpp", False, partial(model.decode, ends=given.ends))]
     if given.draft is not None:
-        helper = load("draft", given.draft)
-
-        def speculate(ids: list[int], most: int) -> list[int]:
-            return model.speculate(helper, ids, most, given.k, given.ends)
-
+        speculate = partial(model.speculate, draft=load("draft", given.draft), k=given.k, ends=given.ends)
         found.append(Contender(f"speculative{kind}", "llama.cpp", True, speculate))
     return found

@@ -127,11 +127,6 @@ class Machines:
         nodes = -(-self.ranks // inside)
         return self.device.link.all_reduce(size, inside) + self.network.all_reduce(size / inside, nodes)
 
-    @property
-    def alone(self) -> Machines:
-        """One of the ranks."""
-        return replace(self, ranks=1)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -259,7 +254,7 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
     base = held(s.target, n) + 4 * tokens * s.target.vocab_size / n + (_RESERVED if machines.device.overlaps else 0.0)
     draft, memory = {"none": 0.0}, {"none": base}
     if s.draft is not None:
-        draft = {"replicated": step(s.draft, small.alone), "sharded": step(s.draft, small)}
+        draft = {"replicated": step(s.draft, replace(small, ranks=1)), "sharded": step(s.draft, small)}
         memory = {"replicated": base + held(s.draft, 1), "sharded": base + held(s.draft, n)}
     verify = step(s.target, machines, tokens) + JUDGED * machines.all_reduce(tokens * 8 * n)
     return Forecast(s, machines, step(s.target, machines), verify, draft, memory)

@@ -21,7 +21,8 @@ from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
 from fly.engine import Model
-from fly.eval.timed import Setting, Times, timed
+from fly.eval import Setting, decode
+from fly.eval.timed import Times
 from fly.models import LlamaConfig
 from fly.request import Stats
 from fly.types import SamplingParams
@@ -253,25 +254,15 @@ def measure_rounds(
     advance: Callable[[], None] = lambda: None,
 ) -> list[Rounds]:
     """Decode every problem with every setting, one request at a time, ``turns`` times over, with clocks around the
-    models. Settings take turns, after a warm-up. ``advance`` is called after every completion."""
-    for setting in settings:
-        _decode(Rounds(setting), list(problems[:1]), params, lambda: None)
+    models. Settings take turns, each after a warm-up. ``advance`` is called after every completion."""
+    prompts = [settings[0].llm.chat_prompt(problem.prompt) for problem in problems]
     measured = [Rounds(setting) for setting in settings]
     for _ in range(turns):
-        for rounds in measured:
-            _decode(rounds, list(problems), params, advance)
+        results = decode(settings, prompts, params, lambda name: advance(), clocked=True, together=len(prompts))
+        for rounds, result in zip(measured, results):
+            rounds.stats += result.stats
+            rounds.times.append(result.times)
     return measured
-
-
-def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
-    times = Times()
-    for problem in problems:
-        prompt = rounds.setting.llm.chat_prompt(problem.prompt)
-        output, own = timed(rounds.setting, prompt, params, clocked=True)
-        times += own
-        rounds.stats += output.stats
-        advance()
-    rounds.times.append(times)
 
 
 def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:

@@ -36,7 +36,7 @@ from fly.cli.options import (
     output,
 )
 from fly.cli.run import alone, command, kernels_of, loaded, memory_in_words, ranks_of
-from fly.cli.show import console, note, print_named, progress, ratio, table, write_json
+from fly.cli.show import console, grouped, note, print_named, progress, ratio, table, write_json
 from fly.cli.speed import bench_peers, bench_speed, bench_twins
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
@@ -241,9 +241,7 @@ def bench_batch(
 
 def load_table(loads: list[Load], title: str) -> Table:
     """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
-    by_size: dict[int, list[Load]] = {}
-    for load in loads:
-        by_size.setdefault(load.size, []).append(load)
+    by_size = grouped(loads, lambda load: load.size)
 
     def over(load: Load, which: int) -> str:
         return ratio(load.tokens_per_second, by_size[load.size][which].tokens_per_second)

@@ -12,10 +12,11 @@ from typing import Any, TypeVar
 
 import typer
 from pydantic import ValidationError
+from rich.markup import escape
 
 from fly.backends.cpu import why_not
 from fly.cache.allocator import OutOfBlocks
-from fly.cli.show import errors, fail
+from fly.cli.show import errors
 from fly.config import Config
 from fly.errors import explain, origin
 from fly.llm import LLM
@@ -23,16 +24,21 @@ from fly.llm import LLM
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
-def command(run: _Command) -> _Command:
+def command(run: _Command, alone: bool = False) -> _Command:
     """A command whose bad input is one clear line and exit status 2, not a traceback; so is an error of somebody's
-    plug-in, with its place. What is left over is ours, and shows all it can."""
+    plug-in, with its place. What is left over is ours, and shows all it can. ``alone``: not for the ranks of torchrun,
+    each of which would do all of it for itself."""
 
     @functools.wraps(run)
     def guarded(*arguments: Any, **options: Any) -> None:
         if "" not in sys.path:  # modules in the working directory are found, as with python -m
             sys.path.insert(0, "")
         try:
-            run(*arguments, **options)
+            if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+                raise ValueError(
+                    "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
+                )
+            return run(*arguments, **options)
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # whoever read has seen enough; nothing more is to be flushed to them
@@ -41,34 +47,20 @@ def command(run: _Command) -> _Command:
         except KeyboardInterrupt:
             errors.print("interrupted")
             raise typer.Exit(130) from None
-        except ValidationError as error:
-            fail(explain(error))
-            raise typer.Exit(2) from None
         except (ValueError, OSError, OutOfBlocks) as error:
-            fail(str(error))
-            raise typer.Exit(2) from None
+            message = explain(error) if isinstance(error, ValidationError) else str(error)
         except Exception as error:
             place = origin(error)
             if any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/")):
                 raise
-            fail(f"{type(error).__name__}: {error} ({place})")
-            raise typer.Exit(2) from None
+            message = f"{type(error).__name__}: {error} ({place})"
+        errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
 
     return guarded  # type: ignore[return-value]
 
 
-def alone(run: _Command) -> _Command:
-    """A ``command`` that is not for the ranks of torchrun, each of which would do all of it for itself."""
-
-    @functools.wraps(run)
-    def checked(*arguments: Any, **options: Any) -> None:
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            raise ValueError(
-                "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
-            )
-        run(*arguments, **options)
-
-    return command(checked)  # type: ignore[return-value]
+alone = functools.partial(command, alone=True)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ console = Console()
 errors = Console(stderr=True)
 
 _Row = TypeVar("_Row")
+_Key = TypeVar("_Key")
 
 
 def note(text: str) -> None:
@@ -26,9 +27,12 @@ def note(text: str) -> None:
     console.print(f"[dim]{text}[/]", highlight=False)
 
 
-def fail(message: str) -> None:
-    """Print an error."""
-    errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
+    """The rows of each key, in the order of their first ones."""
+    groups: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
 
 
 def table(

@@ -30,7 +30,7 @@ from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
 from fly.bundled.tasks import problems as draw_problems
 from fly.cli.options import Device, DraftLength, DraftOption, Dtype, Json, Kernels, Model, Policy, Turns, output
 from fly.cli.run import alone, kernels_of
-from fly.cli.show import console, note, progress, ratio, table, write_json
+from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
 from fly.llm import LLM
 from fly.models.loading import resolve_device
@@ -204,11 +204,8 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
         *texts: str, picked: Sequence[Forward], point: Callable[[Forward], Any], name: Callable[[Forward], str]
     ) -> None:
         suffix, title, x, y = texts
-        lines: dict[str, set[tuple[float, float]]] = {}
-        for forward in picked:
-            lines.setdefault(name(forward), set()).add(point(forward))
-        file = path.with_name(f"{path.stem}-{suffix}{path.suffix}")
-        save_lines(file, title, x, y, {name: sorted(points) for name, points in lines.items()}, log_x=True)
+        lines = {line: sorted(set(map(point, forwards))) for line, forwards in grouped(picked, name).items()}
+        save_lines(path.with_name(f"{path.stem}-{suffix}{path.suffix}"), title, x, y, lines, log_x=True)
 
     save(
         "k",
@@ -310,9 +307,7 @@ def bench_peers(
 
 def peers_table(matches: Sequence[Match], title: str) -> Table:
     """Everybody's speed, what they answer, and fly's speed over each peer's of the same kind."""
-    by_library: dict[str, list[Match]] = {}
-    for match in matches:
-        by_library.setdefault(match.contender.library, []).append(match)
+    by_library = grouped(matches, lambda match: match.contender.library)
     own = by_library["fly"]
 
     def over(match: Match, rivals: Sequence[Match]) -> str:
