@@ -113,7 +113,6 @@ class LlamaCpp:
             if not self._context:
                 raise Skipped("llama.cpp is skipped: it makes no context for this model")
         self._memory = c.llama_get_memory(self._context)
-        self._vocabulary = c.llama_vocab_n_tokens(c.llama_model_get_vocab(self._model))
         self._greedy = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
         c.llama_sampler_chain_add(self._greedy, c.llama_sampler_init_greedy())
         self._batch = c.llama_batch_init(512, 0, 1)

@@ -130,9 +130,9 @@ class Forwards:
         tokens: most tokens in its cache, over all rows.
     """
 
-    def __init__(self, name: str, model: Model, tokens: int, block_size: int = 16) -> None:
+    def __init__(self, name: str, model: Model, tokens: int) -> None:
         self.name, self.model = name, model
-        self.cache = PagedKVCache.for_model(model, tokens, block_size)
+        self.cache = PagedKVCache.for_model(model, tokens, 16)
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
 

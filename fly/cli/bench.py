@@ -36,7 +36,7 @@ from fly.cli.options import (
     output,
 )
 from fly.cli.run import alone, command, kernels_of, loaded, memory_in_words, ranks_of
-from fly.cli.show import console, grouped, note, print_named, progress, ratio, table, write_json
+from fly.cli.show import console, grouped, note, print_list, print_named, progress, ratio, table, write_json
 from fly.cli.speed import bench_peers, bench_speed, bench_twins
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
@@ -56,21 +56,19 @@ def bench_policy(
     device: Device = "auto",
 ) -> None:
     """What a decision costs, for B × K × V, beside the verification forward it follows (12 layers of width 768)."""
-
     rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
     shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
     where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}
-    table = Table("policy", "B", "K", "V", "forward", "greedy", "share", "sampled", "share")
+    lines = []
     with progress(len(rules) * len(shapes), "measuring") as advance:
         for rule in rules:
             for cost in measure_decisions(rule, shapes, **where):  # type: ignore[arg-type]
-                table.add_row(
-                    *(str(rule), f"{cost.rows}", f"{cost.k}", f"{cost.vocab:,}", f"{cost.forward * 1e3:,.1f} ms"),
-                    *(f"{cost.greedy * 1e3:,.2f} ms", f"{cost.greedy / cost.forward:.1%}"),
-                    *(f"{cost.sampled * 1e3:,.2f} ms", f"{cost.sampled / cost.forward:.1%}"),
-                )
+                sizes = (str(rule), f"{cost.rows}", f"{cost.k}", f"{cost.vocab:,}", f"{cost.forward * 1e3:,.1f} ms")
+                greedy = (f"{cost.greedy * 1e3:,.2f} ms", f"{cost.greedy / cost.forward:.1%}")
+                sampled = (f"{cost.sampled * 1e3:,.2f} ms", f"{cost.sampled / cost.forward:.1%}")
+                lines.append((*sizes, *greedy, *sampled))
                 advance()
-    console.print(table)
+    print_list(lines, "policy", "B", "K", "V", "forward", "greedy", "share", "sampled", "share")
     console.print(
         "[dim]share: the decision's time over the forward's, medians of 9; sampled: temperature 0.8, top-p 0.95[/]"
     )
@@ -94,7 +92,6 @@ def bench_drafts(
     kernels: Kernels = "auto",
 ) -> None:
     """Every draft strategy on every kind of task; and adaptive ones where nothing can be predicted."""
-
     names, rule = tuple(draft or STRATEGIES), parse_policy(policy, trusted=True)
     setup = {"model": model, "dtype": dtype, "device": device, "kernels": kernels}
     show_drafts(names, rule, problems, k, **setup)
@@ -105,7 +102,6 @@ def bench_drafts(
 
 def show_drafts(names: Sequence[str], rule: AcceptancePolicy, problems: int, k: int, **setup: Any) -> None:
     """Measure strategies, the single draft first, and print the table. ``setup`` is what ``measure_drafts`` takes."""
-
     names = tuple(dict.fromkeys((STRATEGIES[0], *names)))
     with progress((len(names) + 1) * len(KINDS) * problems, "drafting") as advance:
         rows = measure_drafts(names, rule, problems, k, advance=advance, **setup)
@@ -121,7 +117,6 @@ def _show_promise(
     names: Sequence[str], rule: AcceptancePolicy, problems: int, repeats: int, k: int, **setup: Any
 ) -> None:
     """Measure strategies and their adaptive twins where nothing can be predicted, and say whether the promise holds."""
-
     with progress(2 * len(names) * problems * repeats, "where nothing can be predicted") as advance:
         found = measure_promise(names, rule, problems, repeats, k, advance=advance, **setup)
     title = f"speed over autoregressive decoding, {problems} texts of 256 tokens, {repeats} times each"
@@ -345,10 +340,8 @@ def bench_plan(
                         "published": ratio(published),
                     }
                 )
-        shown = Table(*headings, title=f"{device}, {per_node} a node, {rows} × {context} tokens", title_justify="left")
-        for name in columns[0]:
-            shown.add_row(name, *(column[name] for column in columns))
-        console.print(shown)
+        lines = ((name, *(column[name] for column in columns)) for name in columns[0])
+        print_list(lines, *headings, title=f"{device}, {per_node} a node, {rows} × {context} tokens")
         note(
             "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
             "· a step without graphs, which on 8 ranks costs a small draft most of its time"
@@ -358,27 +351,23 @@ def bench_plan(
 def _show_check(found: Check, target: str, draft: str) -> None:
     """Print what was predicted and measured on this machine, and the figures that predicted it."""
     here, beside = found.target.device, found.draft.device
-    speeds = Table(
-        *_right("", "predicted", "measured", "predicted / measured"),
-        title=f"{target} : {draft} on {found.target.ranks} ranks, here",
-        title_justify="left",
-    )
-    for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured):
-        speeds.add_row(name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
+    speeds = [
+        (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
+        for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured)
+    ]
     gains = [drafted / plain for plain, drafted in (found.predicted, found.measured)]
-    speeds.add_row("gain", *map(ratio, gains), f"{gains[0] / gains[1]:.2f}")
-    console.print(speeds)
-    figures = Table(*_right("", escape(target), escape(draft)), title="figures, of stand-ins for", title_justify="left")
-    shown: dict[str, Callable[[Processor], str]] = {
+    speeds.append(("gain", ratio(gains[0]), ratio(gains[1]), f"{gains[0] / gains[1]:.2f}"))
+    title = f"{target} : {draft} on {found.target.ranks} ranks, here"
+    print_list(speeds, *_right("", "predicted", "measured", "predicted / measured"), title=title)
+    figures: dict[str, Callable[[Processor], str]] = {
         "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
         f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
         "keys and values read": lambda d: f"{(d.cached or d.bandwidth) / 1e9:.1f} GB/s",
         "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
         "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
     }
-    for name, figure in shown.items():
-        figures.add_row(name, figure(here), figure(beside))
-    console.print(figures)
+    both = ((name, figure(here), figure(beside)) for name, figure in figures.items())
+    print_list(both, *_right("", escape(target), escape(draft)), title="figures, of stand-ins for")
     exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
     engine = f"a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
     for line in (f"τ {found.tau:.2f} · engine: {engine}{exchange}", memory_in_words(found.memory)):

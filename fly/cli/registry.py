@@ -7,14 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 
 from fly.bundled import BUNDLED, CHECKPOINTS, resolve_checkpoint
 from fly.cli.bench import show_drafts
 from fly.cli.comparison import compare_on_bundled
 from fly.cli.options import K
 from fly.cli.run import alone, command
-from fly.cli.show import console, errors, note, progress, sentences
+from fly.cli.show import console, errors, note, print_list, progress, sentences
 from fly.drafts import draft_types, parse_draft
 from fly.models import LlamaConfig
 from fly.policies import condition_types, parse_policy, policy_types
@@ -24,53 +23,40 @@ from fly.policies.registry import PRESETS
 @command
 def models() -> None:
     """List the bundled checkpoints."""
-    table = Table("name", "layers × width", "context", "tokens", "size", "dtype")
+    rows = []
     for name in BUNDLED:
         directory = resolve_checkpoint(name)
         config, raw = LlamaConfig.read(directory)
+        layers = f"{config.num_hidden_layers} × {config.hidden_size}"
         size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-        table.add_row(
-            name,
-            f"{config.num_hidden_layers} × {config.hidden_size}",
-            str(config.max_position_embeddings),
-            str(config.vocab_size),
-            f"{size / 1e6:.1f} MB",
-            str(raw.get("torch_dtype")),
-        )
-    console.print(table)
+        numbers = (str(config.max_position_embeddings), str(config.vocab_size), f"{size / 1e6:.1f} MB")
+        rows.append((name, layers, *numbers, str(raw.get("torch_dtype"))))
+    print_list(rows, "name", "layers × width", "context", "tokens", "size", "dtype")
     console.print(f"[dim]in {escape(str(CHECKPOINTS))}; each has a README.md with its training and accuracy[/]")
 
 
 @command
 def policies() -> None:
     """List the acceptance policies and conditions that ``--policy`` knows, with what each promises."""
-    table = Table(
-        "policy", "guarantee", sentences("what it is"), title="Policies", title_justify="left", show_lines=True
-    )
-    presets = {name: make() for name, make in PRESETS.items()}
+    presets, rows = {name: make() for name, make in PRESETS.items()}, []
     for name, rule in policy_types().items():
         instance = rule()
         promise = f"{instance.guarantee.value}\n{instance.bound}" if instance.bound else instance.guarantee.value
-        table.add_row(_call(name, rule), promise, escape(_summary_of(rule)))
+        rows.append((_call(name, rule), promise, escape(_summary_of(rule))))
         for preset, made in presets.items():
             if isinstance(made, rule):
-                table.add_row(preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}")
-    console.print(table)
-    table = Table("condition", sentences("when it holds"), title="Conditions: combine with & | ~", title_justify="left")
-    for name, condition in condition_types().items():
-        table.add_row(_call(name, condition), escape(_summary_of(condition)))
-    console.print(table)
+                rows.append((preset, made.guarantee.value, f"{made}: {_summary_of(PRESETS[preset])}"))
+    print_list(rows, "policy", "guarantee", sentences("what it is"), title="Policies", show_lines=True)
+    conditions = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in condition_types().items())
+    title = "Conditions: combine with & | ~"
+    print_list(conditions, "condition", sentences("when it holds"), title=title)
 
 
 @command
 def drafts() -> None:
     """List the draft strategies that ``--draft`` knows, with their parameters."""
-    table = Table(
-        "strategy", sentences("what it does"), title="Draft strategies", title_justify="left", show_lines=True
-    )
-    for name, strategy in draft_types().items():
-        table.add_row(_call(name, strategy), escape(_summary_of(strategy)))
-    console.print(table)
+    rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
+    print_list(rows, "strategy", sentences("what it does"), title="Draft strategies", show_lines=True)
     note(
         "a checkpoint's name or directory is model(...) of it; a+b+c is a cascade, cheapest first: each "
         "drafts for the next; 'fly bench drafts' measures them"
@@ -112,11 +98,10 @@ def check(
             report = check_draft(lambda: _strategy(str(draft)), raises=False, advance=advance)
     torch.set_num_threads(threads)
     promise = f": declared {report.promise}" if report.promise else ""
-    table = Table("", "check", "what was found", title=f"{report.subject}{promise}")
-    for finding in report.findings:
-        mark = "[green]ok[/]" if finding.passed else "[bold red]FAIL[/]"
-        table.add_row(mark, finding.check, escape(finding.detail))
-    console.print(table)
+    marks = {True: "[green]ok[/]", False: "[bold red]FAIL[/]"}
+    found = ((marks[finding.passed], finding.check, escape(finding.detail)) for finding in report.findings)
+    title = f"{report.subject}{promise}"
+    print_list(found, "", "check", "what was found", title=title, title_justify="center")
     if not report.passed:
         errors.print(f"[bold red]{escape(report.subject)} breaks the contract[/]", soft_wrap=True)
         raise typer.Exit(1)

@@ -65,6 +65,14 @@ def table(
     return made
 
 
+def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: Any) -> None:
+    """Print a framed table of texts. ``look`` is what ``Table`` takes."""
+    made = Table(*columns, **{"title_justify": "left", **look})
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)
+
+
 def sentences(heading: str) -> Column:
     """A column of sentences: a word too long for it goes on in the next line."""
     return Column(heading, overflow="fold")
