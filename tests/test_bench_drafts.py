@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from fly import LLM, SamplingParams, cli
+from fly import LLM, SamplingParams
 from fly.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
 from fly.bundled.tasks import KINDS
+from fly.cli import show
+from fly.cli.bench import drafts_table, promise_table
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting
 from fly.eval.timed import Times
@@ -60,10 +62,10 @@ def test_a_misleading_strategy_is_never_right_and_drafts_as_much() -> None:
 
 def printed(width: int, rows: list[Drafted] | list[Promise], monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The table of ``rows`` and what is said below it, on a console of ``width``."""
-    build = cli.drafts_table if isinstance(rows[0], Drafted) else cli.promise_table
+    build = drafts_table if isinstance(rows[0], Drafted) else promise_table
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "console", console := Console(file=io.StringIO(), width=width, record=True))
-        cli._print_named([row.name for row in rows], lambda called: build(rows, "title", called))
+        patch.setattr(show, "console", console := Console(file=io.StringIO(), width=width, record=True))
+        show.print_named([row.name for row in rows], lambda called: build(rows, "title", called))
     return console.export_text().splitlines()
 
 

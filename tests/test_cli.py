@@ -18,6 +18,8 @@ import fly
 from fly import cli
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
+from fly.cli import show
+from fly.cli.completion import pieces
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
 
@@ -107,7 +109,8 @@ def test_a_slip_of_the_pen_is_told_what_was_meant(options: tuple[str, str, str])
 def test_lists_are_whole_in_a_terminal(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr(cli, "console", console := Console(file=io.StringIO(), width=80, record=True))
+    console = Console(file=io.StringIO(), width=80, record=True)
+    monkeypatch.setattr(show.console, "__dict__", console.__dict__)
     assert run(command).exit_code == 0
     shown = console.export_text()
     assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
@@ -158,7 +161,8 @@ def test_generate_as_json_explains_every_token() -> None:
 def test_generate_shows_colours_and_a_legend_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 
-    monkeypatch.setattr(cli, "console", Console(force_terminal=True, width=100, color_system="standard"))
+    console = Console(force_terminal=True, width=100, color_system="standard")
+    monkeypatch.setattr(show.console, "__dict__", console.__dict__)
     result = run("generate", QUESTION)
     assert "\x1b[32m" in result.output and "relaxed" in result.output and "τ" in result.output
 
@@ -193,9 +197,9 @@ def test_an_output_comes_in_pieces_as_its_stream_would(stop: tuple[str, ...]) ->
     ):
         prompt = llm.chat_prompt(QUESTION)
         (output,) = llm.generate([prompt], params)
-        pieces = list(cli._pieces(output, llm.tokenizer))
-        assert "".join(pieces) == output.text == "".join(llm.stream(prompt, params))
-        known = [token for piece in pieces for token in piece.tokens]
+        shown = list(pieces(output, llm.tokenizer))
+        assert "".join(shown) == output.text == "".join(llm.stream(prompt, params))
+        known = [token for piece in shown for token in piece.tokens]
         assert known == output.provenance[: len(known)]
 
 

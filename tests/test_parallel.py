@@ -35,7 +35,8 @@ import fly
 from fly import cli
 from fly.backends.cpu import available
 from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
-from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds, weights
+from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds
+from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
@@ -832,7 +833,7 @@ def test_a_step_reads_what_the_plan_divides(config: LlamaConfig) -> None:
         parameters = dict(Llama(config).named_parameters())
     matrices = sum(p.numel() for name, p in parameters.items() if p.dim() == 2 and "embed" not in name)
     matrices += parameters["embed_tokens.weight"].numel() * config.tie_word_embeddings
-    assert weights(config) == matrices
+    assert matrix_parameters(config) == matrices
 
 
 @settings(max_examples=15)

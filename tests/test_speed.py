@@ -18,11 +18,12 @@ from fly import LLM, SamplingParams, cli
 from fly.backends.cpu import available, why_not
 from fly.bench import limits as limits_module
 from fly.bench.calibrate import _Slips
-from fly.bench.commands import context_slope
-from fly.bench.limits import Limits, Timing, take_turns
-from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount, write_gguf
+from fly.bench.clock import Timing, take_turns
+from fly.bench.limits import Limits
+from fly.bench.llama_cpp import write_gguf
+from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount
 from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
-from fly.bench.speed import Forward, Forwards, Rounds, measure_rounds, predict
+from fly.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, measure_rounds, predict
 from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
@@ -141,7 +142,7 @@ def test_runs_take_turns_after_a_warm_up() -> None:
 
 def test_forwards_give_back_all_pages_and_refuse_what_does_not_fit() -> None:
     forwards = Forwards("toy", random_llama(max_positions=64), tokens=96)
-    found = forwards.measure([(1, 8, 1), (2, 8, 4)], [(8, 3)], repeats=2)
+    found = forwards.measure([Shape(1, 8, 1), Shape(2, 8, 4), Shape(1, 8, 3, drafting=True)], repeats=2)
     assert [(f.rows, f.context, f.tokens, f.drafting) for f in found] == [
         (1, 8, 1, False),
         (2, 8, 4, False),
@@ -150,9 +151,9 @@ def test_forwards_give_back_all_pages_and_refuse_what_does_not_fit() -> None:
     assert all(f.timing.low > 0 and len(f.timing.times) == 2 for f in found)
     assert forwards.cache.allocator.num_free == forwards.cache.allocator.num_blocks
     with pytest.raises(ValueError, match="exceed toy's context of 64"):
-        forwards.measure([(1, 60, 5)])
+        forwards.measure([Shape(1, 60, 5)])
     with pytest.raises(ValueError, match="do not fit a cache"):
-        forwards.measure([(8, 40, 1)])
+        forwards.measure([Shape(8, 40, 1)])
 
 
 def test_step_by_step_decoding_reads_the_weights_every_time() -> None:
@@ -503,7 +504,7 @@ def test_a_large_shape_has_fewer_prompts_and_tokens_unless_told(
         (10**9, ("--tokens", 9), (8, 9)),
         (10**7, (), (24, 400)),
     ):
-        monkeypatch.setattr("fly.bench.shapes.matrix_parameters", lambda config, n=parameters: n)
+        monkeypatch.setattr("fly.bench.peers.matrix_parameters", lambda config, n=parameters: n)
         text = run("bench", "peers", "--shape", "64x1x100", "--turns", 1, *options)
         assert asked[-1] == wanted
         assert f"{wanted[0]} prompts, at most {wanted[1]} tokens each" in " ".join(text.split())

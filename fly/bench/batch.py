@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from fly.bench.loaded import runners_of
 from fly.bundled.tasks import Problem, check_many
-from fly.eval.timed import Setting, draft_runners
+from fly.eval import Setting
 from fly.job import Job, Request
 from fly.request import Stats, Token
 from fly.types import SamplingParams
@@ -50,6 +53,30 @@ class Load:
     def accuracy(self) -> float:
         return sum(self.right) / len(self.right)
 
+    def percentiles(self, name: str) -> tuple[float, float]:
+        """The median of ``first``, ``each`` or ``whole``, and the 95th of 100."""
+        ordered = sorted({"first": self.first, "each": self.each, "whole": self.whole}[name])
+        return statistics.median(ordered), ordered[min(len(ordered) - 1, int(0.95 * len(ordered)))]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "size": self.size,
+            "decoding": self.setting.name,
+            "policy": str(self.setting.policy),
+            "k": self.setting.k,
+            "tokens_per_second": self.tokens_per_second,
+            "tau": self.stats.tau,
+            "requests": len(self.right),
+            "accuracy": self.accuracy,
+            "unused": self.waste,
+            "preempted": self.stats.preempted,
+            **{
+                f"{name}_{which}": seconds
+                for name in ("first", "each", "whole")
+                for which, seconds in zip(("p50", "p95"), self.percentiles(name))
+            },
+        }
+
 
 def measure_load(
     settings: Sequence[Setting],
@@ -63,18 +90,12 @@ def measure_load(
     Settings take turns at each size, after a warm-up. What one run leaves in the cache is forgotten before the next.
     ``advance`` is called after every request.
     """
-    loads = []
     for setting in settings:
-        for runner in (setting.llm.engine.runner, *draft_runners(setting.llm.draft)):
+        for runner in runners_of(setting.llm):
             for stored in (runner.cache.keys, runner.cache.values):
                 stored.zero_()  # memory is taken when it is first written, which is nobody's decoding
-        _run(Load(setting, 2), list(problems[:2]), params, lambda: None)
-    for size in sizes:
-        for setting in settings:
-            load = Load(setting, size)
-            _run(load, list(problems), params, advance)
-            loads.append(load)
-    return loads
+        _run(Load(setting, 2), problems[:2], params)
+    return [_run(Load(setting, size), problems, params, advance) for size in sizes for setting in settings]
 
 
 class _Asked(Job):
@@ -94,7 +115,10 @@ class _Asked(Job):
             self._ended()
 
 
-def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
+def _run(
+    load: Load, problems: Sequence[Problem], params: SamplingParams, advance: Callable[[], None] = lambda: None
+) -> Load:
+    """Fill in what happens to ``problems``. Returns ``load``."""
     llm, setting = load.setting.llm, load.setting
     for allocator in llm.scheduler.allocators():
         allocator.forget()
@@ -141,3 +165,4 @@ def _run(load: Load, problems: list[Problem], params: SamplingParams, advance: C
         llm.worker.watch = lambda: None
     load.seconds = time.perf_counter() - start
     load.right = check_many(list(zip(problems, texts)))
+    return load

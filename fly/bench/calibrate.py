@@ -8,38 +8,38 @@ what else the machine does falls on all alike.
 from __future__ import annotations
 
 import statistics
-import time
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from fly.backends.torch import TorchExecutor
-from fly.bench.limits import take_turns
-from fly.bench.plan import JUDGED, SMALL, Device, Link, Machines, Setting, forecast, share_of, step_seconds, weights
+from fly.bench.clock import clocked, take_turns
+from fly.bench.loaded import feeding, is_divided
+from fly.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
 from fly.bench.shapes import random_model, randomise
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
-from fly.cache import PagedKVCache
 from fly.drafts import SingleDraft
+from fly.executor import Executor
 from fly.llm import LLM
-from fly.models import Llama, LlamaConfig
+from fly.models import LlamaConfig
 from fly.models.loading import resolve_dtype
-from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
-from fly.policies import AcceptancePolicy, Exact
+from fly.policies import AcceptancePolicy
 from fly.request import Sequence, Stats
-from fly.runner import Runner
 from fly.types import Draft, SamplingParams
 
 __all__ = ["Check", "check_here", "explain"]
 
-_WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens behind a forward
+_WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens before a forward
 _DEEPEST = 6  # layers of what a stand-in stands for: enough to tell a layer's cost
 _WINDOW = 0.05  # seconds that one thing is timed for in a turn
 _TURNS, _PROMPTS, _TOKENS = 7, 2, 48
+_Figure = TypeVar("_Figure")
 
 
 @dataclass(frozen=True)
@@ -80,19 +80,18 @@ def check_here(
     large, raw = LlamaConfig.read(resolve_checkpoint(target))
     small, _ = LlamaConfig.read(resolve_checkpoint(draft))
     kind = resolve_dtype(dtype, raw)
-    sharded = _is_sharded(llm)
-    timer = _Timer(ranks)
+    sharded, timer = is_divided(llm.draft), _Timer(ranks)
     figures = (
-        _StandIns(timer, large, kind, k + 1, ranks),
-        _StandIns(timer, small, kind, k + 1, ranks if sharded else None),
+        _time_stand_ins(timer, large, kind, k + 1, ranks),
+        _time_stand_ins(timer, small, kind, k + 1, ranks if sharded else None),
     )
-    rounds = _Rounds(timer, llm, large, small, kind, policy, k, ranks, sharded)
+    with_engine = _time_rounds(timer, llm, large, small, kind, policy, k, ranks, sharded)
     prompts = [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, _PROMPTS)]
     runs = [_Run(timer, llm, prompts, most) for most in (0, k)]
     timer.measure()
 
-    here, beside = (each.machines() for each in figures)
-    here = rounds.host(here)
+    here, beside = (explained() for explained in figures)
+    here = with_engine(here)
     plain, drafted = (run.stats for run in runs)
     length = round(plain.prompt_tokens / len(prompts))
     setting = Setting(large, small, round(drafted.drafted / drafted.rounds), drafted.tau, context=length + _TOKENS // 2)
@@ -100,20 +99,19 @@ def check_here(
     where = "sharded" if sharded else "replicated"
     # Prompts are read once in a turn; the draft has them from the turn before.
     prompt = len(prompts) * (step_seconds(large, here, length, 1, length // 2, kind.itemsize) + here.device.round)
-    predicted = [prompt + plain.rounds * found.plain, prompt + drafted.rounds * found.round(where)]
-    speeds = tuple(run.stats.generated / seconds for run, seconds in zip(runs, predicted))
-    measured = tuple(1 / run.timing.seconds for run in runs)
-    return Check(speeds, measured, drafted.tau, memory, here, beside, where, k + 1)  # type: ignore[arg-type]
-
-
-class _Timed:
-    """Something that is timed, turn after turn."""
-
-    times: tuple[float, ...] = ()
-
-    @property
-    def seconds(self) -> float:
-        return _middle(self.times)
+    return Check(
+        predicted=(
+            plain.generated / (prompt + plain.rounds * found.plain),
+            drafted.generated / (prompt + drafted.rounds * found.round(where)),
+        ),
+        measured=(1 / _middle(runs[0].times), 1 / _middle(runs[1].times)),
+        tau=drafted.tau,
+        memory=memory,
+        target=here,
+        draft=beside,
+        placement=where,
+        tokens=k + 1,
+    )
 
 
 class _Timer:
@@ -121,64 +119,55 @@ class _Timer:
 
     def __init__(self, ranks: Ranks | None) -> None:
         self.ranks = ranks
-        self._timed: list[tuple[_Timed, Callable[[], float]]] = []
+        self._timed: list[tuple[Callable[[], float], list[float]]] = []
 
-    def add(self, run: Callable[[], float | None], once: bool = False) -> _Timed:
-        """Time ``run`` a call, again and again for a window; or ``once`` a turn, by what it returns."""
+    def add(self, run: Callable[[], float | None], once: bool = False) -> list[float]:
+        """Time ``run`` a call, again and again for a window; or ``once`` a turn, by what it returns. The seconds of
+        every turn will be in the list."""
         count = 1 if once else 0
+
+        def calls() -> float:
+            return sum(run() or 0.0 for _ in range(count))
 
         def turn() -> float:
             nonlocal count
             if not count:
-                each = min(_seconds(run) for _ in range(5))
-                count = min(200, max(8, int(_WINDOW / each)))  # ranks that have waited for one another begin unevenly
-                count = count if self.ranks is None else self.ranks.share(count)
+                each = min(clocked(run)[1] for _ in range(5))
+                count = self._shared(min(200, max(8, int(_WINDOW / each))))  # ranks that have waited begin unevenly
             if self.ranks is not None:
                 self.ranks.collect(None)  # so that all begin together
-            own = 0.0
-            start = time.perf_counter()
-            for _ in range(count):
-                own += run() or 0.0
-            return own or (time.perf_counter() - start) / count
+            own, seconds = clocked(calls)
+            return own or seconds / count
 
-        timed = _Timed()
-        self._timed.append((timed, turn))
-        return timed
+        times: list[float] = []
+        self._timed.append((turn, times))
+        return times
 
     def measure(self) -> None:
         """Take all turns."""
-        timings = take_turns([turn for _, turn in self._timed], _TURNS, torch.device("cpu"))
-        times = [timing.times for timing in timings]
-        for (timed, _), each in zip(self._timed, times if self.ranks is None else self.ranks.share(times)):
-            timed.times = each
+        timings = take_turns([turn for turn, _ in self._timed], _TURNS)
+        for (_, times), found in zip(self._timed, self._shared([timing.times for timing in timings])):
+            times += found
+
+    def _shared(self, figure: _Figure) -> _Figure:
+        return figure if self.ranks is None else self.ranks.share(figure)
 
 
-def _middle(times: abc.Sequence[float]) -> float:
+def _middle(times: abc.Iterable[float]) -> float:
     """The mean but for the least and the most: a median would show short runs a machine that is free in between, and
     long ones one that is not."""
     return statistics.mean(sorted(times)[1:-1])
 
 
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
-
-
 def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
     """Models that surround ``config`` (or its first layers, if it is deep), and are none like it."""
-    depth = min(config.num_hidden_layers, _DEEPEST)
-
-    def scaled(size: int, width: float) -> int:
-        unit = 16 * ranks
-        return max(unit, round(size * width / unit) * unit)
-
+    depth, unit = min(config.num_hidden_layers, _DEEPEST), 16 * ranks
     return [
         LlamaConfig.model_validate(
             {
                 **config.model_dump(),
-                "hidden_size": scaled(config.hidden_size, width),
-                "intermediate_size": scaled(config.intermediate_size, width),
+                "hidden_size": max(unit, round(config.hidden_size * width / unit) * unit),
+                "intermediate_size": max(unit, round(config.intermediate_size * width / unit) * unit),
                 "num_hidden_layers": layers,
                 "max_position_embeddings": 1024,
                 "tie_word_embeddings": True,
@@ -189,53 +178,40 @@ def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
     ]
 
 
-def _part(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks | None, joined: bool) -> Llama:
+def _part(config: LlamaConfig, dtype: torch.dtype, ranks: Ranks | None, joined: bool) -> Executor:
     """A random model: this rank's part of it, whose forwards are ``joined`` with the others' or left to itself."""
     if ranks is None or ranks.size == 1:
-        return random_model(config, dtype)
+        return TorchExecutor(random_model(config, dtype))
     part = Part(config, ranks.rank, ranks.size)
     model = randomise(part.build(), dtype, seed=ranks.rank)
-    return parallelise(model, part, ranks) if joined else model
+    return TorchExecutor(parallelise(model, part, ranks) if joined else model)
 
 
-def _forward(model: Llama, tokens: int, context: int) -> Callable[[], None]:
-    """A forward over ``tokens`` behind ``context``, and its most likely tokens."""
-    row = Sequence([1, 2, 3, 4] * (context // 4), context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
-    executor = TorchExecutor(model)
-    runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
-    draft = [4] * (tokens - 1)
+def _time_stand_ins(
+    timer: _Timer, config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None
+) -> Callable[[], Machines]:
+    """Time forwards of the models around ``config``, of one token and of as many as a verification looks at.
 
-    def run() -> None:
-        argmax(runner.feed([row], [draft])[0]).tolist()
-        runner.commit([row])
+    Gives what explains them when they are timed: all ranks, whose engine's time is not known yet.
+    """
+    size = 1 if ranks is None else ranks.size
+    local: list[tuple[LlamaConfig, int, int, list[float]]] = []
+    joined: list[tuple[LlamaConfig, int, list[float], list[float]]] = []
+    for shape in _stand_ins(config, size):
+        model = _part(shape, dtype, ranks, joined=False)
+        for count in (1, tokens):
+            alone = [timer.add(feeding(model, count, context)) for context in _CONTEXTS]
+            local += [(shape, count, context, times) for context, times in zip(_CONTEXTS, alone)]
+            if size > 1:
+                together = feeding(_part(shape, dtype, ranks, joined=True), count, _CONTEXTS[0])
+                joined.append((shape, count, timer.add(together), alone[0]))
 
-    return run
+    def explained() -> Machines:
+        seconds = [(config, tokens, context, _middle(times)) for config, tokens, context, times in local]
+        more = [(config, tokens, _middle(both) - _middle(one)) for config, tokens, both, one in joined]
+        return explain(seconds, more, size, dtype.itemsize)
 
-
-class _StandIns:
-    """Forwards of the models around ``config``, of one token and of as many as a verification looks at."""
-
-    def __init__(
-        self, timer: _Timer, config: LlamaConfig, dtype: torch.dtype, tokens: int, ranks: Ranks | None
-    ) -> None:
-        self.size, self.dtype = 1 if ranks is None else ranks.size, dtype
-        self.local: list[tuple[LlamaConfig, int, int, _Timed]] = []
-        self.joined: list[tuple[LlamaConfig, int, _Timed, _Timed]] = []
-        for shape in _stand_ins(config, self.size):
-            model = _part(shape, dtype, ranks, joined=False)
-            for count in (1, tokens):
-                for context in _CONTEXTS:
-                    timed = timer.add(_forward(model, count, context))
-                    self.local.append((shape, count, context, timed))
-                if self.size > 1:
-                    together = timer.add(_forward(_part(shape, dtype, ranks, joined=True), count, _CONTEXTS[0]))
-                    self.joined.append((shape, count, together, self.local[-len(_CONTEXTS)][3]))
-
-    def machines(self) -> Machines:
-        """All ranks, whose engine's time is not known yet."""
-        local = [(config, tokens, context, timed.seconds) for config, tokens, context, timed in self.local]
-        more = [(config, tokens, both.seconds - local.seconds) for config, tokens, both, local in self.joined]
-        return explain(local, more, self.size, self.dtype.itemsize)
+    return explained
 
 
 def explain(
@@ -250,27 +226,21 @@ def explain(
         local: model, tokens, context and seconds of forwards over a rank's part alone.
         more: model, tokens, and what the same took longer for what ``size`` ranks exchange; empty for one rank.
     """
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    ones, many, exchanges = [], [], []
-    for config, tokens, context, seconds in local:
-        if tokens == 1:
-            stored = PagedKVCache.bytes_per_token(share_of(config, size).sizes, dtype) * context
-            read = weights(config) / size * itemsize
-            ones.append(((1.0, config.num_hidden_layers, read, stored), seconds, seconds))
+    forwards = [(Work.of(config, size, n, 1, context, itemsize), n, seconds) for config, n, context, seconds in local]
+    ones = [((1.0, work.layers, work.read, work.cached), seconds, seconds) for work, n, seconds in forwards if n == 1]
     forward, layer, read, cached = _fit(ones)
-    for config, tokens, context, seconds in local:
-        if tokens > 1:
-            layers = config.num_hidden_layers
-            attended = (
-                4 * tokens * context * share_of(config, size).sizes.num_attention_heads * config.head_dim * layers
-            )
-            multiplied = 2 * tokens * weights(config) / size
-            many.append(((multiplied, attended), seconds - forward - layers * layer, seconds))
-    product, attention = _fit(many)
-    for config, tokens, seconds in more:
-        large, each = 2 * config.num_hidden_layers + 1, tokens * config.hidden_size * itemsize
-        passed = 2 * (size - 1) / size * (large * each + SMALL * tokens * 8 * size)
-        exchanges.append(((large + SMALL, passed), seconds, abs(seconds) + 1e-9))
+    product, attention = _fit(
+        [
+            ((work.multiplied, work.attended), seconds - forward - work.layers * layer, seconds)
+            for work, n, seconds in forwards
+            if n > 1
+        ]
+    )
+    exchanges = []
+    for config, n, seconds in more:
+        exchanged = Work.of(config, size, n, 1, 0, itemsize).exchanged
+        passed = 2 * (size - 1) / size * sum(count * each for count, each in exchanged)
+        exchanges.append(((sum(count for count, _ in exchanged), passed), seconds, abs(seconds) + 1e-9))
     latency, passing = _fit(exchanges) if exchanges else (0.0, 0.0)
     bandwidth, flops, attending, reading, link = (
         1 / max(each, 1e-15) for each in (read, product, attention, cached, passing)
@@ -307,67 +277,57 @@ class _Slips(SingleDraft):
         return replace(draft, tokens_BK=tokens_BK)
 
 
-class _Rounds:
-    """What the engine takes beside forwards: rounds of stand-ins, less their forwards."""
+def _time_rounds(
+    timer: _Timer,
+    llm: LLM,
+    large: LlamaConfig,
+    small: LlamaConfig,
+    dtype: torch.dtype,
+    policy: AcceptancePolicy,
+    k: int,
+    ranks: Ranks | None,
+    sharded: bool,
+) -> Callable[[Machines], Machines]:
+    """Time rounds of stand-ins, and their forwards: what is left is the engine's.
 
-    def __init__(
-        self,
-        timer: _Timer,
-        llm: LLM,
-        large: LlamaConfig,
-        small: LlamaConfig,
-        dtype: torch.dtype,
-        policy: AcceptancePolicy,
-        k: int,
-        ranks: Ranks | None,
-        sharded: bool,
-    ) -> None:
-        size = 1 if ranks is None else ranks.size
-        small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
-        large, small = (_stand_ins(config, size)[0] for config in (large, small))
-        model, helper = _part(large, dtype, ranks, True), _part(small, dtype, ranks if sharded else None, True)
-        self.k, self.config = k, large
-        self.step, self.verify = (timer.add(_forward(model, tokens, _TOKENS // 2)) for tokens in (1, k + 1))
-        self.draft = timer.add(_forward(helper, 1, _TOKENS // 2))
-        drafts = _Slips(helper, cache_tokens=1024)
-        stand_in = LLM(model, drafts, policy, k, cache_tokens=1024, ranks=ranks, draft_placement="replicated")
-        stand_in.tokenizer = llm.tokenizer
-        self.runs = [_Run(timer, stand_in, [[1, 2, 3, 4]], most) for most in (0, k)]
+    Gives what adds to machines, when they are timed, the seconds of a round, and of a drafted token besides.
+    """
+    size = 1 if ranks is None else ranks.size
+    small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
+    large, small = (_stand_ins(config, size)[0] for config in (large, small))
+    model, helper = _part(large, dtype, ranks, True), _part(small, dtype, ranks if sharded else None, True)
+    forwards = [feeding(made, n, _TOKENS // 2) for made, n in ((model, 1), (model, k + 1), (helper, 1))]
+    alone = [timer.add(forward) for forward in forwards]
+    drafts = _Slips(helper, cache_tokens=1024)
+    stand_in = LLM(model, drafts, policy, k, cache_tokens=1024, ranks=ranks, draft_placement="replicated")
+    stand_in.tokenizer = llm.tokenizer
+    plain, drafted = (_Run(timer, stand_in, [[1, 2, 3, 4]], most) for most in (0, k))
 
-    def host(self, machines: Machines) -> Machines:
-        """``machines`` with the seconds of a round, and of a drafted token besides."""
-        (plain, drafted), judged = self.runs, JUDGED * machines.all_reduce((self.k + 1) * 8 * machines.ranks)
+    def with_engine(machines: Machines) -> Machines:
+        judged = JUDGED * machines.all_reduce((k + 1) * 8 * machines.ranks)
         rounds, count = plain.stats.rounds + 1, drafted.stats  # the prompt's is one more
-        taken = zip(*(timed.times for timed in (plain.timing, drafted.timing, self.step, self.verify, self.draft)))
         beside, besides = [], []  # what a run without a draft, and one with it, takes beside its forwards
-        for alone, together, step, verify, draft in taken:  # turn by turn: what slows one down slows all
-            beside.append(alone * plain.stats.generated - rounds * step)
-            besides.append(together * count.generated - step - count.rounds * (verify + judged) - count.drafted * draft)
-        round_seconds = max(_middle(beside) / rounds, 0.0)
-        left = _middle(besides) - (count.rounds + 1) * round_seconds
-        device = replace(machines.device, round=round_seconds, drafted=max(left / count.drafted, 0.0))
-        return replace(machines, device=device)
+        for one, both, step, verify, draft in zip(plain.times, drafted.times, *alone):
+            # turn by turn: what slows one down slows all
+            beside.append(one * plain.stats.generated - rounds * step)
+            besides.append(both * count.generated - step - count.rounds * (verify + judged) - count.drafted * draft)
+        each = max(_middle(beside) / rounds, 0.0)
+        left = _middle(besides) - (count.rounds + 1) * each
+        return replace(machines, device=replace(machines.device, round=each, drafted=max(left / count.drafted, 0.0)))
+
+    return with_engine
 
 
 class _Run:
-    """Completions of prompts, drafted for or not; seconds are those of a token."""
+    """Completions of prompts, drafted for or not; times are those of a token."""
 
     def __init__(self, timer: _Timer, llm: LLM, prompts: list[list[int]], k: int) -> None:
         self.stats = Stats()
         params = SamplingParams(temperature=0.0, max_tokens=_TOKENS, ignore_eos=True)
 
         def run() -> float:
-            start = time.perf_counter()
-            outputs = [llm.generate([prompt], params, k=k)[0] for prompt in prompts]
-            seconds = time.perf_counter() - start
+            outputs, seconds = clocked(lambda: [llm.generate([prompt], params, k=k)[0] for prompt in prompts])
             self.stats = sum((output.stats for output in outputs), Stats())
             return seconds / self.stats.generated
 
-        self.timing = timer.add(run, once=True)
-
-
-def _is_sharded(llm: LLM) -> bool:
-    executor = llm.draft.executor if isinstance(llm.draft, SingleDraft) else None
-    if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
-        return False
-    return model.lm_head.weight.shape[0] < model.config.vocab_size
+        self.times = timer.add(run, once=True)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, product
 from random import Random
+from typing import Any
 
+from fly.bench.clock import clocked
+from fly.bench.loaded import target_of
 from fly.bundled.tasks import KINDS, problems
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.adaptive import AdaptiveDraft
@@ -43,7 +46,7 @@ STRATEGIES = (
     "adaptive(ngram+fly-draft)",
     "adaptive(union(suffix, fly-draft))",
 )
-"""What ``fly bench drafts`` measures unless told otherwise; the first is the single draft that others are held to."""
+"""What ``fly bench drafts`` measures if nothing else is asked for; the first is the draft that others are held to."""
 
 RANDOM, WRONG = "random, T 1.5", "always wrong"
 """The texts that nobody can predict, and the drafter that never does."""
@@ -70,29 +73,27 @@ def measure_drafts(
     count: int = 12,
     k: int = 15,
     model: str = "fly-target",
-    dtype: str = "auto",
-    device: str = "auto",
-    kernels: str = "auto",
     advance: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> list[Drafted]:
     """Measure autoregressive decoding (``none``, first in the list) and every strategy of ``names``.
 
     ``count`` held-out problems a kind, greedy, batch 1. All take turns of a few prompts. ``advance`` is called after
-    every completion: ``len(KINDS) * count`` times for each strategy, and as often for none.
+    every completion: ``len(KINDS) * count`` times for each strategy, and as often for none. ``options`` (dtype, device,
+    kernels) are those of ``LLM``.
     """
     # All of the same weights: a copy for each would drive the others from the caches of the processor.
-    plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
-    settings = [Setting("none", plain, k, policy)]
-    for name in names:
-        settings.append(Setting(name, LLM(plain, draft=_parse(name, dtype, device, kernels)), k, policy))
+    plain = LLM(model, **options)
+    drafts = [("none", None), *((name, parse_draft(name, trusted=True, **options)) for name in names)]
+    settings = [Setting(name, plain if draft is None else LLM(plain, draft), k, policy) for name, draft in drafts]
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
         kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())
         for kind in KINDS
     }
     return [
-        Drafted(setting.name, {kind: results[number] for kind, results in by_kind.items()})
-        for number, setting in enumerate(settings)
+        Drafted(name, {kind: results[number] for kind, results in by_kind.items()})
+        for number, (name, _) in enumerate(drafts)
     ]
 
 
@@ -167,34 +168,31 @@ def measure_promise(
     repeats: int = 3,
     k: int = 15,
     model: str = "fly-target",
-    dtype: str = "auto",
-    device: str = "auto",
-    kernels: str = "auto",
     advance: Callable[[], None] = lambda: None,
+    **options: Any,
 ) -> list[Promise]:
     """Hold strategies, as they are and adaptive, against autoregressive decoding where nothing is to be predicted.
 
     Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
     still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is
     always wrong (``WRONG``). Settings take turns, and the order of turns goes round, so that nothing favours one of
-    them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times.
+    them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times;
+    ``options`` are those of ``measure_drafts``.
     """
-    plain = LLM(model, dtype=dtype, device=device, kernels=kernels)
-    target = plain.engine.runner.executor
-    vocabulary, rng = target.config.vocab_size, Random(0)
+    plain = LLM(model, **options)
+    target, rng = target_of(plain), Random(0)
+    vocabulary = target.config.vocab_size
     prompts = {
         RANDOM: [[rng.randrange(vocabulary) for _ in range(32)] for _ in range(count)],
         WRONG: [plain.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 0, count)],
     }
 
     def with_draft(name: str, text: str, adaptive: bool) -> LLM:
-        draft = _parse(name, dtype, device, kernels)
-        if draft is None:
+        if (draft := parse_draft(name, trusted=True, **options)) is None:
             raise ValueError(f"draft {name!r} drafts nothing: there is nothing to measure")
         if text == WRONG:
             draft = Misleading(draft, vocabulary)
-        draft = AdaptiveDraft(draft) if adaptive else draft
-        return LLM(target, draft=draft)  # of the same weights: where a copy lies in memory shows
+        return LLM(target, AdaptiveDraft(draft) if adaptive else draft)  # same weights: where a copy lies shows
 
     found = []
     for name, text in product(names, prompts):
@@ -203,23 +201,15 @@ def measure_promise(
         params = SamplingParams(temperature=0.0 if text == WRONG else 1.5, max_tokens=256, seed=0, ignore_eos=True)
         for llm in llms.values():  # what happens at a first call only
             llm.generate([[0, 1, 2, 3]], params.model_copy(update={"max_tokens": 8}), policy=policy, k=0)
-        ratios: dict[str, list[float]] = {"again": [], "fixed": [], "adaptive": []}
+        seconds: dict[str, list[float]] = {which: [] for which in llms}
         order, stats = list(llms), Stats()
         for prompt in prompts[text] * repeats:
             order.append(order.pop(0))
-            seconds = {}
             for which in order:
-                start = time.perf_counter()
-                (out,) = llms[which].generate([prompt], params, policy=policy, k=k)
-                seconds[which] = time.perf_counter() - start
+                (out,), taken = clocked(partial(llms[which].generate, [prompt], params, policy=policy, k=k))
+                seconds[which].append(taken)
                 stats += out.stats if which == "fixed" else Stats()
-            for which, measured in ratios.items():
-                measured.append(seconds["plain"] / seconds[which])
             advance()
-        over = {which: Ratio.of(measured) for which, measured in ratios.items()}
+        over = {which: Ratio.of([a / b for a, b in zip(seconds["plain"], each)]) for which, each in seconds.items()}
         found.append(Promise(name, text, over["again"], over["fixed"], over["adaptive"], stats.tau))
     return found
-
-
-def _parse(name: str, dtype: str, device: str, kernels: str) -> DraftStrategy | None:
-    return parse_draft(name, trusted=True, dtype=dtype, device=device, kernels=kernels)

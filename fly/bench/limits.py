@@ -1,80 +1,23 @@
-"""What the machine can do at most: bytes read and numbers multiplied a second. And the clock all benches share.
-
-Knows nothing of speculation.
-"""
+"""What the machine can do at most: bytes read and numbers multiplied a second. Knows nothing of speculation."""
 
 from __future__ import annotations
 
 import math
-import statistics
-import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from itertools import pairwise
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from fly.backends.cpu.library import load, why_not
+from fly.bench.clock import between, clocked, take_turns
 from fly.cache.paged import zeros
-from fly.eval.timed import synchronize
 
-__all__ = ["Limits", "Timing", "between", "measure_limits", "take_turns"]
+__all__ = ["Limits", "measure_limits"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
-
-
-@dataclass(frozen=True)
-class Timing:
-    """Seconds of one thing, measured several times."""
-
-    times: tuple[float, ...]
-
-    @property
-    def median(self) -> float:
-        return statistics.median(self.times)
-
-    @property
-    def low(self) -> float:
-        return min(self.times)
-
-    @property
-    def high(self) -> float:
-        return max(self.times)
-
-    def as_json(self) -> dict[str, float | int]:
-        return {"median": self.median, "low": self.low, "high": self.high, "count": len(self.times)}
-
-
-def take_turns(
-    runs: Sequence[Callable[[], float | None]],
-    repeats: int,
-    device: torch.device,
-    advance: Callable[[], None] = lambda: None,
-) -> list[Timing]:
-    """Time every run ``repeats`` times after one warm-up, in turns, so that a busy moment of the machine falls on all
-    of them alike. A run that returns a number has taken its own time, in seconds. ``advance`` is called after every
-    turn, the warm-up included."""
-    times: list[list[float]] = [[] for _ in runs]
-    for turn in range(repeats + 1):
-        for number, run in enumerate(runs):
-            synchronize(device)
-            start = time.perf_counter()
-            own = run()
-            synchronize(device)
-            if turn:
-                times[number].append(time.perf_counter() - start if own is None else own)
-        advance()
-    return [Timing(tuple(each)) for each in times]
-
-
-def between(points: Sequence[tuple[float, float]], x: float) -> float:
-    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
-    for (left, low), (right, high) in pairwise(points):
-        if left <= x <= right:
-            return low + (high - low) * (x - left) / (right - left)
-    raise ValueError(f"{x} is outside {points[0][0]} to {points[-1][0]}")
 
 
 @dataclass(frozen=True)
@@ -118,20 +61,28 @@ class Limits:
         def better(one: dict[Any, float], other: dict[Any, float]) -> dict[Any, float]:
             return {key: max(rate, other[key]) for key, rate in one.items()}
 
-        reading, matmul = better(self.reading, again.reading), better(self.matmul, again.matmul)
-        return Limits(self.device, self.threads, reading, matmul, better(self.typical, again.typical))
+        return replace(
+            self,
+            reading=better(self.reading, again.reading),
+            matmul=better(self.matmul, again.matmul),
+            typical=better(self.typical, again.typical),
+        )
 
-    def rows(self) -> list[tuple[str, float, float, str]]:
+    def rows(self) -> Iterator[tuple[str, float, float, str]]:
         """Name, best, median and unit of each limit."""
-        read = [(f"read {size >> 20} MB", rate, self.typical[size], "B/s") for size, rate in self.reading.items()]
-        names = {dtype: str(dtype).removeprefix("torch.") for dtype in self.matmul}
-        return read + [
-            (f"matmul {names[dtype]}", rate, self.typical[dtype], "op/s") for dtype, rate in self.matmul.items()
-        ]
+        for size, rate in self.reading.items():
+            yield f"read {size >> 20} MB", rate, self.typical[size], "B/s"
+        for dtype, rate in self.matmul.items():
+            yield f"matmul {dtype_name(dtype)}", rate, self.typical[dtype], "op/s"
 
     def as_json(self) -> dict[str, object]:
         rates = {name: {"best": best, "median": median, "unit": unit} for name, best, median, unit in self.rows()}
         return {"device": self.device, "threads": self.threads, **rates}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``bfloat16`` of ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
 
 
 @torch.inference_mode()
@@ -141,41 +92,25 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     numbers = _numbers(_SIZES[-1] // 8, device)
     totals = _totals(device)
 
-    def reads(size: int) -> Callable[[], float]:
-        part = numbers[: size // 8]
+    def read(size: int) -> float:
+        part, times = numbers[: size // 8], []
+        for total in totals:
+            total(part)  # brings into the caches what fits
+            times.append(clocked(partial(total, part), device)[1])
+        return min(times)
 
-        def read() -> float:
-            times = []
-            for total in totals:
-                total(part)  # brings into the caches what fits
-                synchronize(device)
-                start = time.perf_counter()
-                total(part)
-                synchronize(device)
-                times.append(time.perf_counter() - start)
-            return min(times)
-
-        return read
-
-    def multiplies(dtype: torch.dtype) -> Callable[[], None]:
-        left, right = (torch.randn(sides[dtype], sides[dtype], device=device).to(dtype) for _ in range(2))
-        product = torch._int_mm if dtype == torch.int8 else torch.mm
-
-        def multiply() -> None:
-            product(left, right)
-
-        return multiply
+    def multiplies(dtype: torch.dtype, side: int) -> Callable[[], object]:
+        left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        return partial(torch._int_mm if dtype == torch.int8 else torch.mm, left, right)
 
     sides = {torch.bfloat16: side, torch.float32: side}
     if device.type == "cpu" and not why_not():  # what W8A8 is held against
         sides[torch.int8] = 2 * side
     # Not all in turns: the threads of one library look out for work for a while when the other has begun.
-    timings = take_turns([*map(reads, _SIZES)], repeats, device)
-    timings += take_turns([*map(multiplies, sides)], repeats, device)
-    amounts: dict[int | torch.dtype, int] = {
-        **{size: size for size in _SIZES},
-        **{dtype: 2 * side**3 for dtype, side in sides.items()},
-    }
+    timings = take_turns([partial(read, size) for size in _SIZES], repeats, device)
+    timings += take_turns([multiplies(*one) for one in sides.items()], repeats, device)
+    amounts: dict[int | torch.dtype, int] = {size: size for size in _SIZES}
+    amounts |= {dtype: 2 * side**3 for dtype, side in sides.items()}
     best = {key: amount / timing.low for (key, amount), timing in zip(amounts.items(), timings)}
     return Limits(
         str(device),

@@ -10,9 +10,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import NamedTuple
 
 import torch
 
+from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.models import LlamaConfig
 from fly.parallel import Part
@@ -26,9 +28,9 @@ __all__ = [
     "Link",
     "Machines",
     "Setting",
+    "Work",
     "forecast",
     "step_seconds",
-    "weights",
 ]
 
 
@@ -91,23 +93,22 @@ DEVICES: dict[str, Device] = {
 _NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
 
 
-def _llama(hidden: int, intermediate: int, layers: int, heads: int) -> LlamaConfig:
-    return LlamaConfig(
+MODELS = {
+    f"llama-3.1-{size}": LlamaConfig(
         vocab_size=128256,
         hidden_size=hidden,
         intermediate_size=intermediate,
         num_hidden_layers=layers,
-        num_attention_heads=heads,
+        num_attention_heads=hidden // 128,
         num_key_value_heads=8,
         head_dim=128,
         max_position_embeddings=131072,
     )
-
-
-MODELS = {
-    "llama-3.1-8b": _llama(4096, 14336, 32, 32),
-    "llama-3.1-70b": _llama(8192, 28672, 80, 64),
-    "llama-3.1-405b": _llama(16384, 53248, 126, 128),
+    for size, hidden, intermediate, layers in (
+        ("8b", 4096, 14336, 32),
+        ("70b", 8192, 28672, 80),
+        ("405b", 16384, 53248, 126),
+    )
 }
 
 
@@ -126,11 +127,6 @@ class Machines:
         nodes = -(-self.ranks // inside)
         return self.device.link.all_reduce(size, inside) + self.network.all_reduce(size / inside, nodes)
 
-    @property
-    def alone(self) -> Machines:
-        """One of the ranks."""
-        return replace(self, ranks=1)
-
 
 @dataclass(frozen=True)
 class Setting:
@@ -139,7 +135,7 @@ class Setting:
     Args:
         tau: tokens a round emits, as measured elsewhere.
         draft_tau: tokens the draft emits a forward of its own; above 1 with a cheaper level below it.
-        rows, context: sequences in a batch, and tokens each has behind it.
+        rows, context: sequences in a batch, and stored tokens of each.
         itemsize: bytes a weight and a cached number.
     """
 
@@ -191,42 +187,53 @@ class Forecast:
         return self.setting.tau * self.plain / self.round(placement)
 
 
-SMALL, JUDGED = 2, 2  # exchanges of a few numbers: of a forward, and of a rule that asks for top logits and mass
+JUDGED = 2  # exchanges of a few numbers, for a rule that asks for top logits and mass
+_SMALL = 2  # such exchanges of every forward: what is about to be computed is compared, and the largest logit found
 
 
 @cache
-def share_of(config: LlamaConfig, ranks: int) -> Part:
+def _share(config: LlamaConfig, ranks: int) -> Part:
     """The first rank's."""
     return Part(config, 0, ranks)
 
 
-def weights(config: LlamaConfig) -> int:
-    """Numbers that a step reads: all matrices but the embedding, of which it looks up a row a token."""
-    attention = config.head_dim * (2 * config.num_attention_heads + 2 * config.num_key_value_heads)
-    return config.hidden_size * (
-        config.num_hidden_layers * (attention + 3 * config.intermediate_size) + config.vocab_size
-    )
+@dataclass(frozen=True)
+class Work:
+    """What one rank of ``ranks`` does in a forward over ``tokens`` new tokens of ``rows`` sequences, each after
+    ``context`` others: bytes of weights it reads, operations on them, bytes of keys and values it reads, operations on
+    them (of one sequence), and what the ranks exchange: how often so many bytes."""
+
+    layers: int
+    read: float
+    multiplied: float
+    cached: int
+    attended: float
+    exchanged: tuple[tuple[int, int], ...]
+
+    @staticmethod
+    def of(config: LlamaConfig, ranks: int, tokens: int, rows: int, context: int, itemsize: int) -> Work:
+        """Raises ``PlanError`` if the model does not divide among the ranks."""
+        sizes, layers, numbers = _share(config, ranks).sizes, config.num_hidden_layers, matrix_parameters(config)
+        dtype = torch.float32 if itemsize == 4 else torch.bfloat16
+        return Work(
+            layers,
+            numbers / ranks * itemsize,
+            2 * tokens * numbers / ranks,
+            PagedKVCache.bytes_per_token(sizes, dtype) * rows * context,
+            4 * tokens * context * sizes.num_attention_heads * config.head_dim * layers / rows,
+            ((2 * layers + 1, tokens * config.hidden_size * itemsize), (_SMALL, tokens * 8 * ranks)),
+        )
 
 
 def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int, context: int, itemsize: int) -> float:
     """One forward over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
-    device, ranks = machines.device, machines.ranks
-    part = share_of(config, ranks)
-    dtype = torch.float32 if itemsize == 4 else torch.bfloat16
-    cached = PagedKVCache.bytes_per_token(part.sizes, dtype) * rows * context
-    products = max(
-        weights(config) / ranks * itemsize / device.bandwidth, 2 * tokens * weights(config) / ranks / device.flops
+    device, work = machines.device, Work.of(config, machines.ranks, tokens, rows, context, itemsize)
+    working = (
+        max(work.read / device.bandwidth, work.multiplied / device.flops)
+        + max(work.cached / (device.cached or device.bandwidth), work.attended / (device.attention or device.flops))
+        + sum(count * machines.all_reduce(size) for count, size in work.exchanged)
     )
-    width = part.sizes.num_attention_heads * config.head_dim
-    operations = 4 * tokens * context * width * config.num_hidden_layers
-    attention = max(
-        cached / (device.cached or device.bandwidth), operations / rows / (device.attention or device.flops)
-    )
-    layers = config.num_hidden_layers
-    exchanged = (2 * layers + 1) * machines.all_reduce(tokens * config.hidden_size * itemsize)
-    # What is about to be computed is compared, and the largest logit found.
-    exchanged += SMALL * machines.all_reduce(tokens * 8 * ranks)
-    working, asking = products + attention + exchanged, layers * device.layer + device.forward
+    asking = work.layers * device.layer + device.forward
     return max(working, asking) if device.overlaps else working + asking
 
 
@@ -235,31 +242,25 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
 
     Raises ``PlanError`` if a model does not divide among the ranks.
     """
-    small = machines if small is None else small
-    s, n = setting, machines.ranks
-    size = s.itemsize
+    s, n, small = setting, machines.ranks, machines if small is None else small
+    tokens = s.rows * (s.k + 1)
 
-    def step(config: LlamaConfig, where: Machines, tokens: int) -> float:
-        return step_seconds(config, where, tokens, s.rows, s.context, size)
+    def step(config: LlamaConfig, where: Machines, tokens: int = s.rows) -> float:
+        return step_seconds(config, where, tokens, s.rows, s.context, s.itemsize)
 
     def held(config: LlamaConfig, ranks: int) -> float:
-        part = share_of(config, ranks)
-        dtype = torch.float32 if size == 4 else torch.bfloat16
-        return part.bytes(size) + PagedKVCache.bytes_per_token(part.sizes, dtype) * s.rows * s.context
+        return _share(config, ranks).bytes(s.itemsize) + Work.of(config, ranks, 1, s.rows, s.context, s.itemsize).cached
 
-    logits = 4 * s.rows * (s.k + 1) * s.target.vocab_size / n
-    base = held(s.target, n) + logits + (_RESERVED if machines.device.overlaps else 0.0)
+    base = held(s.target, n) + 4 * tokens * s.target.vocab_size / n + (_RESERVED if machines.device.overlaps else 0.0)
     draft, memory = {"none": 0.0}, {"none": base}
     if s.draft is not None:
-        draft = {"replicated": step(s.draft, small.alone, s.rows), "sharded": step(s.draft, small, s.rows)}
+        draft = {"replicated": step(s.draft, replace(small, ranks=1)), "sharded": step(s.draft, small)}
         memory = {"replicated": base + held(s.draft, 1), "sharded": base + held(s.draft, n)}
-    tokens = s.rows * (s.k + 1)
     verify = step(s.target, machines, tokens) + JUDGED * machines.all_reduce(tokens * 8 * n)
-    return Forecast(s, machines, step(s.target, machines, s.rows), verify, draft, memory)
+    return Forecast(s, machines, step(s.target, machines), verify, draft, memory)
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(NamedTuple):
     """A setting of the paper (arXiv 2511.22972): drafter 8B, temperature 0; the gain is the mean of its two suites'."""
 
     name: str

@@ -6,40 +6,48 @@ every call of a model, so that what is left is the round's own overhead. Knows n
 
 from __future__ import annotations
 
-import time
-from collections import abc
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
-from fly.backends.cpu.library import split
-from fly.bench.limits import Limits, Timing, between, take_turns
+from fly.bench.clock import Timing, between, clocked, take_turns
+from fly.bench.limits import Limits, dtype_name
+from fly.bench.loaded import Subject, drafts_alone, forward_of, number_types
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
-from fly.drafts import DraftStrategy, SingleDraft
-from fly.eval.timed import Setting, Times, draft_runners, synchronize, timed
-from fly.executor import Batch, DraftSpec, Executor
+from fly.eval import Setting, decode
+from fly.eval.timed import Times
+from fly.executor import Executor
 from fly.models import LlamaConfig
-from fly.policies import Exact
-from fly.request import Sequence, Stats
+from fly.request import Stats
 from fly.types import SamplingParams
 
 __all__ = [
+    "CONTEXT",
     "Forward",
     "Forwards",
     "Rounds",
-    "Wanted",
+    "Shape",
+    "context_slope",
     "measure_forwards",
+    "measure_models",
     "measure_rounds",
+    "one_token",
     "predict",
 ]
+
+CONTEXT = 256
+"""Stored tokens after which draft lengths and rows are compared."""
 
 
 @dataclass(frozen=True)
 class Forward:
-    """A forward of ``tokens`` new tokens in each of ``rows`` rows, behind ``context`` stored ones. Where ``drafting``,
+    """A forward of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` stored ones. Where ``drafting``,
     the step by step decoding of one row instead, ``tokens`` of them."""
 
     model: str
@@ -66,18 +74,22 @@ class Forward:
     @property
     def bytes(self) -> int:
         """Bytes it has to read."""
-        if self.drafting:
-            return sum(self._bytes(1, self.context + n) for n in range(self.tokens))
-        return self._bytes(self.rows, self.context)
-
-    def _bytes(self, rows: int, context: int) -> int:
-        return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
+        return sum(self._bytes(self.rows, context) for context, _ in self._forwards)
 
     @property
     def operations(self) -> int:
+        """Floating-point operations it has to do."""
+        return sum(forward_operations(self.config, self.rows, *forward) for forward in self._forwards)
+
+    @property
+    def _forwards(self) -> list[tuple[int, int]]:
+        """Stored and new tokens of every forward it is made of."""
         if self.drafting:
-            return sum(forward_operations(self.config, 1, self.context + n) for n in range(self.tokens))
-        return forward_operations(self.config, self.rows, self.context, self.tokens)
+            return [(self.context + n, 1) for n in range(self.tokens)]
+        return [(self.context, self.tokens)]
+
+    def _bytes(self, rows: int, context: int) -> int:
+        return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
 
     def of_limit(self, limits: Limits) -> float:
         """The least time the machine needs for it, over the best it took: 1 is the roofline."""
@@ -86,18 +98,27 @@ class Forward:
     def as_json(self, limits: Limits) -> dict[str, object]:
         return {
             "model": self.model,
-            "dtype": str(self.dtype).removeprefix("torch."),
+            "dtype": dtype_name(self.dtype),
             "rows": self.rows,
             "context": self.context,
             "tokens": self.tokens,
             "drafting": self.drafting,
             "weight_bytes": self.weight_bytes or self.dtype.itemsize,
-            "products": str(self.products or self.dtype).removeprefix("torch."),
+            "products": dtype_name(self.products or self.dtype),
             "seconds": self.timing.as_json(),
             "bytes": self.bytes,
             "operations": self.operations,
             "of_limit": self.of_limit(limits),
         }
+
+
+class Shape(NamedTuple):
+    """A forward to be timed, as in ``Forward``."""
+
+    rows: int
+    context: int
+    tokens: int
+    drafting: bool = False
 
 
 class Forwards:
@@ -109,99 +130,79 @@ class Forwards:
         tokens: most tokens in its cache, over all rows.
     """
 
-    def __init__(self, name: str, model: Executor, tokens: int, block_size: int = 16) -> None:
-        self.name, self.executor, self.dtype, self.weight_bytes = name, model, model.dtype, model.weight_bytes
-        self.products = torch.int8 if split(model.kernels)[1] == "w8a8" else self.dtype
-        self.cache = PagedKVCache.for_model(model, tokens, block_size)
+    def __init__(self, name: str, model: Executor, tokens: int) -> None:
+        self.name, self.model = name, model
+        self.cache = PagedKVCache.for_model(model, tokens, 16)
         for stored in (self.cache.keys, self.cache.values):
             stored.normal_()
 
     def measure(
-        self,
-        shapes: abc.Sequence[tuple[int, int, int]],
-        drafts: abc.Sequence[tuple[int, int]] = (),
-        repeats: int = 15,
-        advance: Callable[[], None] = lambda: None,
+        self, shapes: Sequence[Shape], repeats: int = 15, advance: Callable[[], None] = lambda: None
     ) -> list[Forward]:
-        """A forward of every ``(rows, context, tokens)``, and step by step greedy decoding of every ``(context,
-        tokens)``, all in turns. Rows of a forward must fit the model's context and the cache (``ValueError``)."""
-        for rows, context, tokens in [*shapes, *((1, *draft) for draft in drafts)]:
-            if context + tokens > self.executor.config.max_position_embeddings:
-                raise ValueError(
-                    f"{context} and {tokens} tokens exceed {self.name}'s context of "
-                    f"{self.executor.config.max_position_embeddings}"
-                )
-            if rows * self.cache.allocator.blocks_for(context + tokens) > self.cache.allocator.num_blocks:
+        """A forward of every shape, in turns. Raises ``ValueError`` for one that exceeds the model's context or the
+        cache."""
+        most, allocator = self.model.config.max_position_embeddings, self.cache.allocator
+        for rows, context, tokens, _ in shapes:
+            if context + tokens > most:
+                raise ValueError(f"{context} and {tokens} tokens exceed {self.name}'s context of {most}")
+            if rows * allocator.blocks_for(context + tokens) > allocator.num_blocks:
                 raise ValueError(f"{rows} rows of {context} and {tokens} tokens do not fit a cache of this size")
-        runs = [Wanted(self, *shape) for shape in shapes] + [Wanted(self, 1, *draft, drafting=True) for draft in drafts]
-        return measure_forwards(runs, repeats, advance)
+        return measure_forwards([(self, shape) for shape in shapes], repeats, advance)
 
-    def seconds(self, rows: int, context: int, tokens: int, drafting: bool = False) -> float:
-        """Time one forward or, where ``drafting``, greedy decoding step by step: in one call of the model where it has
-        one. Logits are part of it."""
-        batch = self._batch(rows, context, 1 if drafting else tokens, tokens)
-        if not drafting:
-            return self._timed(lambda: self.executor.score(batch), rows) or 0.0
-        text = [0] * context + batch.tokens
-        row = Sequence(text, len(text), SamplingParams(temperature=0.0), Exact(), seed=0, k=tokens, id=0)
-        seconds = self._timed(lambda: self.executor.extend(batch, DraftSpec(), [row], [tokens]), 1)
-        if seconds is None:
-            return sum(self.seconds(1, context + n, 1) for n in range(tokens))
-        return seconds
-
-    def _batch(self, rows: int, context: int, tokens: int, room: int) -> Batch:
-        ids = list(range(rows))
-        for row in ids:
-            self.cache.resize(row, context + room)
-        new = torch.randint(0, self.executor.config.vocab_size, (rows, tokens)).tolist()
-        return Batch.of(new, self.cache.batch(ids, [context] * rows, [tokens] * rows))
-
-    def _timed(self, run: Callable[[], object], rows: int) -> float | None:
-        """Seconds of a call; None where it did nothing."""
-        synchronize(self.executor.device)
-        start = time.perf_counter()
-        done = run()
-        synchronize(self.executor.device)
-        seconds = time.perf_counter() - start
-        for row in range(rows):
+    def seconds(self, shape: Shape) -> float:
+        """Time one forward, its logits included. Decoding is one call of the model where it has one."""
+        done, seconds = clocked(forward_of(self.model, self.cache, *shape), self.model.device)
+        for row in range(shape.rows):
             self.cache.allocator.release(row)
-        return None if done is None else seconds
-
-
-@dataclass(frozen=True)
-class Wanted:
-    """A forward to be timed, as in ``Forward``."""
-
-    forwards: Forwards
-    rows: int
-    context: int
-    tokens: int
-    drafting: bool = False
+        if done is None:  # it has no call that drafts
+            return sum(self.seconds(Shape(1, shape.context + n, 1)) for n in range(shape.tokens))
+        return seconds
 
 
 @torch.inference_mode()
 def measure_forwards(
-    wanted: abc.Sequence[Wanted], repeats: int = 15, advance: Callable[[], None] = lambda: None
+    wanted: Sequence[tuple[Forwards, Shape]], repeats: int = 15, advance: Callable[[], None] = lambda: None
 ) -> list[Forward]:
     """Time forwards, also of several models, in turns."""
-    each = [(one.rows, one.context, one.tokens, one.drafting) for one in wanted]
-    runs = [lambda one=one, shape=shape: one.forwards.seconds(*shape) for one, shape in zip(wanted, each)]
-    timings = take_turns(runs, repeats, wanted[0].forwards.executor.device, advance)
+    runs = [partial(forwards.seconds, shape) for forwards, shape in wanted]
+    timings = take_turns(runs, repeats, wanted[0][0].model.device, advance)
     return [
-        Forward(
-            one.forwards.name,
-            one.forwards.executor.config,
-            one.forwards.dtype,
-            one.rows,
-            one.context,
-            one.tokens,
-            timing,
-            one.drafting,
-            one.forwards.weight_bytes,
-            one.forwards.products,
-        )
-        for one, timing in zip(wanted, timings)
+        Forward(each.name, each.model.config, timing=timing, **number_types(each.model), **shape._asdict())
+        for (each, shape), timing in zip(wanted, timings)
     ]
+
+
+def measure_models(
+    subjects: Sequence[Subject], k: int, turns: int, advance: Callable[[], None] = lambda: None
+) -> tuple[list[Forward], dict[str, Forward]]:
+    """The forwards of each model in turns, over draft length, context and rows; and by its name, how long it takes to
+    decode ``k`` tokens. ``advance`` is called ``turns + 1`` times a model."""
+    swept: list[Forward] = []
+    steps: dict[str, Forward] = {}
+    for subject in subjects:
+        positions = subject.config.max_position_embeddings
+        shapes = [
+            *(Shape(1, CONTEXT, n) for n in sorted({1, 2, 4, 8, 16, 32, k + 1}) if CONTEXT + n <= positions),
+            *(Shape(1, context, 1) for context in (64, 512, 896, 2048, 3968) if context < positions),
+            *(Shape(rows, CONTEXT, n) for rows in (4, 16) for n in (1, k + 1)),
+            Shape(1, CONTEXT, k, drafting=True),
+        ]
+        room = 16 * (CONTEXT + k + 17) + positions  # its last page may not be full
+        *found, steps[subject.name] = Forwards(subject.name, subject.make(), room).measure(shapes, turns, advance)
+        swept += found
+    return swept, steps
+
+
+def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
+    """The forward of one token of one row that ``forward`` is a multiple of."""
+    return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, CONTEXT, 1))
+
+
+def context_slope(forwards: Sequence[Forward]) -> float:
+    """Bytes of stored keys and values read a second: the slope of least squares of time over context, inverted."""
+    points = [(f.context_bytes, f.timing.low) for f in forwards if f.rows == f.tokens == 1]
+    slope, _ = statistics.linear_regression(*zip(*points))
+    return 1 / slope
 
 
 @dataclass
@@ -211,6 +212,7 @@ class Rounds:
     setting: Setting
     stats: Stats = field(default_factory=Stats)
     times: list[Times] = field(default_factory=list)
+    predicted: float | None = None  # what ``predict`` gives
 
     @property
     def best(self) -> Times:
@@ -231,51 +233,48 @@ class Rounds:
         emitted = self.stats.emitted / len(self.times)
         return Timing(tuple(emitted / times.decoding for times in self.times))
 
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "decoding": self.setting.name,
+            "policy": str(self.setting.policy),
+            "k": self.setting.k,
+            "tau": self.stats.tau,
+            "drafted": self.drafted,
+            "seconds": dict(zip(("target", "draft", "rest"), self.each())),
+            "tokens_per_second": self.tokens_per_second().as_json(),
+            "predicted": self.predicted,
+        }
+
 
 def measure_rounds(
-    settings: abc.Sequence[Setting],
-    problems: abc.Sequence[Problem],
+    settings: Sequence[Setting],
+    problems: Sequence[Problem],
     params: SamplingParams,
     turns: int = 3,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Rounds]:
     """Decode every problem with every setting, one request at a time, ``turns`` times over, with clocks around the
-    models. Settings take turns, after a warm-up. ``advance`` is called after every completion."""
-    for setting in settings:
-        _decode(Rounds(setting), list(problems[:1]), params, lambda: None)
+    models. Settings take turns, each after a warm-up. ``advance`` is called after every completion."""
+    prompts = [settings[0].llm.chat_prompt(problem.prompt) for problem in problems]
     measured = [Rounds(setting) for setting in settings]
     for _ in range(turns):
-        for rounds in measured:
-            _decode(rounds, list(problems), params, advance)
+        results = decode(settings, prompts, params, lambda name: advance(), clocked=True, together=len(prompts))
+        for rounds, result in zip(measured, results):
+            rounds.stats += result.stats
+            rounds.times.append(result.times)
     return measured
 
 
-def _decode(rounds: Rounds, problems: list[Problem], params: SamplingParams, advance: Callable[[], None]) -> None:
-    times = Times()
-    for problem in problems:
-        prompt = rounds.setting.llm.chat_prompt(problem.prompt)
-        output, own = timed(rounds.setting, prompt, params, clocked=True)
-        times += own
-        rounds.stats += output.stats
-        advance()
-    rounds.times.append(times)
-
-
-def predict(rounds: Rounds, forwards: abc.Sequence[Forward], draft: Forward | None) -> float | None:
+def predict(rounds: Rounds, forwards: Sequence[Forward], draft: Forward | None) -> float | None:
     """Tokens a second if a round took what its forwards take alone: E[emitted] / (K·t_draft + t(K+1)), which is
     S = E[emitted] / (K·c + v(K)) (Leviathan et al., arXiv 2211.17192, theorem 3.8, with v for 1) times the target's
     1 / t(1). ``forwards`` are the target's for several K, at one context, from which t(K+1) is read between; ``draft``
     is its draft's. None where drafting has no fixed cost a token: with several levels, or without a model.
     """
-    levels = draft_runners(rounds.setting.llm.draft)
-    if rounds.setting.k and (draft is None or len(levels) != 1 or not _alone(rounds.setting.llm.draft)):
+    k, strategy = rounds.setting.k, rounds.setting.llm.draft
+    if k and (draft is None or not drafts_alone(strategy)):
         return None
-    points = sorted((forward.tokens, forward.timing.low) for forward in forwards)
-    seconds = between(points, rounds.drafted + 1)
-    if draft is not None and rounds.setting.k:
+    seconds = between(sorted((forward.tokens, forward.timing.low) for forward in forwards), rounds.drafted + 1)
+    if k and draft is not None:
         seconds += rounds.drafted * draft.timing.low / draft.tokens
     return rounds.stats.tau / seconds
-
-
-def _alone(strategy: DraftStrategy | None) -> bool:
-    return isinstance(strategy, SingleDraft) and strategy.draft is None

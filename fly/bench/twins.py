@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from fly.backends import executor_of
-from fly.bench.speed import Forward, Forwards, Wanted, measure_forwards
+from fly.bench.loaded import drafts_alone, subjects_of
+from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
-from fly.eval.timed import draft_runners
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton
@@ -33,7 +33,7 @@ PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
 """Cost of a drafted token over a target's, taken as the ratio of parameters, and the draft length published for the
 pair (arXiv 2511.22972, section 4)."""
 
-_CONTEXT = 128  # stored tokens behind which forwards are timed
+_CONTEXT = 128  # stored tokens after which forwards are timed
 _TOKENS = 1024  # of each cache
 
 
@@ -43,7 +43,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
     Wider: hidden and feed-forward width, heads and key/value heads all times ``width``, the new ones zero: the cost of
     a layer grows with its square. RMSNorm divides by the mean square over all channels, which is ``width`` times
     smaller then, so its weights are divided by the square root of ``width``, and epsilon by ``width``.
-    Deeper: layers behind the last whose output matrices are zero, so that each adds nothing.
+    Deeper: layers after the last whose output matrices are zero, so that each adds nothing.
 
     What is left is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm weights
     are rounded once more in the model's dtype.
@@ -56,34 +56,29 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
         raise ValueError(f"width {width} must be at least 1")
     if layers < config.num_hidden_layers:
         raise ValueError(f"layers {layers} are fewer than the model's {config.num_hidden_layers}")
-    wide = LlamaConfig(
-        **{
-            **config.model_dump(),
-            "hidden_size": config.hidden_size * width,
-            "intermediate_size": config.intermediate_size * width,
-            "num_attention_heads": config.num_attention_heads * width,
-            "num_key_value_heads": config.num_key_value_heads * width,
-            "num_hidden_layers": layers,
-            "rms_norm_eps": config.rms_norm_eps / width,
-        }
+    sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    made = skeleton(
+        LlamaConfig(
+            **{
+                **config.model_dump(),
+                **{name: getattr(config, name) * width for name in sizes},
+                "num_hidden_layers": layers,
+                "rms_norm_eps": config.rms_norm_eps / width,
+            }
+        )
     )
-    made = skeleton(wide)
     allocate(made, model.dtype, model.device)
     source = dict(model.named_parameters())
     with torch.no_grad():
         for name, parameter in made.named_parameters():
+            parameter.zero_()
             own, added = _source(name, config)
             if added and any(part in name for part in (".o_proj.", ".down_proj.")):
-                parameter.zero_()
                 continue
-            fused = _fused(own, config)
-            start = at = 0
-            parameter.zero_()
-            for rows in fused or [source[own].shape[0]]:
-                piece = source[own][start : start + rows]
-                part = parameter[at : at + rows]
-                (part[:, : piece.shape[1]] if piece.dim() == 2 else part).copy_(piece)
-                start, at = start + rows, at + rows * width
+            at = 0
+            for piece in source[own].split(_fused(own, config) or len(source[own])):
+                parameter[at : at + len(piece)].narrow(-1, 0, piece.shape[-1]).copy_(piece)
+                at += len(piece) * width
             if name.endswith("norm.weight"):
                 parameter[: config.hidden_size].copy_(source[own].double() / width**0.5)
     return made.eval().requires_grad_(False)
@@ -159,7 +154,7 @@ class Twins:
     def predicted(self, result: Result) -> float | None:
         """S = E[emitted] / (K·c + v(K)); None where drafts have no fixed cost a token, or not K of them."""
         k, strategy = result.setting.k, result.setting.llm.draft
-        if not k or not isinstance(strategy, SingleDraft) or strategy.draft is not None or strategy.confidence:
+        if not k or not drafts_alone(strategy) or strategy.confidence:
             return None
         return result.stats.tau / (k * self.cost(k) + self.verification(k))
 
@@ -192,9 +187,6 @@ class Twins:
                 for result in self.results
             ],
         }
-
-
-_LEVELS = ", multi-level"
 
 
 def measure_twins(
@@ -233,22 +225,20 @@ def measure_twins(
     plain = LLM(paths[0], **options)
     single = LLM(plain, paths[1], **options)
     levels = LLM(plain, f"ngram+{paths[1]}", **options)
-    named = str(policy).split("(")[0]
-    settings = [Setting("autoregressive", plain, 0)]
-    for k in lengths:
-        for llm, how in ((single, ""), (levels, _LEVELS)):
-            settings += [Setting(f"exact{how}", llm, k, Exact()), Setting(f"{named}{how}", llm, k, policy)]
     surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, dtype=dtype, device=device, kernels=kernels))
-    for name, rule in (("exact", Exact()), (named, policy)):
-        settings.append(Setting(f"{name} (to {confidence:g})", surely, longest, rule))
-    target = Forwards("target", plain.engine.runner.executor, _TOKENS)
-    drafting = Forwards("draft", draft_runners(single.draft)[0].executor, _TOKENS)
-    wanted = [Wanted(target, 1, _CONTEXT, longest, drafting=True)]
+    ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
+    settings = [Setting("autoregressive", plain, 0)]
+    for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:
+        for name, rule in (("exact", Exact()), (str(policy).split("(")[0], policy)):
+            settings.append(Setting(f"{name}{how}", llm, k, rule))
+    subjects = subjects_of(single, "target", "draft")
+    target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)
+    wanted = [(target, Shape(1, _CONTEXT, longest, drafting=True))]
     for k in lengths:  # in the order of a round: who comes next finds the caches full of the other's weights
-        wanted += [Wanted(target, 1, _CONTEXT, k + 1), Wanted(drafting, 1, _CONTEXT, k, drafting=True)]
+        wanted += [(target, Shape(1, _CONTEXT, k + 1)), (drafting, Shape(1, _CONTEXT, k, drafting=True))]
     decoded, *forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
-    clocked = plain.engine.runner.executor.device.type == "cpu"  # a GPU would be waited for after every forward
+    clocked = target.model.device.type == "cpu"  # a GPU would be waited for after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
     # A turn of few: a prompt takes long, and the target's weights are everybody's.
     results = compare(settings, asked, params, advance, clocked, together=2)
@@ -261,21 +251,19 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
     time."""
     room = _CONTEXT + k + 16
     wanted = [
-        Wanted(Forwards("", executor_of(twin(original, width, layers), kernels), room), 1, _CONTEXT, k, drafting=True)
+        (Forwards("", executor_of(twin(original, width, layers), kernels), room), Shape(1, _CONTEXT, k, drafting=True))
         for original in originals
         for layers in (original.config.num_hidden_layers, 3 * original.config.num_hidden_layers)
     ]
     seconds = [step.timing.low / step.tokens for step in measure_forwards(wanted)]
-    lines = []
-    for original, shallow, deep in zip(originals, seconds[::2], seconds[1::2]):
-        least = original.config.num_hidden_layers
-        lines.append((least, shallow, max(deep - shallow, shallow * 1e-3) / (2 * least)))
+    (shallow, deep), (small, tall) = seconds[:2], seconds[2:]
+    layers, few = (original.config.num_hidden_layers for original in originals)
 
-    def layers_for(line: tuple[int, float, float], seconds: float) -> int:
-        least, shallow, each = line
-        return max(least, least + round((seconds - shallow) / each))
+    def deeper(least: int, shallow: float, deep: float, wanted: float) -> int:
+        """Layers for ``wanted`` seconds, of a model that takes ``shallow`` with the least and ``deep`` with thrice."""
+        each = max(deep - shallow, shallow * 1e-3) / (2 * least)
+        return max(least, least + round((wanted - shallow) / each))
 
-    target, draft = lines
-    if draft[1] / target[1] > cost:
-        return [layers_for(target, draft[1] / cost), draft[0]]
-    return [target[0], layers_for(draft, target[1] * cost)]
+    if small / shallow > cost:
+        return [deeper(layers, shallow, deep, small / cost), few]
+    return [layers, deeper(few, small, tall, shallow * cost)]

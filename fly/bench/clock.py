@@ -1,0 +1,76 @@
+"""The clock all benches share. Knows nothing of models."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TypeVar
+
+import torch
+
+from fly.eval.timed import synchronize
+
+__all__ = ["Timing", "between", "clocked", "take_turns"]
+
+_Result = TypeVar("_Result")
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one thing, measured several times."""
+
+    times: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+    @property
+    def low(self) -> float:
+        return min(self.times)
+
+    @property
+    def high(self) -> float:
+        return max(self.times)
+
+    def as_json(self) -> dict[str, float | int]:
+        return {"median": self.median, "low": self.low, "high": self.high, "count": len(self.times)}
+
+
+def clocked(run: Callable[[], _Result], device: torch.device = _CPU) -> tuple[_Result, float]:
+    """What ``run`` returns, and the seconds until it has and ``device`` has done all it was given."""
+    synchronize(device)
+    start = time.perf_counter()
+    result = run()
+    synchronize(device)
+    return result, time.perf_counter() - start
+
+
+def take_turns(
+    runs: Sequence[Callable[[], object]],
+    repeats: int,
+    device: torch.device = _CPU,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Timing]:
+    """Time every run ``repeats`` times after one warm-up, in turns, so that a busy moment of the machine falls on all
+    of them alike. A run that returns a float has taken its own time, in seconds. ``advance`` is called after every
+    turn, the warm-up included."""
+    times: list[list[float]] = [[] for _ in runs]
+    for _ in range(repeats + 1):
+        for taken, run in zip(times, runs):
+            own, seconds = clocked(run, device)
+            taken.append(own if isinstance(own, float) else seconds)
+        advance()
+    return [Timing(tuple(each[1:])) for each in times]
+
+
+def between(points: Sequence[tuple[float, float]], x: float) -> float:
+    """The height at ``x`` of the line through ``points``, which are in order and lie on both sides of it."""
+    for (left, low), (right, high) in pairwise(points):
+        if left <= x <= right:
+            return low + (high - low) * (x - left) / (right - left)
+    raise ValueError(f"{x} is outside {points[0][0]} to {points[-1][0]}")

@@ -1,0 +1,161 @@
+"""All that benches do to a loaded model directly: what it is, its calls, its caches. Knows nothing of clocks."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, TypeGuard
+
+import torch
+
+from fly.backends import executor_of
+from fly.backends.cpu import chosen
+from fly.backends.cpu.library import NARROW, split
+from fly.backends.torch import TorchExecutor
+from fly.bench.shapes import random_model, shape_config
+from fly.cache import PagedKVCache
+from fly.drafts import DraftStrategy, SingleDraft
+from fly.eval.timed import Setting, draft_runners
+from fly.executor import Batch, DraftSpec, Executor
+from fly.llm import LLM
+from fly.models import Llama, LlamaConfig
+from fly.ops import argmax
+from fly.policies import AcceptancePolicy, Exact
+from fly.policies.base import Relaxed
+from fly.request import Sequence
+from fly.runner import Runner
+from fly.types import SamplingParams
+
+__all__ = [
+    "NARROW",
+    "Subject",
+    "drafts_alone",
+    "feeding",
+    "forward_of",
+    "is_divided",
+    "narrow_kernels",
+    "number_types",
+    "rule_name",
+    "runners_of",
+    "runs_compiled",
+    "settings_of",
+    "shape_subject",
+    "subjects_of",
+    "target_of",
+]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model to be timed: a name, a configuration, and ``make``, which gives the model when its turn comes."""
+
+    name: str
+    config: LlamaConfig
+    make: Callable[[], Executor]
+
+
+def target_of(llm: LLM) -> Executor:
+    return llm.engine.runner.executor
+
+
+def runners_of(llm: LLM) -> list[Runner]:
+    """The target's, and those of the draft models."""
+    return [llm.engine.runner, *draft_runners(llm.draft)]
+
+
+def narrow_kernels(kernels: str) -> str:
+    """Which of ``NARROW`` the name of some kernels stands for; empty for none of them."""
+    return split(chosen(kernels))[1]
+
+
+def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
+    """The loaded target by the name ``target``, and the draft's model, if it has one alone, by the name ``draft``."""
+    models = [runner.executor for runner in runners_of(llm)]
+    named = dict(zip((target, draft), models if len(models) == 2 else models[:1]))
+    return [Subject(name, model.config, partial(lambda loaded: loaded, model)) for name, model in named.items()]
+
+
+def shape_subject(name: str, like: Executor, kernels: str) -> Subject:
+    """A random model of ``WIDTHxLAYERSxVOCABULARY``, with ``:int8`` or ``:w8a8`` after it on kernels of that name, in
+    the dtype and on the device of ``like``."""
+    shape, _, kind = name.rpartition(":")
+    shape, kind = (shape, kind) if kind in NARROW else (name, "")
+    config = shape_config(shape)
+
+    def make() -> Executor:
+        wanted = f"{split(chosen(kernels))[0]}-{kind}" if kind else kernels
+        return executor_of(random_model(config, like.dtype, like.device), wanted)
+
+    return Subject(name, config, make)
+
+
+def number_types(executor: Executor) -> dict[str, Any]:
+    """``dtype``, of what a model stores; ``weight_bytes``, of one weight; and ``products``, the dtype of what it
+    multiplies."""
+    products = torch.int8 if split(executor.kernels)[1] == "w8a8" else executor.dtype
+    return {"dtype": executor.dtype, "weight_bytes": executor.weight_bytes, "products": products}
+
+
+def runs_compiled(executor: Executor) -> bool:
+    return executor.kernels != "torch"
+
+
+def forward_of(
+    executor: Executor, cache: PagedKVCache, rows: int, context: int, tokens: int, drafting: bool = False
+) -> Callable[[], object]:
+    """A forward of ``tokens`` random tokens in each of ``rows`` rows, after ``context`` cached ones, logits included;
+    where ``drafting``, one call that decodes ``tokens`` tokens greedily, or None where there is no such call. Rows are
+    new to ``cache``, and stay in it."""
+    fed = 1 if drafting else tokens
+    for row in range(rows):
+        cache.resize(row, context + tokens)
+    new = torch.randint(0, executor.config.vocab_size, (rows, fed)).tolist()
+    batch = Batch.of(new, cache.batch([*range(rows)], [context] * rows, [fed] * rows))
+    if not drafting:
+        return lambda: executor.score(batch)
+    text = [0] * context + batch.tokens
+    row_ = Sequence(text, len(text), SamplingParams(temperature=0.0), Exact(), seed=0, k=tokens)
+    return lambda: executor.extend(batch, DraftSpec(), [row_], [tokens])
+
+
+def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
+    """A forward over ``tokens`` after ``context``, and its most likely tokens, as often as one likes."""
+    text = [1, 2, 3, 4] * (context // 4)
+    row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
+    runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
+    draft = [4] * (tokens - 1)
+
+    def run() -> None:
+        argmax(runner.feed([row], [draft])[0]).tolist()
+        runner.commit([row])
+
+    return run
+
+
+def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
+    """Whether it is one model that nobody drafts for."""
+    return isinstance(strategy, SingleDraft) and strategy.draft is None
+
+
+def is_divided(draft: DraftStrategy | None) -> bool:
+    """Whether each rank has a part of the draft's one model."""
+    executor = draft.executor if isinstance(draft, SingleDraft) else None
+    if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
+        return False
+    return model.lm_head.weight.shape[0] < model.config.vocab_size
+
+
+def rule_name(rule: AcceptancePolicy) -> str:
+    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
+
+
+def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
+    """Autoregressive decoding of ``plain``; of ``fast`` exact speculation, and each rule that is another."""
+    different = [rule for number, rule in enumerate(rules) if rule not in rules[:number]]
+    named = [Setting(rule_name(rule), fast, k, rule) for rule in different if rule != Exact()]
+    names = [setting.name for setting in named]
+    named = [replace(each, name=str(each.policy)) if names.count(each.name) > 1 else each for each in named]
+    return [Setting("autoregressive", plain, 0), Setting("exact", fast, k), *named]

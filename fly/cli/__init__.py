@@ -1,0 +1,44 @@
+"""The ``fly`` command. Everything it does, the Python interface does too; it only asks and shows."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from fly.cli.bench import bench
+from fly.cli.comparison import demo, evaluate
+from fly.cli.completion import generate
+from fly.cli.registry import check, drafts, models, policies
+from fly.cli.serving import serve
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    help="Pluggable speculative decoding: any draft proposes, any acceptance policy decides what stands.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"fly {version('flyspec')}")
+        raise typer.Exit()
+
+
+@app.callback()
+def _main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None: ...
+
+
+for _command in (generate, serve, models, policies, drafts, check, demo):
+    app.command()(_command)
+app.command("eval")(evaluate)
+app.add_typer(bench, name="bench")

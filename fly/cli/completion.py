@@ -1,0 +1,249 @@
+"""``fly generate``, and how a completion is shown: in colours that say why each token stands."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from fly.cli.options import (
+    CollectiveTimeout,
+    ConfigFile,
+    Device,
+    DraftOption,
+    Dtype,
+    HeartbeatTimeout,
+    K,
+    Kernels,
+    Model,
+    Policy,
+)
+from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, setup_of
+from fly.cli.show import console, note
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.llm import LLM, Output, Piece
+from fly.models.tokenizer import TextStream
+from fly.policies import AcceptancePolicy
+from fly.request import Stats
+from fly.types import SamplingParams, StructuredOutput, Why
+
+# Why a token stands -> how it looks, and what that means. Underline marks what differs from the target's own text, for
+# eyes without colour.
+STYLES = {
+    "match": ("green", "drafted, and the target's own choice"),
+    "relaxed": ("bold yellow underline", "drafted, excused by the policy"),
+    "correction": ("red", "the target's, for a draft it rejected"),
+    "bonus": ("cyan", "the target's, after a draft that stood"),
+}
+
+
+@command
+def generate(
+    context: typer.Context,
+    prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Policy = "fly",
+    k: K = 15,
+    max_tokens: Annotated[int, typer.Option(min=0)] = 256,
+    min_tokens: Annotated[int, typer.Option(min=0)] = 0,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
+    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    seed: Annotated[
+        int | None, typer.Option(help="Same seed, same output (not with drafts that learn, such as adaptive).")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be given several times.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
+    presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
+    frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
+    repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    logit_bias: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Add this, in [-100, 100], to the logit of a token; may be given several times.", metavar="ID=BIAS"
+        ),
+    ] = None,
+    n: Annotated[int, typer.Option("--n", help="Completions of the prompt, at least 1.")] = 1,
+    json_schema: Annotated[
+        str | None,
+        typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
+    ] = None,
+    regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
+    grammar: Annotated[
+        str | None,
+        typer.Option(
+            help="Answer with a text of this grammar (Lark's syntax): a file, or its text.", metavar="FILE_OR_TEXT"
+        ),
+    ] = None,
+    raw: Annotated[bool, typer.Option("--raw", help="Give the prompt as it is, without the chat template.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object with tokens, reasons and counts.")
+    ] = False,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
+    ] = False,
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    config: ConfigFile = None,
+) -> None:
+    """Complete a prompt; on a terminal, colours show why each token stands."""
+    with ranks_of(context, config) as ranks:
+        forms: dict[str, Any] = {
+            "json_schema": _text_of("--json-schema", json_schema, r"\A\s*\{", "object"),
+            "regex": regex,
+            "grammar": _text_of("--grammar", grammar, r"\bstart\b[^:\n]*:", "grammar with a rule start"),
+        }
+        params = SamplingParams(
+            **{
+                **options_of(context, SamplingParams.model_fields),
+                "stop": tuple(stop or ()),
+                "bad_words": tuple(bad_word or ()),
+                "logit_bias": _biases(logit_bias or []),
+                "structured": None if set(forms.values()) == {None} else StructuredOutput(**forms),
+            }
+        )
+        text = str(prompt)
+        if prompt in (None, "-"):
+            text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
+        llm = LLM.from_config(setup_of(context, config), ranks)
+        if ranks is not None:
+            loaded(ranks, quiet=not console.is_terminal)
+        templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
+        ids: Any = llm.chat_prompt(text) if templated else text
+        if as_json:
+            output = llm.generate([ids], params)[0]
+            console.print_json(json.dumps({**_as_json(output), "kernels": kernels_of(llm)}))
+            return
+        stats, elapsed = show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
+        if console.is_terminal:
+            legend(llm, stats, elapsed)
+
+
+def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
+    """What an option gives that takes a text, known by its ``pattern``, or else a file of it (``@`` before its name is
+    allowed)."""
+    if given is None or re.search(pattern, given):
+        return given
+    try:
+        return Path(given.removeprefix("@")).read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise ValueError(f"{option} {given!r} is no {what}, and no file: {reason}") from None
+
+
+def _biases(given: list[str]) -> dict[int, float]:
+    """What ``--logit-bias`` says: the bias of each token id."""
+    found: dict[int, float] = {}
+    for text in given:
+        token, _, bias = text.partition("=")
+        try:
+            number, value = int(token), float(bias)
+        except ValueError:
+            raise ValueError(f"--logit-bias {text!r} must be TOKEN_ID=BIAS, as 42=-100") from None
+        if number in found:
+            raise ValueError(f"--logit-bias {text!r}: token {number} has a bias already, {found[number]:g}")
+        found[number] = value
+    return found
+
+
+def show_stream(
+    llm: LLM, prompt: Any, params: SamplingParams, policy: AcceptancePolicy | None = None
+) -> tuple[Stats, float]:
+    """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
+    request = llm.stream(prompt, params, policy=policy)
+    start = time.perf_counter()
+    _show(request)
+    elapsed = time.perf_counter() - start
+    console.print()
+    return request.stats, elapsed
+
+
+def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, float]:
+    """Print the several completions of a prompt, a line before each. Their stats, and the seconds they took."""
+    start = time.perf_counter()
+    first = llm.generate([prompt], params)[0]
+    elapsed = time.perf_counter() - start
+    for number, output in enumerate(every := (first, *first.others), start=1):
+        note(f"--- {number} of {len(every)} ---")
+        _show(pieces(output, llm.tokenizer))
+        console.print()
+    return sum((output.stats for output in every), Stats()), elapsed
+
+
+def pieces(output: Output, tokenizer: Any) -> Iterator[Piece]:
+    """The text of an output as a stream of it would have come."""
+    text, left, held = TextStream(tokenizer), len(output.text), []
+    for number, token in enumerate(output.provenance, start=1):
+        held.append(token)
+        piece = text.push(token.id) + (text.finish() if number == len(output.provenance) else "")
+        if piece := piece[:left]:  # nothing of a stop string
+            yield Piece(piece, tuple(held))
+            left, held = left - len(piece), []
+
+
+def _show(texts: Iterable[Piece]) -> None:
+    """Print pieces of text as they come, on a terminal each in the colour of why it stands."""
+    for piece in texts:
+        why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
+        if console.is_terminal:
+            console.print(Text(str(piece), STYLES[why.name.lower()][0]), end="", soft_wrap=True)
+        else:  # to the letter
+            console.file.write(str(piece))
+
+
+def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
+    """Print what the colours mean, and what the completion took."""
+    for why, (style, meaning) in STYLES.items():
+        console.print(Text.assemble(("  " + why.ljust(11), style), (meaning, "dim")))
+    parts = [f"{stats.generated} tokens in {elapsed:.2f} s ({stats.generated / max(elapsed, 1e-9):,.0f} a second)"]
+    if stats.drafted:
+        parts.append(f"τ {stats.tau:.2f}")
+        parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
+        parts.append(f"{stats.relaxed} relaxed")
+    parts += [
+        f"{name} held {gate.passed}/{gate.asked}{f', alone refused {gate.refused}' if gate.refused else ''}"
+        for name, gate in stats.gates.items()
+    ]
+    parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
+    note(" · ".join([*parts, f"kernels {kernels_of(llm)}"]))
+
+
+def _as_json(output: Output) -> dict[str, Any]:
+    stats = output.stats
+    counts = ("prompt_tokens", "generated", "rounds", "drafted", "accepted", "relaxed", "tau")
+    return {
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "finish_reason": output.finish_reason,
+        "policy": str(output.policy),
+        "guarantee": output.guarantee.value,
+        "bound": output.bound and str(output.bound),
+        "provenance": [
+            {
+                "id": token.id,
+                "why": token.why.name.lower(),
+                "clause": token.clause,
+                "target_choice": token.target_choice,
+            }
+            for token in output.provenance
+        ],
+        "stats": {
+            **{name: getattr(stats, name) for name in counts},
+            "gates": {name: asdict(gate) for name, gate in stats.gates.items()},
+        },
+        "others": [_as_json(other) for other in output.others],
+    }

@@ -1,0 +1,70 @@
+"""Options and arguments that several commands share, each declared once."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from fly.config import LONGEST, SHORTEST
+
+
+def number(least: float, most: float = math.inf, *, help: str) -> Any:
+    """An option that is a finite number in a range. What is not is named, which ``min`` and ``max`` of typer do not."""
+    within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
+
+    def check(value: float | None) -> float | None:
+        if value is not None and not (math.isfinite(value) and least <= value <= most):
+            raise typer.BadParameter(f"{value:g} must be a finite number {within}")
+        return value
+
+    shown = f"x>={least:g}" if most == math.inf else f"{least:g}<=x<={most:g}"
+    return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help)
+
+
+def output(*names: str, help: str) -> Any:
+    """An option that is a file to write, refused at once where it has no directory: figures would be lost."""
+
+    def check(path: Path | None) -> Path | None:
+        if path is not None and not path.absolute().parent.is_dir():
+            raise typer.BadParameter(f"there is no directory {str(path.parent)!r}")
+        return path
+
+    return typer.Option(*names, help=help, callback=check)
+
+
+Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
+DraftOption = Annotated[
+    str,
+    typer.Option(help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'."),
+]
+Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
+DraftLength = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
+Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
+Kernels = Annotated[
+    str,
+    typer.Option(
+        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits; w8a8: "
+        "weights and activations."
+    ),
+]
+Split = Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")]
+Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]
+Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
+Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option(
+        help="YAML or JSON with model, draft, policy, k; options given here win. What neither says: exact, no draft."
+    ),
+]
+HeartbeatTimeout = Annotated[
+    float, number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost.")
+]
+CollectiveTimeout = Annotated[
+    float, number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")
+]

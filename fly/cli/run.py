@@ -1,0 +1,131 @@
+"""What surrounds a command: plain errors, the ranks of torchrun, the configuration file."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+import typer
+from pydantic import ValidationError
+from rich.markup import escape
+
+from fly.backends.cpu import why_not
+from fly.cache.allocator import OutOfBlocks
+from fly.cli.show import errors
+from fly.config import Config
+from fly.errors import explain, origin
+from fly.llm import LLM
+
+_Command = TypeVar("_Command", bound=Callable[..., None])
+
+
+def command(run: _Command, alone: bool = False) -> _Command:
+    """A command whose bad input is one clear line and exit status 2, not a traceback; so is an error of somebody's
+    plug-in, with its place. What is left over is ours, and shows all it can. ``alone``: not for the ranks of torchrun,
+    each of which would do all of it for itself."""
+
+    @functools.wraps(run)
+    def guarded(*arguments: Any, **options: Any) -> None:
+        if "" not in sys.path:  # modules in the working directory are found, as with python -m
+            sys.path.insert(0, "")
+        try:
+            if alone and "TORCHELASTIC_RUN_ID" in os.environ:
+                raise ValueError(
+                    "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
+                )
+            return run(*arguments, **options)
+        except (typer.Exit, typer.Abort):
+            raise
+        except BrokenPipeError:  # whoever read has seen enough; nothing more is to be flushed to them
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(1) from None
+        except KeyboardInterrupt:
+            errors.print("interrupted")
+            raise typer.Exit(130) from None
+        except (ValueError, OSError, OutOfBlocks) as error:
+            message = explain(error) if isinstance(error, ValidationError) else str(error)
+        except Exception as error:
+            place = origin(error)
+            if any(part in place for part in ("site-packages", "/bin/fly", "<string>", "/importlib/")):
+                raise
+            message = f"{type(error).__name__}: {error} ({place})"
+        errors.print(f"[bold red]error:[/] {escape(message)}", highlight=False, soft_wrap=True)
+        raise typer.Exit(2)
+
+    return guarded  # type: ignore[return-value]
+
+
+alone = functools.partial(command, alone=True)
+
+
+@contextmanager
+def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any = None) -> Iterator[Any]:
+    """The ranks that torchrun started, of which the first alone reads and prints; None where it did not."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield None
+        return
+    from fly.parallel import launch
+
+    timeouts = {name: context.params[name] for name in Config.of_ranks}
+    with suppress(ValueError):  # what is wrong with the file is said once, when there are ranks
+        timeouts = _given(context, config, timeouts)
+    with launch(**timeouts, on_fault=on_fault) as ranks:
+        if not ranks.leads:
+            sys.stdout = errors.file = open(os.devnull, "w")  # noqa: SIM115  (until the process ends)
+        yield ranks
+
+
+def setup_of(context: typer.Context, path: Path | None) -> Config:
+    """The configuration of the file, with the options that were given on the command line; else of the options."""
+    mine = Config.model_fields.keys() - Config.of_ranks  # those of the ranks have been used by now
+    options = options_of(context, mine) if path is None else {name: context.params.get(name) for name in mine}
+    return Config.model_validate(_given(context, path, options), context={"trusted": True})
+
+
+def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any]:
+    """Those of a command's options that are ``fields`` of what it makes of them."""
+    return {name: value for name, value in context.params.items() if name in fields}
+
+
+def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
+    """Options as they were given on the command line, or else in the file, if there is one."""
+    if path is None:
+        return options
+    sources = {name: context.get_parameter_source(name) for name in options}
+    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+    read = Config.read(path)
+    return {name: value if name in given else getattr(read, name) for name, value in options.items()}
+
+
+def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
+    """What every rank took of memory when it had loaded; said where there are several. All ranks must ask."""
+    from fly.parallel import memory_here
+
+    memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
+    if ranks is not None and not quiet:
+        errors.print(f"fly: {len(memory)} ranks; {memory_in_words(memory)}", highlight=False, soft_wrap=True)
+    return memory
+
+
+def memory_in_words(memory: list[dict[str, int]]) -> str:
+    """What ``loaded`` gives, as a sentence."""
+
+    def each(name: str) -> str:
+        return ", ".join(f"{of_rank[name] / 1e6:,.0f}" for of_rank in memory)
+
+    device = f", of their devices {each('device')} MB" if any(of_rank["device"] for of_rank in memory) else ""
+    return f"memory by rank, loaded: at most {each('peak')} MB{device}; of their own {each('own')} MB"
+
+
+def kernels_of(llm: LLM) -> str:
+    """The kernels that run the target, and why it is PyTorch where compiled ones were to be had."""
+    executor = llm.engine.runner.executor
+    if executor.kernels != "torch":
+        return executor.kernels
+    reason = why_not() if executor.device.type == "cpu" else ""
+    return f"torch ({reason})" if reason else "torch"

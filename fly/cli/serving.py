@@ -1,0 +1,93 @@
+"""``fly serve``."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Annotated, Any
+
+import typer
+
+from fly.cli.options import (
+    CollectiveTimeout,
+    ConfigFile,
+    Device,
+    DraftOption,
+    Dtype,
+    HeartbeatTimeout,
+    K,
+    Kernels,
+    Model,
+)
+from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.llm import LLM
+
+
+@command
+def serve(
+    context: typer.Context,
+    model: Model = "fly-target",
+    draft: DraftOption = "fly-draft",
+    policy: Annotated[str, typer.Option(help="What requests get that say nothing.")] = "exact",
+    k: K = 15,
+    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from elsewhere.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="What clients call the model; its path otherwise.")] = None,
+    policies: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--policies",
+            help="What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); may "
+            "be given several times. All installed rules otherwise.",
+        ),
+    ] = None,
+    require_lossless: Annotated[bool, typer.Option("--require-lossless", help="Refuse any other policy.")] = False,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(envvar="FLY_API_KEY", help="Requests must bear one of these; may be given several times."),
+    ] = None,
+    max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
+    max_k: Annotated[int, typer.Option(min=0, help="Most tokens a request may have drafted a round.")] = 64,
+    timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
+    drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    config: ConfigFile = None,
+) -> None:
+    """Serve the model over HTTP as OpenAI does, with a playground at /."""
+    services: list[Any] = []
+
+    def lost(message: str) -> None:
+        """A rank is gone: whoever waits for an answer hears of it before this process ends."""
+        for service in services:
+            service.llm.worker.fail(RuntimeError(message))
+            time.sleep(0.5)
+
+    with ranks_of(context, config, lost) as ranks:
+        from fly.serve import Server, Service, Settings
+
+        # torchrun kills its processes 30 seconds after it has asked them to end
+        drain_timeout = drain_timeout if ranks is None else min(drain_timeout, 22.0)
+        given = options_of(context, Settings.model_fields)
+        settings = Settings(**{**given, "api_keys": tuple(api_key or ()), "drain_timeout": drain_timeout})
+        setup = setup_of(context, config)
+        llm = LLM.from_config(setup, ranks)
+        memory = loaded(ranks)
+        if ranks is not None:
+            if not ranks.leads:
+                for number in (signal.SIGTERM, signal.SIGINT):
+                    signal.signal(number, signal.SIG_IGN)  # it ends when the first rank has finished what it has
+                llm.follow()
+                return
+            llm.lead()
+        services.append(Service(llm, settings, draft=setup.draft, name=setup.model))
+        services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
+        try:
+            Server(services[0]).run()
+        finally:
+            llm.close()

@@ -1,0 +1,119 @@
+"""How commands print: the console, tables of figures, notes, progress, JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.measure import Measurement
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column, Table
+
+console = Console()
+errors = Console(stderr=True)
+
+_Row = TypeVar("_Row")
+_Key = TypeVar("_Key")
+
+
+def note(text: str) -> None:
+    """Print text that explains what stands above it."""
+    console.print(f"[dim]{text}[/]", highlight=False)
+
+
+def grouped(rows: Iterable[_Row], key: Callable[[_Row], _Key]) -> dict[_Key, list[_Row]]:
+    """The rows of each key, in the order of their first ones."""
+    groups: dict[_Key, list[_Row]] = {}
+    for row in rows:
+        groups.setdefault(key(row), []).append(row)
+    return groups
+
+
+def table(
+    title: str,
+    rows: Iterable[_Row],
+    columns: Mapping[str, Callable[[_Row], str]],
+    *,
+    text: Collection[str] = (),
+    wrapped: Collection[str] = (),
+    ends: Callable[[_Row], bool] = lambda row: False,
+    **look: Any,
+) -> Table:
+    """A line for each of ``rows``, whose cells ``columns`` gives by heading.
+
+    Columns are numbers, aligned right; the first (of the empty heading, if there is one), and those in ``text``, left.
+    Those in ``wrapped`` may take several lines. ``ends(row)``: a section ends there. ``look`` is what ``Table`` takes.
+    """
+    made = Table(title=title, title_justify="left", **{"box": box.SIMPLE_HEAD, "padding": 0, **look})
+    text = text or [next(iter(columns))]
+    for heading in columns:
+        folds = heading in wrapped
+        made.add_column(
+            heading,
+            justify="left" if heading in text else "right",
+            no_wrap=not folds,
+            overflow="fold" if folds else "ellipsis",
+        )
+    for row in rows:
+        made.add_row(*(cell(row) for cell in columns.values()), end_section=ends(row))
+    return made
+
+
+def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: Any) -> None:
+    """Print a framed table of texts. ``look`` is what ``Table`` takes."""
+    made = Table(*columns, **{"title_justify": "left", **look})
+    for row in rows:
+        made.add_row(*row)
+    console.print(made)
+
+
+def sentences(heading: str) -> Column:
+    """A column of sentences: a word too long for it goes on in the next line."""
+    return Column(heading, overflow="fold")
+
+
+def ratio(value: float | None, over: float = 1.0) -> str:
+    """``value`` as a multiple of ``over``; a dash for None."""
+    return "–" if value is None else f"{value / over:.2f}×"
+
+
+@contextmanager
+def progress(total: int, *what: str) -> Iterator[Callable[..., None]]:
+    """While this lasts, a bar of ``total`` for each of ``what``. Gives what advances one: that of the name it is
+    called with, or else the first."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {name: bars.add_task(escape(name), total=total) for name in what}
+        yield lambda name=what[0]: bars.advance(tasks.get(name, tasks[what[0]]))
+
+
+def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:
+    """Write figures to the file that ``--json`` names, if it names one; of several ranks the first does."""
+    if path is not None and (ranks is None or ranks.leads):
+        path.write_text(json.dumps(record, indent=2), encoding="utf-8")
+
+
+def print_named(names: Iterable[str], build: Callable[[Mapping[str, str]], Table]) -> None:
+    """Print a table with ``names`` in a column. Those too long for the console's width are cut and numbered, and given
+    in full below it. ``build`` makes the table; it gets what to call such names."""
+    made, longest = build({}), max(map(len, names := list(dict.fromkeys(names))))
+    cut: dict[str, str] = {}
+    if (over := Measurement.get(console, console.options.update_width(9999), made).maximum - console.width) > 0:
+        for name in names:
+            if len(name) > (room := max(longest - over, 5)):
+                mark = str(len(cut) + 1).translate(_RAISED)
+                cut[name] = f"{name[: room - len(mark) - 1]}…{mark}"
+        made = build(cut)
+    console.print(made)
+    for name, short in cut.items():
+        mark = short[short.index("…") + 1 :]
+        console.print(f"{mark} {name}", style="dim", markup=False, highlight=False, soft_wrap=True)
+
+
+_RAISED = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
