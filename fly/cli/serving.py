@@ -74,7 +74,9 @@ def serve(
         # torchrun kills its processes 30 seconds after it has asked them to end
         drain_timeout = drain_timeout if ranks is None else min(drain_timeout, 22.0)
         given = options_of(context, Settings.model_fields)
-        settings = Settings(**{**given, "api_keys": tuple(api_key or ()), "drain_timeout": drain_timeout})
+        # an option that may be repeated is empty, not None, in what click hands on
+        lists = {"api_keys": tuple(api_key or ()), "policies": None if policies is None else tuple(policies)}
+        settings = Settings(**{**given, **lists, "drain_timeout": drain_timeout})
         setup = setup_of(context, config)
         llm = LLM.from_config(setup, ranks)
         memory = loaded(ranks)
