@@ -156,7 +156,7 @@ class Matcher:
         """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
 
         Where bans that came before, of bad words or of ends before ``min_tokens``, leave nothing of what the grammar
-        allows, they give way to it: ``raw_JV`` are the logits without them (None if there are none). Places behind a
+        allows, they give way to it: ``raw_JV`` are the logits without them (None if there are none). Places after a
         token that is itself forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in
         ``Draft``; logits [J, V], J >= 1 + tokens drafted.
         """
@@ -207,7 +207,7 @@ class Matcher:
         return all(self._step(depth, token) for depth, token in enumerate(text[shared:], start=shared))
 
     def _step(self, depth: int, token: int) -> bool:
-        """Have ``token`` consumed behind the first ``depth`` tokens; False if the grammar does not allow it there."""
+        """Have ``token`` consumed after the first ``depth`` tokens; False if the grammar does not allow it there."""
         if depth < len(self._text) and self._text[depth] == token:
             return True
         if token in self._no_text:

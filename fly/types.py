@@ -185,7 +185,7 @@ class Target:
             K+1, V] or a ``LazyDistribution``; None builds the one-hot distribution.
         greedy_B: [B] bool, rows at temperature 0; None means all where ``probs`` is None, and none otherwise.
         control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
-        generated_B, relaxed_B, nats_B: [B], what each row has behind it: tokens emitted, how many of them were
+        generated_B, relaxed_B, nats_B: [B], of what each row has emitted: tokens, how many of them were
             relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build
             them when a rule first asks; None is zero.
         history: the tokens of each row before this block, its prompt included; None if nobody says.

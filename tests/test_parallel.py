@@ -33,13 +33,17 @@ from typer.testing import CliRunner
 
 import fly
 from fly import cli
-from fly.backends.cpu import available
+from fly.backends import load as load_whole
+from fly.backends import load_executor
+from fly.backends.cpu import CpuExecutor, available
+from fly.backends.torch import TorchExecutor
 from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
 from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds
 from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
+from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.loading import layout
 from fly.ops import vocabulary
@@ -337,14 +341,17 @@ def generate_with_noise(target: str, draft: str, request: dict[str, Any], noise:
     """One rank again, with logits a little off: where that changes nothing, no tie was near."""
     generator = torch.Generator().manual_seed(1)
 
-    def load_noisily(*arguments: Any) -> Llama:
+    def load_noisily(*arguments: Any, kernels: str = "torch") -> Executor:
         model = load_model(*arguments)
         model.lm_head.register_forward_hook(
             lambda _, inputs, out: out + noise * torch.randn(out.shape, generator=generator)
         )
-        return model
+        return TorchExecutor(model)
 
-    llm = fly.LLM(load_noisily(target), parse_draft(draft, load=load_noisily), k=5, cache_tokens=2048)
+    strategy = parse_draft(draft)
+    if strategy is not None:
+        strategy.resolve(partial(load_whole, by=load_noisily))
+    llm = fly.LLM(load_noisily(target), strategy, k=5, cache_tokens=2048)
     first = llm.generate(**request)
     return told(first) + told(llm.generate(**request))
 
@@ -398,21 +405,22 @@ def test_time_and_chance_are_the_first_ranks(pool: Pool, tmp_path: Path, placeme
 
 
 def bits(ranks: Ranks | None, target: str, plan: tuple[Rule, ...], kernels: str = "torch") -> list[list[float]]:
-    model = load_model(target)
+    executor: Executor = TorchExecutor(load_model(target))
     if ranks is not None:
-        model = load(target, ranks=ranks, plan=plan, gather_logits=True, kernels=kernels)
+        executor = load(target, ranks=ranks, plan=plan, gather_logits=True, kernels=kernels)
     torch.set_num_threads(2)  # who is no first thread of compiled kernels waits for the ranks as well
-    cache = PagedKVCache.for_model(model, 64)
+    cache = PagedKVCache.for_model(executor, 64)
     try:
         cache.resize(0, 40)
         with torch.inference_mode():
-            first_T, rest_T = torch.arange(40).split([39, 1])  # as a prompt comes in, and as a row decodes
-            model(first_T, first_T, cache.batch([0], [0], [39]))
-            last = model.logits(model(rest_T, rest_T, cache.batch([0], [39], [1])))
+            first, rest = list(range(39)), [39]  # as a prompt comes in, and as a row decodes
+            executor.score(Batch(first, first, cache.batch([0], [0], [39])))
+            last = executor.score(Batch(rest, rest, cache.batch([0], [39], [1]))).logits_NV
             cache.resize(0, 0)
             cache.resize(0, 40)
-            whole_T = torch.arange(40)
-            return [*model.logits(model(whole_T, whole_T, cache.batch([0], [0], [40]))).tolist(), *last.tolist()]
+            whole = list(range(40))
+            found = executor.score(Batch(whole, whole, cache.batch([0], [0], [40]))).logits_NV
+            return [*found.tolist(), *last.tolist()]
     finally:
         torch.set_num_threads(1)
 
@@ -431,17 +439,21 @@ def test_plain_logits_where_they_are_asked_for(pool: Pool, tmp_path: Path, kerne
                     assert not success and "a plan that gathers is PyTorch's" in error[1]
 
 
-def tokens_of_head(model: Any) -> int:
+def tokens_of_head(executor: Any) -> int:
     """Of a model divided among ranks only its part; either may be compiled."""
+    model = executor.packed if isinstance(executor, CpuExecutor) else executor.model
     return model.lm_head.weight.shape[0] if isinstance(model, Llama) else model.vocab
 
 
 def place(ranks: Ranks, draft: str, placement: Any) -> list[str]:
-    def make(load: Any = load_model) -> Any:
-        return parse_draft(draft, load=load)
+    def make(by: Any = load_executor) -> Any:
+        strategy = parse_draft(draft)
+        if strategy is not None:
+            strategy.resolve(partial(load_whole, by=by))
+        return strategy
 
-    strategy = place_draft(make, ranks, placement, partial(load, kernels="auto"))
-    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy._model)]
+    strategy = place_draft(make, ranks, placement, partial(load, ranks=ranks))
+    shapes = [] if not isinstance(strategy, SingleDraft) else [tokens_of_head(strategy.executor)]
     return [type(strategy).__name__, str(shapes)]
 
 

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from fly import LLM, SamplingParams, cli
 from fly.backends.cpu import available, why_not
+from fly.backends.torch import TorchExecutor
 from fly.bench import limits as limits_module
 from fly.bench.calibrate import _Slips
 from fly.bench.clock import Timing, take_turns
@@ -27,10 +28,12 @@ from fly.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, mea
 from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
+from fly.cache import PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
+from fly.executor import Batch, Drafted, DraftSpec
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
 from fly.request import Stats
@@ -141,7 +144,7 @@ def test_runs_take_turns_after_a_warm_up() -> None:
 
 
 def test_forwards_give_back_all_pages_and_refuse_what_does_not_fit() -> None:
-    forwards = Forwards("toy", random_llama(max_positions=64), tokens=96)
+    forwards = Forwards("toy", TorchExecutor(random_llama(max_positions=64)), tokens=96)
     found = forwards.measure([Shape(1, 8, 1), Shape(2, 8, 4), Shape(1, 8, 3, drafting=True)], repeats=2)
     assert [(f.rows, f.context, f.tokens, f.drafting) for f in found] == [
         (1, 8, 1, False),
@@ -172,30 +175,28 @@ def test_the_slope_over_context_is_a_bandwidth() -> None:
 
 
 def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
-    model = random_llama()
-    clock = Clock(model)
-    hidden = torch.randn(2, model.config.hidden_size)
-    assert torch.equal(clock.logits(hidden), model.logits(hidden))
+    executor = TorchExecutor(random_llama())
+    clock = Clock(executor)
+    cache = PagedKVCache.for_model(executor, 8)
+    cache.resize(0, 2)
+    batch = Batch([1, 2], [0, 1], cache.batch([0], [0], [2]))
+    assert torch.equal(clock.score(batch).logits_NV, executor.score(batch).logits_NV)
     assert clock.seconds > 0
-    assert clock.config is model.config
-    assert not hasattr(clock, "draft")
+    assert clock.config is executor.config and clock.kernels == executor.kernels
+    before, rows = clock.seconds, [make_row([1, 2])]
+    assert clock.extend(batch, DraftSpec(), rows, [1]) is None and clock.seconds > before
 
-    class Drafting:
-        device = CPU
+    class Drafting(TorchExecutor):
+        def extend(self, batch, spec, rows, most, sampling=None, seeds=()):  # type: ignore[no-untyped-def]
+            return Drafted([[3] * n for n in most])
 
-        def draft(self, most: int) -> list[int]:
-            return [3] * most
-
-        score = draft
-
-    for call in ("draft", "score"):
-        drafting = Clock(Drafting())
-        assert getattr(drafting, call)(2) == [3, 3] and drafting.seconds > 0
+    drafting = Clock(Drafting(random_llama()))
+    assert drafting.extend(batch, DraftSpec(), rows, [2]) == ([[3, 3]], None) and drafting.seconds > 0
 
 
 def test_a_draft_that_slips_is_wrong_from_the_middle_on() -> None:
     model, row = random_llama(), make_row([1, 2, 3])
-    right, wrong = (kind(model).propose([row], [6]).chains[0] for kind in (SingleDraft, _Slips))
+    right, wrong = (kind(TorchExecutor(model)).propose([row], [6]).chains[0] for kind in (SingleDraft, _Slips))
     assert wrong[:3] == right[:3] and all(a != b for a, b in zip(wrong[3:], right[3:], strict=True))
 
 

@@ -20,7 +20,7 @@ from fly.models.tokenizer import Tokenizer, read_eos_ids
 
 __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
 
-LoadExecutor = Callable[[Path, str | torch.dtype, str | torch.device, str], Executor]
+LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
 
 def executor_of(model: Any, kernels: str = "auto", consume: bool = False) -> Executor:
@@ -75,6 +75,6 @@ def load(
     if not isinstance(model, (str, Path)):
         return Loaded(TorchExecutor(model))  # type: ignore[arg-type]  # whoever gives a model gives one that runs
     directory = resolve_checkpoint(model)
-    executor, tokenizer = by(directory, dtype, device, kernels), Tokenizer.load(directory)
+    executor, tokenizer = by(directory, dtype, device, kernels=kernels), Tokenizer.load(directory)
     control_ids = read_eos_ids(directory, executor.config.vocab_size)
     return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections import abc
 from collections.abc import Callable
@@ -60,6 +61,7 @@ class DraftStrategy(ABC):
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
+    clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def parts(self) -> list[DraftStrategy]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections import abc
 from contextlib import suppress
 from copy import copy
@@ -82,7 +81,7 @@ class SingleDraft(DraftStrategy):
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
         self._loaded: Loaded | None = None
         self._attached, self._one_call = False, True  # whether the executor drafts in one call, until it says no
-        self._ways, self.clock = Ways(), time.perf_counter
+        self._ways = Ways()
         if isinstance(model, Executor):
             self._take(Loaded(model))
             self._translate_below()

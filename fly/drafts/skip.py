@@ -38,7 +38,7 @@ def expected_speedup(acceptance: float, cost: float, k: int) -> tuple[float, int
 class LayerSkipDraft(SingleDraft):
     """Self-speculation (Draft & Verify, arXiv 2309.08168; SWIFT, arXiv 2410.06916): the target drafts with a set of its
     layers skipped. No second model, and no second cache: the layers that are not skipped read the target's keys and
-    values, and what drafting writes behind them is overwritten by verification.
+    values, and what drafting writes after them is overwritten by verification.
 
     Args:
         skip: numbers of the layers to leave out. None finds them on the first row with ``calibration`` tokens, and

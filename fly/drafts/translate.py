@@ -102,7 +102,7 @@ class _Speller:
         return found
 
     def continued(self, before: list[int], text: str) -> list[int]:
-        """Ids that say ``text`` behind the plain ids ``before``, as far as its characters are whole.
+        """Ids that say ``text`` after the plain ids ``before``, as far as its characters are whole.
 
         They are what the tokenizer makes of both together where that begins with ``before``, and of ``text`` alone
         where it would have written ``before`` in another way.
@@ -201,7 +201,7 @@ class Vocabularies:
     def joined(self, a: int, b: int) -> bool:
         """Whether target ids ``a`` and ``b``, next to one another, are converted together: as one text.
 
-        A word behind a space is a text of its own where that changes nothing but the time it takes: byte-level
+        A word after a space is a text of its own where that changes nothing but the time it takes: byte-level
         pre-tokenizers begin a new word there as well.
         """
         if a not in self._spelled or b not in self._spelled:
@@ -220,7 +220,7 @@ class Vocabularies:
         return segment if segment and segment[0] in self._spelled else []
 
     def whole(self, segment: list[int]) -> bool:
-        """Whether text can go on behind ``segment``: unfinished characters go over only as exact bytes."""
+        """Whether text can go on after ``segment``: unfinished characters go over only as exact bytes."""
         return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
 
 

@@ -42,7 +42,7 @@ class CompiledPart(PackedLlama):
         self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
-        """Called from within a forward, which cannot be left by an error: what is wrong is raised behind it."""
+        """Called from within a forward, which cannot be left by an error: what is wrong is raised after it."""
         if self._error is None:
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

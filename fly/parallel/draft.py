@@ -101,8 +101,7 @@ def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
 def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy | None:
     """What decides by the time it took must decide alike on all ranks."""
     for part in _nested(strategy) if strategy is not None else ():
-        if hasattr(part, "clock"):
-            part.clock = ranks.clock
+        part.clock = ranks.clock
     return strategy
 
 

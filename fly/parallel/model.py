@@ -1,7 +1,7 @@
 """A Llama of which every rank holds a part: loading that part, and the communication around its modules.
 
 Knows nothing of policies, caches or HTTP. The model stays what it is; what ranks exchange hangs on its modules as
-hooks, as in torch's own tensor parallelism: a sum behind every row-parallel projection, a join before and behind those
+hooks, as in torch's own tensor parallelism: a sum after every row-parallel projection, a join before and after those
 that gather, the embedding as a sum, the logits as shards.
 
 Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.

@@ -241,7 +241,7 @@ def _walk(trees: list[list[int]], kept_BK: Tensor, excused_BK: Tensor) -> tuple[
     kept, or else the first that is excused. On the host, since the way is a matter of the shape."""
     paths = []
     for tree, kept, excused in zip(trees, kept_BK.tolist(), excused_BK.tolist()):
-        best: dict[int, int] = {}  # the token that stands behind each other, if one does
+        best: dict[int, int] = {}  # the token that stands after each other, if one does
         for stands in (excused, kept):
             for node in range(len(tree) - 1, -1, -1):
                 if stands[node]:

@@ -38,7 +38,7 @@ NARROW = "int8", "w8a8"
 
 
 class Shape(ctypes.Structure):
-    """src/fly.h: Shape."""
+    """src/interface.h: Shape."""
 
     _fields_ = [
         *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
@@ -48,7 +48,7 @@ class Shape(ctypes.Structure):
 
 
 class CBatch(ctypes.Structure):
-    """src/library.cpp: Batch. Pointers are addresses; whoever fills them in keeps what they point to."""
+    """src/interface.h: Batch. Pointers are addresses; whoever fills them in keeps what they point to."""
 
     _fields_ = [
         *((name, c_int32) for name in ("rows", "tokens")),
@@ -62,13 +62,13 @@ class CBatch(ctypes.Structure):
 
 
 class Sampling(ctypes.Structure):
-    """src/fly.h: Sampling."""
+    """src/interface.h: Sampling."""
 
     _fields_ = [*((name, c_float) for name in ("temperature", "top_p", "floor")), ("top_k", c_int32)]
 
 
 class Sure(ctypes.Structure):
-    """src/fly.h: Sure, where a drafter stops."""
+    """src/interface.h: Sure, where a drafter stops."""
 
     _fields_ = [("confidence", c_float), ("entropy", c_float)]
 
@@ -77,7 +77,7 @@ class Sure(ctypes.Structure):
 
 
 class CLookup(ctypes.Structure):
-    """src/fly.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
+    """src/interface.h: Lookup, of a drafter that has seen nothing yet and thinks well of what was said before."""
 
     _fields_ = [
         *((name, c_int32) for name in ("longest", "shortest", "most", "forwards")),
@@ -90,7 +90,7 @@ class CLookup(ctypes.Structure):
 
 
 class Clause(ctypes.Structure):
-    """src/library.cpp: Clause."""
+    """src/interface.h: Clause."""
 
     KINDS = ("entropy", "window", "room", "control")
 
@@ -98,7 +98,7 @@ class Clause(ctypes.Structure):
 
 
 class Ask(NamedTuple):
-    """src/library.cpp: Ask."""
+    """src/interface.h: Ask."""
 
     row: int
     round: int
@@ -112,7 +112,7 @@ ASK = struct.Struct("3iIid")  # as the compiler lays it out
 
 
 class Going(ctypes.Structure):
-    """src/library.cpp: Going. Pointers are addresses, as in ``Batch``."""
+    """src/interface.h: Going. Pointers are addresses, as in ``Batch``."""
 
     _fields_ = [
         *(
@@ -125,7 +125,7 @@ class Going(ctypes.Structure):
 
 
 class CRounds(ctypes.Structure):
-    """src/library.cpp: Rounds. Pointers are addresses, as in ``Batch``."""
+    """src/interface.h: Rounds. Pointers are addresses, as in ``Batch``."""
 
     Decide = ctypes.CFUNCTYPE(None, c_int32)
     UNANSWERED = -2
@@ -275,7 +275,8 @@ def split(kernels: str) -> tuple[str, str]:
 def chosen(kernels: str = "auto") -> str:
     """The kernels that ``kernels`` stands for here: ``"auto"`` is what the environment variable FLY_KERNELS says, or
     the best available where it says nothing. Each compiled one is also there with int8 weights, by its name with
-    ``-int8`` behind, and with ``-w8a8`` for activations of 8 bits too; ``"int8"`` and ``"w8a8"`` are the best of those.
+    ``-int8`` after it, and with ``-w8a8`` for activations of 8 bits too; ``"int8"`` and ``"w8a8"`` are the best
+    of those.
 
     Raises ``ValueError`` for one that is unknown or not available here, naming the choices.
     """

@@ -26,7 +26,7 @@ from fly.models.llama import KV, Layer, rotary_frequencies
 
 __all__ = ["PackedLlama", "int8_weights", "pool_threads", "refusal"]
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/fly.h: Type
+_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
 _NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
@@ -80,7 +80,7 @@ class PackedLlama:
     Args:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
-            ``-int8`` behind, or with activations of 8 bits too, ``-w8a8``.
+            ``-int8`` after it, or with activations of 8 bits too, ``-w8a8``.
         consume: take the model's matrices away as they are packed.
     """
 

@@ -1,0 +1,100 @@
+"""The house: imports run one way, no file is a giant, and no room asks a model what it can."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly").rglob("*.py"))}
+
+# A room imports only itself and rooms that stand before it, annotations included.
+ROOMS = [
+    "errors", "expressions", "params", "ops", "types", "sampling", "policies", "request", "cache", "models",
+    "bundled", "constraints", "structured", "executor", "runner", "drafts", "account", "engine", "scheduler", "job",
+    "worker", "stream", "backends", "config", "parallel", "llm", "testing", "eval", "bench", "serve", "cli",
+]  # fmt: skip
+PACKAGE = {"__init__", "__main__"}  # may import any
+# These know no backend: what a model can is asked of its executor alone.
+BLIND = [room for room in ROOMS[: ROOMS.index("backends")] if room != "structured"]
+
+
+def module(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def room(name: str) -> str:
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def imported(path: Path) -> set[str]:
+    """Modules of ours that a file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(FILES[path])):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+    known = {module(each) for each in FILES}
+    return {name for name in names if name in known and name != "fly"}
+
+
+def test_every_room_has_its_place() -> None:
+    assert {room(module(path)) for path in FILES} <= {*ROOMS, *PACKAGE}
+
+
+@pytest.mark.parametrize("path", FILES, ids=module)
+def test_a_room_imports_only_rooms_that_stand_before_it(path: Path) -> None:
+    own = room(module(path))
+    if own in PACKAGE or path.name == "__main__.py":
+        return
+    later = {name for name in imported(path) if ROOMS.index(room(name)) > ROOMS.index(own)}
+    assert not later
+
+
+def test_no_two_modules_import_each_other() -> None:
+    """Nor go round in any larger circle; a package's own ``__init__`` aside."""
+    needs = {
+        module(path): {
+            name
+            for name in imported(path)
+            if not (ROOT / Path(*name.split(".")) / "__init__.py").exists() and name != module(path)
+        }
+        for path in FILES
+    }
+    while free := {name for name, others in needs.items() if not others & needs.keys()}:
+        for name in free:
+            del needs[name]
+    assert not needs
+
+
+def test_no_file_is_a_giant() -> None:
+    lengths = {module(path): len(text.splitlines()) for path, text in FILES.items()}
+    assert max(lengths.values()) <= 500
+    assert lengths["fly.engine"] <= 250
+    sources = [path for kind in ("*.cpp", "*.h") for path in (ROOT / "fly").rglob(kind)]
+    assert sources and all(len(path.read_text(encoding="utf-8").splitlines()) <= 600 for path in sources)
+
+
+@pytest.mark.parametrize("name", BLIND)
+def test_no_room_above_the_backends_knows_one(name: str) -> None:
+    for path, text in FILES.items():
+        if room(module(path)) == name:
+            assert not any(each.startswith("fly.backends") for each in imported(path)), path
+            assert not re.search(r"ctypes|fly_\w+\(|CpuExecutor|TorchExecutor", text), path
+
+
+@pytest.mark.parametrize("name", ["executor", "runner", "engine", "account", "drafts", "sampling", "types"])
+def test_nobody_probes_what_a_model_can(name: str) -> None:
+    for path, text in FILES.items():
+        if room(module(path)) == name:
+            assert not re.search(r"\bhasattr\(|\bgetattr\((?!self\b)", text), path
+
+
+def test_from_the_step_to_a_forward_there_are_two_files() -> None:
+    """The engine calls the runner, the runner its executor."""
+    engine, runner = (FILES[ROOT / "fly" / f"{name}.py"] for name in ("engine", "runner"))
+    assert "self.runner.score(" in engine and "self.executor.score(" in runner
