@@ -173,7 +173,7 @@ class RoundPlan:
 class Rounds:
     """What came of a ``RoundPlan``."""
 
-    decisions: list[list[Decision]]  # of each row: of those rounds of which nobody was asked or told yet
+    decisions: list[list[Decision]]  # of each row: of those rounds that ``ask`` was not given yet
     texts: list[list[int]]  # what is cached of each row, and what was drafted last
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others

@@ -185,8 +185,8 @@ class LLM:
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
         # What fails on one rank alone is no request's fault: the others would wait for it.
-        told = {} if ranks is None else {"failed": ranks.agree_on}
-        self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **told)
+        failed = {} if ranks is None else {"failed": ranks.agree_on}
+        self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
         self._compiling = threading.Lock()
 

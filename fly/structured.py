@@ -121,7 +121,7 @@ def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
 class Matcher:
     """Follows the text of one request and its forks by comparing tokens, and says what may come next.
 
-    It remembers what the last text asked about, and the masks found along it, so that what a draft model was told
+    It remembers what the last text asked about, and the masks found along it, so that what a draft model was given
     while it drafted is not worked out again when the target verifies.
 
     Args:

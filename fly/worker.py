@@ -174,7 +174,7 @@ class Worker:
 
     def follow(self, read: Callable[[Any], list[Request]]) -> None:
         """On another rank: do what the first one does until it is closed. ``read`` makes requests of the values that
-        tell of a job. Raises an error of the engine."""
+        describe a job. Raises an error of the engine."""
         job = Job([])
         self._read = read
         with self._lock:

@@ -314,7 +314,7 @@ def bench_plan(
         if target is None:
             plans += [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
         elif tau is None:
-            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can tell")
+            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
         else:
             plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau, **common), ranks, None))
         memory, headings, columns = DEVICES[device].memory, [Column()], []

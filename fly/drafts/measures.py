@@ -23,7 +23,7 @@ _OTHERS = 20.0  # drafted tokens for which all rows count beside a row's own, at
 _ASTRAY = 0.05  # chance that a token stands where the strategy has lost the thread
 _FOLLOWS = 0.8  # the same elsewhere, at most: two misses in a row prove little
 _SURE = 5.0  # the odds stay within this, so that a text may change
-_LONG = 0.01  # seconds of a round that tells what it costs even if it is alone
+_LONG = 0.01  # seconds of a round that shows what it costs even if it is alone
 ONCE = 8.0  # rounds without a draft that may be lost by finding out what a strategy is worth
 
 

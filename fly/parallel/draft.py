@@ -44,7 +44,7 @@ def place_draft(
 
     - ``replicated``: every rank has all of it, and drafts for itself: nothing to communicate;
     - ``sharded``: its models are divided like the target (by ``load_part``), and all ranks draft together;
-    - ``first``: the first rank drafts, and tells the others;
+    - ``first``: the first rank drafts, and sends it to the others;
     - ``auto``: replicated or sharded, whichever decodes a token sooner here, as timed on the spot (both are loaded for
       that); replicated where there is no model to divide, or it does not divide.
 
@@ -106,9 +106,9 @@ def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy
 
 
 class FirstDraft(DraftStrategy):
-    """A strategy that lives on the first rank: it proposes there, and the other ranks are told what.
+    """A strategy that lives on the first rank: it proposes there, and sends it to the other ranks.
 
-    Everything that ranks decide alike on (limits, sizes of caches) is told too, so all admit the same requests.
+    Everything that ranks decide alike on (limits, sizes of caches) is sent too, so all admit the same requests.
     """
 
     def __init__(self, ranks: Ranks, make: Make) -> None:
@@ -144,26 +144,26 @@ class FirstDraft(DraftStrategy):
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self._follow((row, len(row.tokens) + most + self.spare) for row, most in zip(rows, max_len) if most)
         draft: Draft | None = None
-        told: Any = None
+        sent: Any = None
         if self.strategy is not None:
             try:
                 draft = self.strategy.propose(rows, max_len)
             except Exception as error:  # all ranks go on as one
-                told = error
+                sent = error
             else:
                 parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
                 distribution = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
-                told = (
+                sent = (
                     draft.tokens_BK.tolist(),
                     draft.lengths_B.tolist(),
                     parents,
                     distribution,
                     str(draft.tokens_BK.device),
                 )
-        told = self.ranks.share(told)
-        if isinstance(told, Exception):
-            raise told
-        tokens, lengths, parents, distribution, device = told
+        sent = self.ranks.share(sent)
+        if isinstance(sent, Exception):
+            raise sent
+        tokens, lengths, parents, distribution, device = sent
         probs_BKV = None
         if distribution is not None:
             probs_BKV = (

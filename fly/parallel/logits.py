@@ -149,7 +149,7 @@ def _top(x: VocabularyShards, n: int) -> Top:
 
     Values and indices travel as one tensor of float64, which holds both exactly.
     """
-    if n == 1:  # which index among equals is told of the argmax alone
+    if n == 1:  # which index among equals matters for the argmax alone
         at = vocabulary.argmax(x.shard).unsqueeze(-1)
         values = x.shard.gather(-1, at)
     else:
@@ -166,7 +166,7 @@ def _top(x: VocabularyShards, n: int) -> Top:
 
 
 def _pick(x: VocabularyShards, index: Tensor) -> Tensor:
-    """The rank that has the token tells its logit, the others nothing: a sum of one number is exact."""
+    """The rank that has the token gives its logit, the others 0: a sum of one number is exact."""
     local = index - x.start
     there = (local >= 0) & (local < x.shard.shape[-1])
     own = vocabulary.pick(x.shard, local.masked_fill(~there, 0))

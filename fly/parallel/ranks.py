@@ -228,7 +228,7 @@ def launch(
     Args:
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
-        on_fault: told the message before the process ends (in a thread of its own).
+        on_fault: is given the message before the process ends (in a thread of its own).
         check_every: forwards between two comparisons of the tokens that ranks compute with.
 
     Raises:
@@ -313,5 +313,5 @@ def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
             ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
         except (CollectiveError, RankError):
             raise
-        except Exception:  # the message's own, which the first rank tells whoever asked
+        except Exception:  # the message's own, which the first rank gives to whoever asked
             continue

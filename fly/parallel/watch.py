@@ -136,7 +136,7 @@ class Watch:
         os._exit(1)
 
     def _open_handles(self) -> dict[int, int]:
-        """Of the other ranks in sight of this one (same machine, same processes), a handle that tells of their end."""
+        """Of the other ranks in sight of this one (same machine, same processes), a handle that shows their end."""
         handles: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for other, who in enumerate(self._who):
@@ -205,7 +205,7 @@ def _key(*parts: object) -> str:
 
 
 def _place() -> dict[str, str]:
-    """What two processes have in common that can see one another by their numbers; nothing where nobody can tell."""
+    """What two processes have in common that can see one another by their numbers; nothing where nobody knows."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         return {"boot": boot, "space": os.readlink("/proc/self/ns/pid")}

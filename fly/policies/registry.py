@@ -113,7 +113,7 @@ def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
 def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
     """The policy of a text or a mapping, and which rules it names, those that merely combine others aside.
 
-    (The policy does not tell: ``fly & after(2)`` has become the conditions that it is made of.)
+    (The policy does not show it: ``fly & after(2)`` has become the conditions that it is made of.)
     """
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):

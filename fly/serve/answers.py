@@ -187,8 +187,8 @@ class Completion:
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
         """What came in for a choice since the last chunk; None if there is nothing to show yet."""
-        told = choice.tokens if self.explains or self.top is not None else []
-        if not (choice.text or told or choice.finish_reason):
+        shown = choice.tokens if self.explains or self.top is not None else []
+        if not (choice.text or shown or choice.finish_reason):
             return None
         body = self._choice(choice, choice.finish_reason)
         if self.chat:

@@ -100,7 +100,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
 async def chunks(
     completion: Completion, answering: Answering, prompt_tokens: int, with_usage: bool
 ) -> AsyncIterator[dict[str, Any]]:
-    """What a stream says: it opens every choice, tells what comes in, and ends with what can be said at the end."""
+    """What a stream says: it opens every choice, passes on what comes in, and ends with what can be said at the end."""
     for choice in completion.choices:
         yield completion.first(choice)
     while not completion.ended():
@@ -264,10 +264,10 @@ def _model(service: Service) -> dict[str, Any]:
 
 
 def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:
-    """What to tell of all that is wrong with a body, and the path of the field it is about.
+    """What to say of all that is wrong with a body, and the path of the field it is about.
 
-    Unknown fields come first. A value that may be of several types has an error for each: told is that of a type it
-    has, or with which reading came furthest, since the client meant that one.
+    Unknown fields come first. A value that may be of several types has an error for each: what counts is that of a type
+    it has, or with which reading came furthest, since the client meant that one.
     """
 
     def path(problem: Any) -> list[str | int]:

@@ -37,7 +37,7 @@ class Guard:
             no such rule. They are compared in constant time.
         max_body, read_timeout: bytes of a body, and seconds for all of it to come in.
         write_timeout: seconds for a reader to take what was written; then the connection is given up.
-        refused: told the status of every error.
+        refused: is given the status of every error.
     """
 
     def __init__(

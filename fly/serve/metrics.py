@@ -1,4 +1,4 @@
-"""What Prometheus is told. Names and meanings are vLLM's where it has them, so that its dashboards and tools read ours;
+"""What Prometheus reads. Names and meanings are vLLM's where it has them, so that its dashboards and tools read ours;
 what only this server has begins with ``fly:``. Knows nothing of HTTP.
 """
 

@@ -67,7 +67,7 @@ class SpeculationRequest(_Body):
 
 
 class StreamOptions(_Body):
-    """``include_usage``: a last chunk without choices tells the usage."""
+    """``include_usage``: a last chunk without choices has the usage."""
 
     include_usage: bool | None = None
     include_obfuscation: Literal[False] | None = None

@@ -293,6 +293,6 @@ def chosen(kernels: str = "auto") -> str:
         lacking = split(wanted)[0] in _built() and "this processor has not all of its instructions"
         reason = why_not() or lacking
         known = ["auto", *choices[:-1], *(NARROW if narrow else []), *narrow, TORCH]
-        told = f"is not available here; choices: {known} ({reason})" if reason else f"is unknown; choices: {known}"
-        raise ValueError(f"{source} {told}")
+        problem = f"is not available here; choices: {known} ({reason})" if reason else f"is unknown; choices: {known}"
+        raise ValueError(f"{source} {problem}")
     return wanted

@@ -138,7 +138,7 @@ class PackedLlama:
                 owner.register_parameter("weight", None)
             _return_memory()
         self._every_layer = array("i", range(config.num_hidden_layers))
-        # What is the same from one call to the next: the cache last attended over, and what the library is told of it.
+        # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
 
