@@ -32,6 +32,15 @@ def apply(
     Returns the tokens that were emitted. A row that ends gets its ``finish_reason``.
     """
     stats, relaxation, first = row.stats, row.policy.relaxation, len(row.provenance)
+    if stopped is None and len(decisions) > 1 and not any(decision.drafted for decision in decisions[:-1]):
+        # Without a draft, many of the same kind at once; of rounds of one call only the last may end the row.
+        ids = [decision.next_token for decision in decisions[:-1]]
+        row.tokens += ids
+        row.provenance += [Token(one.next_token, Why.BONUS, None, one.choices[0]) for one in decisions[:-1]]
+        stats.generated += len(ids)
+        stats.emitted += len(ids)
+        stats.rounds += len(ids)
+        most, decisions = most - len(ids), decisions[-1:]
     for drafted, path, next_token, bonus, choices, mismatches in decisions:
         if row.finish_reason:
             break

@@ -110,8 +110,8 @@ class Engine:
 
     def enter_thread(self) -> None:
         """Called once on the thread that will take all steps, before the first."""
-        executors = [self.runner.executor, *(() if self.strategy is None else self.strategy.executors())]
-        if all(executor.own_threads for executor in executors):
+        beside = [] if self.strategy is None else self.strategy.executors()
+        if beside is not None and all(executor.own_threads for executor in (self.runner.executor, *beside)):
             self.runner.executor.enter_thread()
 
     def release(self, row: Sequence) -> None:
@@ -155,13 +155,16 @@ class Engine:
                 most = drafting.most
             k = [min(row.k, n, more - 1) for row, n, more in zip(rows, most, left)]
             drafter = drafting.runner if drafting is not None and any(k) else None
+            if drafter is not None and not executor.joins(drafter.executor):
+                return None
             if (made := self.runner.plan(rows, left, k, drafter)) is None:
                 return None
             made.seconds, made.hurry = self.stretch, self._hurry
             if made.drafter is None:
                 drafter = None
             if drafting is not None:
-                made.spec = drafting.spec if any(k) else made.spec
+                if made.drafter is not None or drafting.runner is None:
+                    made.spec = drafting.spec
                 made.rounds = drafting.rounds
                 made.token_seconds, made.spare_seconds = drafting.token_seconds, drafting.spare_seconds
             return made

@@ -43,6 +43,7 @@ __all__ = [
     "Scores",
     "Spent",
     "TokenByToken",
+    "Wrapped",
 ]
 
 
@@ -244,6 +245,10 @@ class Executor(ABC):
         """
         return None
 
+    def joins(self, drafter: Executor) -> bool:
+        """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
+        return False
+
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         """The processed distribution of ``logits_BJV``."""
         return sampling.on(logits_BJV)
@@ -270,11 +275,16 @@ class Executor(ABC):
         """``decide`` by each row's own policy, rows of one policy together."""
         draft = draft.to(target.logits_BKV.device)
         groups: dict[object, list[int]] = {}
-        for b, row in enumerate(rows):
-            groups.setdefault(row.policy, []).append(b)
+        if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
+            groups[None] = list(range(len(rows)))
+        else:
+            for b, row in enumerate(rows):
+                groups.setdefault(row.policy, []).append(b)
         found: dict[int, Decision] = {}
         for numbers in groups.values():
             part, proposed = target, draft
+            if not numbers:
+                continue
             if len(groups) > 1:
                 index_B = torch.tensor(numbers, device=target.logits_BKV.device)
                 part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
@@ -304,20 +314,13 @@ class Executor(ABC):
         """Called once on the thread that will make all calls, before the first."""
 
 
-class TokenByToken(Executor):
-    """An executor that is shown one token at a time, whatever it is fed.
-
-    The matrix products of most libraries add up in an order that depends on how many rows there are, so that the same
-    token gets other last bits in a batch, or as one of several drafted ones. One at a time every token takes the same
-    way through the same kernels over the same keys in the same order. It costs as many forwards as there are tokens.
-    """
-
-    batch_invariant = True
+class Wrapped(Executor):
+    """An executor around another, which it is like but for what a subclass changes."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
-        self.kernels = inner.kernels
+        self.kernels, self.own_threads = inner.kernels, inner.own_threads
 
     @property
     def weight_bytes(self) -> int:
@@ -326,6 +329,36 @@ class TokenByToken(Executor):
     @property
     def model_name(self) -> str:
         return self.inner.model_name
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+        return self.inner.score(batch, places)
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return self.inner.process(sampling, logits_BJV)
+
+    def decide(
+        self,
+        policy: AcceptancePolicy,
+        target: Target,
+        draft: Draft,
+        seeds: abc.Sequence[int],
+        starts: abc.Sequence[int],
+    ) -> list[Decision]:
+        return self.inner.decide(policy, target, draft, seeds, starts)
+
+    def enter_thread(self) -> None:
+        self.inner.enter_thread()
+
+
+class TokenByToken(Wrapped):
+    """An executor that is shown one token at a time, whatever it is fed.
+
+    The matrix products of most libraries add up in an order that depends on how many rows there are, so that the same
+    token gets other last bits in a batch, or as one of several drafted ones. One at a time every token takes the same
+    way through the same kernels over the same keys in the same order. It costs as many forwards as there are tokens.
+    """
+
+    batch_invariant = True
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
         wanted = range(len(batch.tokens)) if places is None else places
@@ -340,6 +373,3 @@ class TokenByToken(Executor):
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         return type(self)(self.inner.with_layers(layers))
-
-    def enter_thread(self) -> None:
-        self.inner.enter_thread()

@@ -215,7 +215,7 @@ class Runner:
             if any(len(row.tokens) >= context for row in rows):
                 if len(rows) > 1:
                     return None
-                drafter, k = None, [0]
+                drafter, k, context = None, [0], sys.maxsize
         # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]

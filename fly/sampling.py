@@ -47,9 +47,7 @@ class BatchSampling:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        limits = torch.finfo(
-            torch.float32
-        )  # beyond them a temperature would round to 0 or infinity: no distribution at all
+        limits = torch.finfo(torch.float32)  # beyond them a temperature would round to 0 or infinity
         temperatures, top_ks, top_ps, min_ps = zip(*params) if params else ((), (), (), ())
         return BatchSampling(
             temperature_B=column([min(max(t or 1.0, limits.tiny), limits.max) for t in temperatures]),

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
-from fly.backends.cpu import CpuExecutor, PackedLlama, chosen
+from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen
+from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
-from fly.backends.torch import TorchExecutor
+from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import resolve_checkpoint
 from fly.drafts.base import Loaded
 from fly.executor import Executor
@@ -36,16 +37,24 @@ def executor_of(model: Any, kernels: str = "auto", consume: bool = False) -> Exe
     variant = chosen(kernels)
     if isinstance(model, Executor):
         if kernels != "auto" and variant != model.kernels:
-            raise ValueError(f"kernels {kernels!r}: this model was compiled for {model.kernels!r} as it was loaded")
+            raise ValueError(f"kernels {kernels!r}: this model was loaded for {model.kernels!r}")
         return model
     if variant == TORCH:
-        return TorchExecutor(model)
+        return _on_torch(model)
     reason = refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
     if reason is not None:
         if kernels == "auto":
-            return TorchExecutor(model)
+            return _on_torch(model)
         raise ValueError(f"kernels {kernels!r}: {reason}")
     return CpuExecutor(PackedLlama(model, variant, consume))
+
+
+class TorchOnHost(HostDecisions, TorchExecutor):
+    """PyTorch's forwards on the CPU, with decisions on the host."""
+
+
+def _on_torch(model: Model) -> Executor:
+    return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
 def load_executor(
@@ -73,7 +82,7 @@ def load(
     if isinstance(model, Executor):
         return Loaded(model)
     if not isinstance(model, (str, Path)):
-        return Loaded(TorchExecutor(model))  # type: ignore[arg-type]  # whoever gives a model gives one that runs
+        return Loaded(executor_of(model, TORCH))
     directory = resolve_checkpoint(model)
     executor, tokenizer = by(directory, dtype, device, kernels=kernels), Tokenizer.load(directory)
     control_ids = read_eos_ids(directory, executor.config.vocab_size)

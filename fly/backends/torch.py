@@ -62,4 +62,4 @@ class TorchExecutor(Executor):
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         if not isinstance(self.model, Llama):
             return super().with_layers(layers)
-        return TorchExecutor(self.model, layers)
+        return type(self)(self.model, layers)

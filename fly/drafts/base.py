@@ -122,9 +122,9 @@ class DraftStrategy(ABC):
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
 
-    def executors(self) -> list[Executor]:
-        """The models that it drafts with, but for its target."""
-        return []
+    def executors(self) -> list[Executor] | None:
+        """The models that it drafts with, but for its target's. None, the default: nobody knows."""
+        return None
 
     def allocators(self) -> list[BlockAllocator]:
         """The allocators of its caches, so that requests are admitted only if all of them have room."""
@@ -178,8 +178,9 @@ class Wrapper(DraftStrategy):
         for member in self.members:
             member.release(row)
 
-    def executors(self) -> list[Executor]:
-        return [executor for member in self.members for executor in member.executors()]
+    def executors(self) -> list[Executor] | None:
+        each = [member.executors() for member in self.members]
+        return None if None in each else [executor for some in each for executor in some or ()]
 
     def allocators(self) -> list[BlockAllocator]:
         return [allocator for member in self.members for allocator in member.allocators()]

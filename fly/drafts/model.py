@@ -23,7 +23,7 @@ from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, 
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
-from fly.executor import Batch, DraftSpec, Executor, Scores
+from fly.executor import Batch, DraftSpec, Executor, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import Stream, derive, draw, entropy, uniforms
 from fly.policies import AcceptancePolicy, Exact
@@ -80,6 +80,7 @@ class SingleDraft(DraftStrategy):
         self.draft, self.policy = draft, policy or Exact()
         self._cache_tokens, self._block_size, self._own_size = cache_tokens, block_size, cache_tokens is not None
         self._loaded: Loaded | None = None
+        self._first: SingleDraft | None = None  # the same model without a level below it
         self._attached, self._one_call = False, True  # whether the executor drafts in one call, until it says no
         self._ways = Ways()
         if isinstance(model, Executor):
@@ -88,8 +89,12 @@ class SingleDraft(DraftStrategy):
 
     def resolve(self, load: Load) -> None:
         super().resolve(load)
+        if self._loaded is None and self._first is not None:
+            self._first.resolve(load)
+            self._loaded = self._first._loaded
         if self._loaded is None:
-            self._take(load(self.model, **self.options))
+            self._loaded = load(self.model, **self.options)
+        self._take(self._loaded)
         self._translate_below()
 
     def _translate_below(self) -> None:
@@ -97,7 +102,7 @@ class SingleDraft(DraftStrategy):
             self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
 
     def _take(self, loaded: Loaded) -> None:
-        self._loaded, self.tokenizer = loaded, loaded.tokenizer
+        self._loaded, self.tokenizer = loaded, self.tokenizer or loaded.tokenizer
         self.vocab_size = loaded.executor.config.vocab_size
         self.context = loaded.executor.config.max_position_embeddings
         self.device = loaded.executor.device
@@ -159,7 +164,7 @@ class SingleDraft(DraftStrategy):
         if self.draft is not None:
             raise ValueError("this level has a draft strategy already; a cascade gives it one")
         level = copy(self)
-        level.draft, level._ways = draft, Ways()
+        level.draft, level._ways, level._first = draft, Ways(), self
         level._translate_below()
         return level
 
@@ -212,7 +217,7 @@ class SingleDraft(DraftStrategy):
         spec = self.spec
         plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None)
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
-        if not plain or not known or any(map(constrains, rows)):
+        if not plain or not known or not self._one_call or any(map(constrains, rows)):
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 
@@ -230,8 +235,9 @@ class SingleDraft(DraftStrategy):
     def spare(self) -> int:  # type: ignore[override]  # that of the level below
         return 0 if self.draft is None else self.draft.spare
 
-    def executors(self) -> list[Executor]:
-        return [self.executor, *([] if self.draft is None else self.draft.executors())]
+    def executors(self) -> list[Executor] | None:
+        below = [] if self.draft is None else self.draft.executors()
+        return None if below is None else [self.executor, *below]
 
     def allocators(self) -> list[BlockAllocator]:
         below = [] if self.draft is None else self.draft.allocators()
@@ -327,13 +333,16 @@ class SingleDraft(DraftStrategy):
                 ids = [*(decision.drafted[node] for node in decision.path), decision.next_token]
                 new.append((ids, [0, *(node + 1 for node in decision.path)]))
         probs: list[list[Tensor]] = [[] for _ in rows]
-        surely = [True] * len(rows)
+        surely, stops = [True] * len(rows), self.spec.stops
         for b, (row, (ids, places)) in enumerate(zip(rows, new)):
             ids = until_end(ids, row)
+            if target.all_greedy and not stops:
+                row.tokens += ids
+                continue
             places_N = torch.tensor(places[: len(ids)], device=device)
             at_N = torch.full_like(places_N, b), places_N
             probs_NV = None if target.all_greedy else target.probs_at(*at_N)
-            if self.spec.stops:
+            if stops:
                 sure = self._sure(target.logits_BKV[at_N].softmax(-1) if row.greedy or probs_NV is None else probs_NV)
                 surely[b] = all(sure)
                 ids = ids if surely[b] else ids[: sure.index(False)]
@@ -370,13 +379,12 @@ def _seed(row: Sequence) -> int:
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
 
-class _Restricted(Executor):
+class _Restricted(Wrapped):
     """A model that cannot say some tokens: their logits are -inf, so every distribution made of them is one of the
     others."""
 
     def __init__(self, inner: Executor, allowed: abc.Sequence[int]) -> None:
-        self.inner = inner
-        self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
+        super().__init__(inner)
         self._banned_V = torch.ones(inner.config.vocab_size, dtype=torch.bool, device=inner.device)
         self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=inner.device)] = False
 

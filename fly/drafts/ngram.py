@@ -6,7 +6,7 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
-from fly.executor import DraftSpec, Lookup
+from fly.executor import DraftSpec, Executor, Lookup
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
@@ -36,6 +36,9 @@ class NGramDraft(DraftStrategy):
             raise ValueError(f"k {k} must be at least 1")
         self.longest, self.shortest, self.k = longest, shortest, k
         self._indices: dict[int, _Index] = {}
+
+    def executors(self) -> list[Executor]:
+        return []
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]

@@ -9,6 +9,7 @@ from operator import itemgetter
 from typing import TYPE_CHECKING
 
 from fly.drafts.base import DraftStrategy, pad, until_end
+from fly.executor import Executor
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
@@ -129,6 +130,9 @@ class SuffixDraft(DraftStrategy):
                 f"and cannot draft for one with {size}; give each its own, or shared_tokens=0"
             )
         self.vocab_size = size
+
+    def executors(self) -> list[Executor]:
+        return []
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         found = [self._lookup(row, n if self.k is None else min(n, self.k)) for row, n in zip(rows, max_len)]

@@ -160,6 +160,9 @@ class RecyclingDraft(DraftStrategy):
         self._shape = _static_tree(nodes, depth, width, decay)
         self._after: dict[int, list[int]] = {}
 
+    def executors(self) -> list[Executor]:
+        return []
+
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         return pad_trees([self._tree(row, most) for row, most in zip(rows, max_len)])
 

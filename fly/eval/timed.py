@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores
+from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Output, Request
 from fly.llm import LLM
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Summed, Token
 from fly.runner import Runner
-from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, SamplingParams
 
 Result = TypeVar("Result")
@@ -43,14 +41,16 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-class Clock(Executor):
+class Clock(Wrapped):
     """An executor that notes how long its calls take, and is otherwise as it was."""
 
     def __init__(self, inner: Executor) -> None:
-        self.inner = inner
-        self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
-        self.kernels, self.batch_invariant = inner.kernels, inner.batch_invariant
+        super().__init__(inner)
+        self.batch_invariant = inner.batch_invariant
         self.seconds = 0.0
+
+    def joins(self, drafter: Executor) -> bool:
+        return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
         return self._clocked(self.inner.score, batch, places)
@@ -79,12 +79,6 @@ class Clock(Executor):
             if drafter is not None:
                 drafter.seconds += sum(spent.draft for spent in ran.spent)
         return ran
-
-    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        return self.inner.process(sampling, logits_BJV)
-
-    def decide(self, *arguments: Any) -> list[Decision]:
-        return self.inner.decide(*arguments)
 
     def _clocked(self, call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
         start = time.perf_counter()

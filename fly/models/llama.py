@@ -122,8 +122,6 @@ class Layer(nn.Module):
 class Llama(nn.Module):
     """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``."""
 
-    layer_subsets = True  # a forward may go through some layers only
-
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config

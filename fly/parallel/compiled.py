@@ -12,13 +12,15 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu import PackedLlama
+from fly.backends.torch import TorchExecutor
+from fly.executor import Executor
 from fly.models import Llama
 from fly.models.llama import KV
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import Part
 from fly.parallel.ranks import Ranks
 
-__all__ = ["CompiledPart"]
+__all__ = ["CompiledPart", "PartExecutor"]
 
 _Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 
@@ -26,7 +28,7 @@ _Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 class CompiledPart(PackedLlama):
     """A loaded ``part`` of a model, whose forwards ask this process for each sum over ranks; all ranks call alike.
 
-    It is run by the plain executor, forward and logits apart: one call of both would know only this rank's logits, and
+    It is run forward and logits apart (``PartExecutor``): one call of both would know only this rank's logits, and
     the order in which ranks are added up depends on a value's place among all of a call.
 
     Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks compare what they
@@ -62,3 +64,22 @@ class CompiledPart(PackedLlama):
         """Shards [T, ranks * W] of the logits, in float32."""
         logits_TW = super().logits(hidden_TC)
         return self.ranks.join(logits_TW) if self._gather_logits else VocabularyShards(logits_TW, self.ranks)
+
+
+class PartExecutor(TorchExecutor):
+    """Runs a ``CompiledPart``, forward and logits apart."""
+
+    def __init__(self, model: CompiledPart, layers: Sequence[int] | None = None) -> None:
+        super().__init__(model, layers)
+        self.part, self.kernels = model, model.kernels
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.part.weight_bytes
+
+    @property
+    def model_name(self) -> str:
+        return "Llama"
+
+    def with_layers(self, layers: Sequence[int]) -> Executor:
+        return PartExecutor(self.part, layers)

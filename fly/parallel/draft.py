@@ -72,7 +72,7 @@ def place_draft(
 
 
 def _executors(strategy: DraftStrategy | None) -> list[Executor]:
-    return [] if strategy is None else strategy.executors()
+    return [] if strategy is None else strategy.executors() or []
 
 
 @torch.inference_mode()

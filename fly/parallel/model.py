@@ -23,7 +23,7 @@ from fly.backends.cpu.packed import refusal
 from fly.backends.torch import TorchExecutor
 from fly.executor import Executor
 from fly.models import Llama, LlamaConfig, load_model
-from fly.parallel.compiled import CompiledPart
+from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, Rule
 from fly.parallel.ranks import Ranks
@@ -68,7 +68,7 @@ def load(
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
     if variant != TORCH:
-        return TorchExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
+        return PartExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
     return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
 
 

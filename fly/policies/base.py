@@ -264,7 +264,7 @@ def longest_prefix(
 def verdict_of(
     accepted_B: Tensor, next_token_B: Tensor, exact_BK: Tensor, draft: Draft, clauses: dict[str, Tensor] | None = None
 ) -> Verdict:
-    """The verdict of a rule that has found prefixes and next tokens; ``exact_BK`` as in ``decide``."""
+    """The verdict of a rule that has found prefixes and next tokens; ``exact_BK`` as in ``longest_prefix``."""
     columns_K = torch.arange(exact_BK.shape[1], device=exact_BK.device)
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(columns_K < accepted_B.unsqueeze(1), codes_BK, int(Why.REJECTED)).to(torch.int8)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause, clauses_of
-from fly.backends.cpu.host import HostDistribution, c_sampling, decide_on_host, uniforms
+from fly.backends.cpu.host import HostDecisions, c_sampling, uniforms
 from fly.backends.cpu.library import CLookup, Sure, address, split
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
@@ -23,15 +23,15 @@ from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Qu
 from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.request import Sequence
-from fly.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Target
+from fly.sampling import BatchSampling
+from fly.types import Decision
 
 __all__ = ["CpuExecutor"]
 
 _MOST = 2**31 - 1
 
 
-class CpuExecutor(Executor):
+class CpuExecutor(HostDecisions):
     """Runs a packed Llama."""
 
     batch_invariant = True
@@ -108,7 +108,8 @@ class CpuExecutor(Executor):
             each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
             coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
             probs_BKV = torch.empty(count, longest, self.config.vocab_size)
-            addresses += [ctypes.addressof(c_sampling(sampling)), coins.buffer_info()[0], probs_BKV.data_ptr()]
+            how = c_sampling(sampling)  # held until after the call
+            addresses += [ctypes.addressof(how), coins.buffer_info()[0], probs_BKV.data_ptr()]
         if spec.lookup is None:
             addresses += [None, None]
         else:
@@ -121,6 +122,9 @@ class CpuExecutor(Executor):
         self.packed.check(library.fly_draft(self.packed.handle, ctypes.byref(call), longest, *addresses))
         found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
         return Drafted(found, probs_BKV)
+
+    def joins(self, drafter: Executor) -> bool:
+        return isinstance(drafter, CpuExecutor) and drafter._layers is None
 
     def rounds(
         self,
@@ -137,29 +141,16 @@ class CpuExecutor(Executor):
             known: list[Clause] | None = []
             if policy.relaxation is not None:
                 known = clauses_of(policy.relaxation) if greedy else None
-            clauses = None if clauses is None or known is None else [*clauses, known]
+            if clauses is not None and known is not None:
+                clauses.append(known)
+            else:
+                clauses = None
         if (clauses is None and len(rules) > 1) or self._layers is not None or (made := plan()) is None:
             return None
         drafter = made.drafter
-        if drafter is not None and not (isinstance(drafter, CpuExecutor) and drafter._layers is None):
-            return None
+        assert drafter is None or isinstance(drafter, CpuExecutor)  # see ``joins``
         lookup = None if made.spec.lookup is None else (drafter or self)._c_lookup(made.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, made, lookup, clauses, ask)
-
-    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
-        return HostDistribution(sampling, logits_BJV)
-
-    def decide(
-        self,
-        policy: AcceptancePolicy,
-        target: Target,
-        draft: Draft,
-        seeds: abc.Sequence[int],
-        starts: abc.Sequence[int],
-    ) -> list[Decision]:
-        if (found := decide_on_host(policy, target, draft, seeds, starts)) is not None:
-            return found
-        return super().decide(policy, target, draft, seeds, starts)
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:
         if (made := self._lookups.get(lookup)) is None:

@@ -19,13 +19,14 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.library import Sampling, address, short
+from fly.executor import Executor
 from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Not, Room
 from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Mismatch, Target
 
-__all__ = ["HostDistribution", "c_sampling", "decide_on_host", "top_at", "uniforms"]
+__all__ = ["HostDecisions", "HostDistribution", "c_sampling", "decide_on_host", "top_at", "uniforms"]
 
 _SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
 _SMALL = 8192  # vocabularies up to this are gone through in one go
@@ -72,8 +73,8 @@ class HostDistribution(ProcessedDistribution):
         find = short("fly_kept", self.logits_BJV.numel() > _SOON)  # it goes over all of one many times
         logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
         at, each = found_3BJ.data_ptr(), 4 * rows * positions
-        how = ctypes.addressof(c_sampling(self.sampling))
-        if find(logits_BJV.data_ptr(), rows, positions, width, how, at, at + each, at + 2 * each):
+        how = c_sampling(self.sampling)
+        if find(logits_BJV.data_ptr(), rows, positions, width, ctypes.addressof(how), at, at + each, at + 2 * each):
             raise MemoryError(f"no memory for a distribution over {width} tokens")
         peak_BJ, least_BJ, total_BJ = found_3BJ
         sampling = self.sampling
@@ -119,10 +120,11 @@ class HostDistribution(ProcessedDistribution):
         logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
         if rejected is not None and draft.probs_BKV is not None:
             probs_V = draft.probs_BKV[b, j].contiguous()
+        how = c_sampling(self.sampling)
         token: int = short("fly_follow")(
             logits_V.data_ptr(),
             len(logits_V),
-            ctypes.addressof(c_sampling(self.sampling)[b]),
+            ctypes.addressof(how[b]),
             -1 if rejected is None else rejected,
             None if probs_V is None else probs_V.data_ptr(),
             uniform,
@@ -132,6 +134,30 @@ class HostDistribution(ProcessedDistribution):
         return token
 
 
+class HostDecisions(Executor):
+    """An executor whose logits are on the CPU, where the compiled library is there: what it can, it decides on the
+    host. Logits of another kind, such as those that ranks share, go to tensors."""
+
+    def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
+        return HostDistribution(sampling, logits_BJV) if _plain(logits_BJV) else super().process(sampling, logits_BJV)
+
+    def decide(
+        self,
+        policy: AcceptancePolicy,
+        target: Target,
+        draft: Draft,
+        seeds: abc.Sequence[int],
+        starts: abc.Sequence[int],
+    ) -> list[Decision]:
+        if (found := decide_on_host(policy, target, draft, seeds, starts)) is not None:
+            return found
+        return super().decide(policy, target, draft, seeds, starts)
+
+
+def _plain(logits: Tensor) -> bool:
+    return type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
+
+
 def decide_on_host(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
@@ -139,7 +165,9 @@ def decide_on_host(
     where only tensors can say. A relaxation is asked of one mismatch after the other, up to the first that it does not
     excuse."""
     logits_BKV, processed, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
-    if draft.trees is not None or not accepts_exactly(policy) or logits_BKV.stride(-1) != 1:
+    if draft.trees is not None or not accepts_exactly(policy):
+        return None
+    if not _plain(logits_BKV) or logits_BKV.stride(-1) != 1:
         return None
     if target.all_greedy:
         rows = zip(draft.chains, target.choices)

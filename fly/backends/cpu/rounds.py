@@ -91,7 +91,8 @@ def take_rounds(
     probs_BKV: Tensor | None = None
     if plan.sampling is not None:
         spread = torch.empty(2, target.vocab + 64)
-        call.sampling, call.spread = ctypes.addressof(c_sampling(plan.sampling)), spread.data_ptr()
+        how = c_sampling(plan.sampling)  # held until after the call
+        call.sampling, call.spread = ctypes.addressof(how), spread.data_ptr()
         if drafter is not None:
             probs_BKV = torch.empty(count, widest, target.vocab)
             call.distributions = probs_BKV.data_ptr()

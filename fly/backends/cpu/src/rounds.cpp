@@ -137,7 +137,7 @@ struct Play {
     // Whether a clause holds at the mismatch ``n``, where the largest logits are ``top`` and all of them have that
     // ``total``.
     bool holds(const Clause& clause, int b, const int64_t* drafted, const int32_t* own, int n, const float* top, int best) const {
-        if (clause.kind == ENTROPY) {  // as ``EntropyGate.at``
+        if (clause.kind == ENTROPY) {  // as ``_entropy`` of host.py
             double entropy = 0, total = top[best];
             for (int i = 0; i < best; i++)
                 if (top[i] > -__builtin_inff()) entropy -= exp(top[i] - total) * (top[i] - total);
