@@ -14,13 +14,13 @@ from torch import Tensor
 from fly.request import Sequence, Token
 from fly.types import Decision, Why
 
-__all__ = ["Stopped", "apply", "explained", "logprobs"]
+__all__ = ["OnToken", "apply", "explained", "logprobs"]
 
-Stopped = Callable[[Sequence, int], bool]  # is given each emitted token in order; whether it ends the row there
+OnToken = Callable[[Sequence, int], bool]  # is given each emitted token in order; whether it ends the row there
 
 
 def apply(
-    row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: Stopped | None = None, prompt: bool = False
+    row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
     """Extend the row by what stands of its blocks, up to exactly where it ends, and count it.
 
@@ -83,7 +83,7 @@ def apply(
     return row.provenance[first:]
 
 
-def _extend(row: Sequence, ids: list[int], most: int, stopped: Stopped | None) -> int:
+def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -> int:
     """Append ``ids`` to the row, as many as there are up to its end, and return how many."""
     if stopped is None and len(ids) < most and row.stop_ids.isdisjoint(ids):
         row.tokens += ids

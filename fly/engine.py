@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from fly.account import Stopped, apply, explained, logprobs
+from fly.account import OnToken, apply, explained, logprobs
 from fly.constraints import constrains
 from fly.drafts.base import DraftStrategy
 from fly.drafts.limits import check_draft
@@ -47,14 +47,14 @@ class Engine:
     def step(
         self,
         rows: abc.Sequence[Sequence],
-        stopped: Stopped | None = None,
+        stopped: OnToken | None = None,
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
         Rows may be taken through several rounds, until ``stretch`` is over or one of them ends, where the executor
-        takes them in one call. Tokens are the same; what a policy or ``stopped`` heard before an error stands, as if
-        there had been steps before.
+        takes them in one call. Tokens are the same; calls that were made to a policy or to ``stopped`` before an error
+        are not undone.
 
         Args:
             stopped: is given every emitted token in order, and may end the row there (stop strings).
@@ -136,7 +136,7 @@ class Engine:
         return draft
 
     def _rounds(
-        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: Stopped | None
+        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: OnToken | None
     ) -> list[list[Token]] | None:
         """Take rows through several rounds in one call of the executor, and return what each emitted; None where it
         does not take these, or something else is to be done between two rounds than to decide on a block."""

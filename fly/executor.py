@@ -1,7 +1,7 @@
 """The seam: what a loaded model does on one kind of device. Knows of no backend.
 
 An executor must ``score``. Whatever else it does (draft several tokens, take whole rounds, decide) it may do in its own
-way; where it cannot do what a row asks for, it says so by None, and the engine takes the plain way: one round,
+way; where it cannot do what a row asks for, it returns None, and the engine takes the plain way: one round,
 ``score``, ``verify``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
@@ -69,7 +69,7 @@ class Scores(NamedTuple):
     """What a model says after some of a batch's tokens."""
 
     logits_NV: Tensor  # float32
-    argmax: list[int] | None = None  # the most likely token of each, where it fell out
+    argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,7 @@ class Spent(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A block of a row alone that its own policy has to decide. The next one writes over its tensors."""
+    """A drafted block of a batch of one row, which its policy has to decide. The next question reuses the tensors."""
 
     drafted: list[int]
     choices: list[int]  # the target's most likely token at each place
@@ -178,7 +178,7 @@ class Rounds:
     texts: list[list[int]]  # what is cached of each row, and what was drafted last
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
-    error: BaseException | None = None  # raised by the one who was asked; that round is nobody's then
+    error: BaseException | None = None  # raised by the one who was asked; that round is discarded
 
 
 class Executor(ABC):

@@ -68,7 +68,7 @@ class LLM:
         deterministic: what the target says of a token is the same to the last bit, whatever is fed together with it:
             other requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of
             autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order
-            (the compiled ones in one process), else it takes one forward a token (see ``fly.models.invariant``).
+            (the compiled ones in one process), else it takes one forward a token (``fly.executor.TokenByToken``).
         cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
             eight full contexts, or as much of that as ``cache_bytes`` hold.
         cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
@@ -81,8 +81,8 @@ class LLM:
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
             (``fly.backends.cpu.chosen``). Holds for a draft path too that does not say otherwise, as
-            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.cpu.compiled``
-            compiles it).
+            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
+            puts it on compiled kernels).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls in the same order, and gets the same answers; or the first ``lead``s, and the
             others ``follow``.

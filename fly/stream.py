@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
@@ -98,6 +99,8 @@ class Stream(_Pieces, Iterator[Piece]):
                 self._leave()
                 raise
             self._take(entry)
+            if self._over:
+                self._job.queue.put([])  # another who waits finds that nothing more comes
         return self._ready.popleft()
 
     def close(self) -> None:
@@ -109,6 +112,8 @@ class AsyncStream(_Pieces, AsyncIterator[Piece]):
     """The same, to be used with ``async for``. A task that is cancelled while it waits for a piece ends it too."""
 
     async def __anext__(self) -> Piece:
+        if not self._begun:
+            self._job.loop = asyncio.get_running_loop()  # that of the reader, not of who opened it
         while not self._ready:
             if not self._ask():
                 raise StopAsyncIteration
@@ -118,6 +123,8 @@ class AsyncStream(_Pieces, AsyncIterator[Piece]):
                 self._leave()
                 raise
             self._take(entry)
+            if self._over:
+                self._job.queue.put_nowait([])
         return self._ready.popleft()
 
     async def aclose(self) -> None:

@@ -327,7 +327,9 @@ class Worker:
             heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
             self.jobs.difference_update(over, leaving)
         self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
-        self._deliver([(job, job.entry()) for job in heard])
+        # whoever still waits for a job that was ended from elsewhere hears that nothing more comes
+        ended = [(job, job.entry()) for job in leaving if job.stepwise]
+        self._deliver([*((job, job.entry()) for job in heard if job not in leaving), *ended])
         for job in (*over, *leaving):
             job.gone.put(None)
 

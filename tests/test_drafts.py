@@ -10,6 +10,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from fly.backends import load
 from fly.backends.torch import TorchExecutor
 from fly.cache import OutOfBlocks
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
@@ -382,3 +383,12 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
         (mine,), (plain,) = (s.propose([make_row(tokens)], [8]).chains for s in (level, twin))
         assert mine == plain
     assert (asked[0] > 50 > 8 > alone[0]) if below_is_faster else (alone[0] > 50)
+
+
+def test_a_level_of_a_cascade_is_loaded_once_and_by_whoever_holds_it() -> None:
+    level = SingleDraft("fly-tiny")
+    cascades = [CascadeDraft([NGramDraft(), level]), CascadeDraft([NGramDraft(2), level])]
+    for cascade in cascades:
+        cascade.resolve(load)
+    assert level.executor is cascades[0].top.executor is cascades[1].top.executor  # type: ignore[attr-defined]
+    assert level.vocab_size == cascades[0].vocab_size

@@ -9,7 +9,7 @@ import shutil
 import time
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 
@@ -864,3 +864,38 @@ def test_a_verdict_without_coins_is_for_rules_that_need_none() -> None:
         assert made[0] == made[1] and list(made[0][0].path) == [0, 1]
     with pytest.raises(ValueError, match="needs coins"):
         verify(Exact(), Target(logits_BKV, logits_BKV.softmax(-1)), chain, None)
+
+
+def test_a_rule_that_cannot_be_hashed_decides_like_any_other() -> None:
+    @dataclass(frozen=True)
+    class Listed(Exact):
+        name = "listed"
+        numbers: list[int] = field(default_factory=lambda: [1, 2])
+
+    params = SamplingParams(temperature=0, max_tokens=20)
+    llm = make_llm("a near model")
+    for out, prompt in zip(llm.generate([[1, 2], [3]], params, policy=Listed()), ([1, 2], [3])):
+        assert out.token_ids == expected(prompt, params)[0]
+
+
+def test_an_executor_that_can_only_score_is_enough() -> None:
+    """For every strategy, beside the executors of this backend: the same texts."""
+
+    class ScoreOnly(Executor):
+        def __init__(self, model: Llama) -> None:
+            self.inner = TorchExecutor(model)
+            self.config, self.device, self.dtype = model.config, self.inner.device, self.inner.dtype
+
+        def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+            return self.inner.score(batch, places)
+
+    params = [SamplingParams(temperature=t, max_tokens=24, seed=5) for t in (0.0, 0.0, 1.0)]
+    prompts = [[1, 2, 3], [7, 7, 7, 7], [9]]
+    for name in STRATEGIES:
+        wanted = make_llm(name).generate(prompts, params, policy=FLy(window=1, hold=1))
+        plain = {"none": lambda: None, "n-gram": NGramDraft, "a near model": lambda: SingleDraft(ScoreOnly(NEAR))}
+        strategy = plain.get(name, STRATEGIES[name])()
+        llm = LLM(ScoreOnly(TARGET), strategy, k=4)
+        found = llm.generate(prompts, params, policy=FLy(window=1, hold=1))
+        assert [out.token_ids for out in found] == [out.token_ids for out in wanted]
+        assert [out.provenance for out in found] == [out.provenance for out in wanted]

@@ -28,6 +28,7 @@ from fly.bundled import tasks
 from fly.drafts import NGramDraft, SingleDraft
 from fly.job import Job, Output
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
+from fly.stream import AsyncStream
 from fly.worker import Stopped
 from tests.serving import eventually
 from tests.toys import random_llama
@@ -439,3 +440,37 @@ def test_a_program_may_fork_and_end_at_any_time() -> None:
     ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout) == (0, "4\n"), ran.stderr
     assert "Fatal" not in ran.stderr
+
+
+def test_a_stream_that_waits_and_is_closed_elsewhere_ends_for_its_reader() -> None:
+    with slowed(make(max_rows=1)) as llm:
+        running, waiting = llm.stream([1], LONG), llm.stream([2], LONG)
+        next(running)
+        with ThreadPoolExecutor(1) as pool:
+            reader = pool.submit(list, waiting)
+            assert eventually(lambda: len(llm.worker.jobs) == 2)
+            waiting.close()
+            assert reader.result(10) == []
+        running.close()
+        assert eventually(lambda: whole(llm))
+
+
+def test_two_readers_of_one_stream_both_come_to_its_end() -> None:
+    with make() as llm:
+        wanted = "".join(llm.stream([1, 2, 3], GREEDY))
+        shared = llm.stream([1, 2, 3], GREEDY)
+        with ThreadPoolExecutor(2) as pool:
+            parts = [reader.result(10) for reader in [pool.submit(list, shared) for _ in range(2)]]
+        assert sorted("".join(parts[0] + parts[1])) == sorted(wanted)
+
+
+def test_a_stream_belongs_to_the_loop_that_reads_it() -> None:
+    with make() as llm:
+
+        async def opened() -> AsyncStream:
+            return llm.astream([1, 2, 3], GREEDY)
+
+        async def read(stream: AsyncStream) -> str:
+            return "".join([piece async for piece in stream])
+
+        assert asyncio.run(read(asyncio.run(opened()))) == "".join(llm.stream([1, 2, 3], GREEDY))

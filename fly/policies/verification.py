@@ -88,7 +88,8 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     Multi-candidate speculative sampling (SpecInfer, arXiv 2305.09781, alg. 2), with the rule in the place of the p/q
     test: each sibling is a draft of one token, and a rejection leaves the rule's correction as the distribution that
     the next one is tried against, and that the correction is drawn from in the end. Where the rule is lossless for one
-    token, each of these steps replaces a distribution by "keep the token, or go on with what is left of it", so the tree is lossless too, whatever was drafted.
+    token, each of these steps replaces a distribution by "keep the token, or go on with what is left of it", so the
+    tree is lossless too, whatever was drafted.
 
     A relaxation is asked along every path as if it were a chain; a token it excuses stands only if the rule keeps none
     of its siblings. The shape of a tree is looked up on the host.

@@ -1,4 +1,5 @@
-"""Decisions on the host: what ``fly.policies.decide`` says in tensors, in lists and short calls of compiled code.
+"""Decisions on the host, in lists and short calls of compiled code: what ``fly.policies.verification.decide`` says in
+tensors.
 
 Between two forwards of a small model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
 
