@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
@@ -202,15 +201,13 @@ class BlockAllocator:
 
     def _drop(self, block: int) -> None:
         self._references[block] -= 1
-        if not self._references[block]:
-            if block in self._keys:
-                self._idle[block] = None
-            else:
-                self._clear(block)
-
-    def _clear(self, block: int) -> None:
-        self._used[block] = 0
-        self._free += 1
+        if self._references[block]:
+            return
+        if block in self._keys:
+            self._idle[block] = None
+        else:
+            self._used[block] = 0
+            self._free += 1
 
     def _unlist(self, block: int) -> None:
         """What ``block`` holds is no longer known."""
@@ -222,7 +219,8 @@ class BlockAllocator:
         while self._free < count:
             block, _ = self._idle.popitem(last=False)
             self._unlist(block)
-            self._clear(block)
+            self._used[block] = 0
+            self._free += 1
 
     def _take(self, table: list[int], count: int) -> None:
         """Append ``count`` free pages to ``table``; the caller has checked that there are enough."""
@@ -241,6 +239,12 @@ class BlockAllocator:
 
     def _start(self, count: int) -> int:
         """Where to begin a run of ``count`` pages: the largest free run, at its middle if a neighbour may grow."""
-        start, end = max((run.span() for run in re.finditer(b"\0+", self._used)), key=lambda run: run[1] - run[0])
-        middle = start + (end - start) // 2
-        return middle if start > 0 and end - middle >= count else start
+        best, longest, at = 0, 0, self._used.find(0)
+        while at >= 0:
+            end = self._used.find(1, at)
+            end = self.num_blocks if end < 0 else end
+            if end - at > longest:
+                best, longest = at, end - at
+            at = self._used.find(0, end)
+        middle = best + longest // 2
+        return middle if best > 0 and best + longest - middle >= count else best
