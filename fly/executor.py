@@ -274,23 +274,18 @@ class Executor(ABC):
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
         """``decide`` by each row's own policy, rows of one policy together."""
         draft = draft.to(target.logits_BKV.device)
-        groups: dict[object, list[int]] = {}
+        seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
-            groups[None] = list(range(len(rows)))
-        else:
-            for b, row in enumerate(rows):
-                groups.setdefault(row.policy, []).append(b)
+            return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
+        groups: dict[AcceptancePolicy, list[int]] = {}
+        for b, row in enumerate(rows):
+            groups.setdefault(row.policy, []).append(b)
         found: dict[int, Decision] = {}
-        for numbers in groups.values():
-            part, proposed = target, draft
-            if not numbers:
-                continue
-            if len(groups) > 1:
-                index_B = torch.tensor(numbers, device=target.logits_BKV.device)
-                part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
-            chosen = [rows[b] for b in numbers]
-            seeds, starts = [row.seed for row in chosen], [len(row.tokens) for row in chosen]
-            found |= zip(numbers, self.decide(chosen[0].policy, part, proposed, seeds, starts))
+        for policy, numbers in groups.items():
+            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+            part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
+            own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
+            found |= zip(numbers, self.decide(policy, part, proposed, *own))
         return [found[b] for b in range(len(rows))]
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause, clauses_of
 from fly.backends.cpu.host import HostDecisions, c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, Sure, address, split
+from fly.backends.cpu.library import CLookup, Sure, address
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Question, RoundPlan, Rounds, Scores
@@ -47,11 +47,6 @@ class CpuExecutor(HostDecisions):
     @property
     def weight_bytes(self) -> int:
         return self.packed.weight_bytes
-
-    @property
-    def narrow(self) -> str:
-        """``"int8"`` or ``"w8a8"`` where weights, or activations too, are of 8 bits; else empty."""
-        return split(self.kernels)[1]
 
     @property
     def model_name(self) -> str:
