@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fly.bundled
 from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
+from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")

@@ -415,7 +415,7 @@ def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
     """Without what is said by the target's ids or about its tokens. The draft's distribution needs nothing of it: the
     target's has it, and decides."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
-    return params.model_copy(update={**off, "bad_words": ()}) if params.penalises else params
+    return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:
