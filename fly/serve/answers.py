@@ -6,10 +6,12 @@ import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fly.job import News
+from fly.models.chat import Kind, Splitter, Thinking
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
 from fly.serve.rules import Speculation
@@ -67,7 +69,9 @@ class Choice:
     """One completion as it comes in."""
 
     index: int
+    splitter: Splitter
     text: str = ""
+    reasoning: str = ""
     tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # with its settled text and its block
     logprobs: list[dict[int, float]] = field(default_factory=list)
     blocks: int = 0
@@ -82,6 +86,7 @@ class Completion:
         chat: whether it is a chat completion.
         model: as the client calls it.
         speculation: what it was decoded by.
+        thinking: how the answers may begin with thinking, for each choice.
         explains: whether every token is accounted for.
         echoes: the text before each choice, where it is asked for.
         top: likely tokens to list at each place; None for no log-probabilities.
@@ -94,7 +99,7 @@ class Completion:
         speculation: Speculation,
         vocabulary: Vocabulary,
         fingerprint: str,
-        choices: int,
+        thinking: Sequence[Thinking | None],
         explains: bool = False,
         echoes: list[str] | None = None,
         top: int | None = None,
@@ -103,7 +108,7 @@ class Completion:
         self.created = int(time.time())
         self.chat, self.model, self.speculation, self.explains, self.top = chat, model, speculation, explains, top
         self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
-        self.choices = [Choice(index) for index in range(choices)]
+        self.choices = [Choice(index, Splitter(each)) for index, each in enumerate(thinking)]
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
         self._prompt_tokens: dict[int, int] = {}
@@ -114,12 +119,13 @@ class Completion:
         """Take in what a step did; the choice has what was not fetched (``chunk``) since."""
         choice = self.choices[news.index]
         for token, text in news.pieces:
-            choice.text += text
+            self._say(choice, choice.splitter.push(text))
             choice.tokens.append((token, text, choice.blocks))
         if news.pieces:
             choice.blocks += 1
         choice.logprobs += news.logprobs
-        choice.text += news.rest
+        if news.over:
+            self._say(choice, choice.splitter.finish(news.rest))
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
@@ -129,6 +135,14 @@ class Completion:
             self._drafted += stats.drafted
             self._accepted += stats.accepted
         return choice
+
+    @staticmethod
+    def _say(choice: Choice, found: list[tuple[Kind, str]]) -> None:
+        for kind, text in found:
+            if kind == "text":
+                choice.text += text
+            else:
+                choice.reasoning += text
 
     def ended(self) -> bool:
         """Whether every choice has come to its end."""
@@ -142,6 +156,7 @@ class Completion:
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt_tokens)},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.splitter.tokens for choice in self.choices),
                 "accepted_prediction_tokens": self._accepted,
                 "rejected_prediction_tokens": self._drafted - self._accepted,
             },
@@ -171,6 +186,8 @@ class Completion:
             body = self._choice(choice, reason)
             if self.chat:
                 body["message"] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.reasoning:
+                    body["message"]["reasoning_content"] = choice.reasoning
             else:
                 body["text"] = self._echo(choice) + text
             choices.append(body)
@@ -188,14 +205,15 @@ class Completion:
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
         """What came in for a choice since the last chunk; None if there is nothing to show yet."""
         shown = choice.tokens if self.explains or self.top is not None else []
-        if not (choice.text or shown or choice.finish_reason):
+        if not (choice.text or choice.reasoning or shown or choice.finish_reason):
             return None
         body = self._choice(choice, choice.finish_reason)
         if self.chat:
-            body["delta"] = {"content": choice.text} if choice.text else {}
+            said = {"reasoning_content": choice.reasoning, "content": choice.text}
+            body["delta"] = {name: text for name, text in said.items() if text}
         else:
             body["text"] = choice.text
-        choice.text = ""
+        choice.text = choice.reasoning = ""
         choice.tokens, choice.logprobs = [], []
         return self._body([body], ".chunk")
 

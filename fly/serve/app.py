@@ -75,7 +75,8 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         answering = Answering(service, job, request.receive)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
-            f"fly-{service.version}", len(job.requests), body.explains, prepared.echoes, prepared.top,
+            f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
+            prepared.top,
         )  # fmt: skip
         if streamed:
             if not await answering.begun():

@@ -233,6 +233,7 @@ class Message(_Body):
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -241,7 +242,12 @@ class Message(_Body):
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: text in one piece, and nothing that was not said."""
         content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        said = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        said = {
+            "name": self.name,
+            "tool_calls": self.tool_calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
 
@@ -251,7 +257,8 @@ Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_
 
 
 class ChatRequest(Generation):
-    """``/v1/chat/completions``. ``tools`` go to the chat template; what the model says of them is its text."""
+    """``/v1/chat/completions``. ``tools`` go to the chat template, as do ``chat_template_kwargs``; what the model says
+    of tools is its text."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -260,6 +267,7 @@ class ChatRequest(Generation):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")

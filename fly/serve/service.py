@@ -181,10 +181,18 @@ class Service:
     def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of its messages by the chat template."""
         variables: dict[str, Any] = {}
-        if isinstance(body, ChatRequest) and body.tools is not None:
-            if "tools" not in self.tokenizer.template_variables:
-                raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
-            variables["tools"] = body.tools
+        if isinstance(body, ChatRequest):
+            looks_at = self.tokenizer.template_variables
+            if body.tools is not None:
+                if "tools" not in looks_at:
+                    message = "tools: this model's chat template takes none"
+                    raise ApiError(400, message, "tools", "unsupported_parameter")
+                variables["tools"] = body.tools
+            given, name, known = body.chat_template_kwargs or {}, "chat_template_kwargs", sorted(looks_at - _OWN)
+            if unread := sorted(given.keys() - set(known)):
+                message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
+                raise ApiError(400, message, name, "invalid_value")
+            variables |= given
         generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
         try:
             messages = [message.for_template() for message in body.messages or ()]
@@ -288,6 +296,7 @@ class Answering:
         self.worker.cancel(self.job)
 
 
+_OWN = {"messages", "tools", "add_generation_prompt"}  # of a template's variables, those that are asked for otherwise
 _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "response_format"}
 
 
