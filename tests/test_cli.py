@@ -24,7 +24,7 @@ from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
-COMMANDS = {"generate", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
+COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
 
 
 def run(*arguments: str, **options: str) -> Result:

@@ -39,10 +39,12 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values that ask for nothing, besides none, zero and empty.
+# Values that ask for nothing, besides none, zero and empty; some are what transformers takes where a file is silent.
 _NEUTRAL: Mapping[str, Any] = {
     "temperature": 1,
     "top_p": 1,
+    "top_k": 50,
+    "max_length": 20,
     "num_beams": 1,
     "num_return_sequences": 1,
     "typical_p": 1,
