@@ -720,11 +720,11 @@ def test_what_was_said_before_an_interrupt_is_kept(
         iterator = iter(pieces)
 
         def some() -> Iterator[Any]:
-            left = most.pop(0) if most else 10**6
-            for number, piece in enumerate(pieces):
-                if number == left:
-                    raise KeyboardInterrupt
+            for _ in range(most.pop(0) if most else 10**6):
+                if (piece := next(iterator, None)) is None:
+                    return
                 yield piece
+            raise KeyboardInterrupt
 
         show(some())
 
