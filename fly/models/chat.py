@@ -135,8 +135,11 @@ class ChatTemplate:
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """What it looks at, such as ``messages`` and ``tools``. Raises ``jinja2.TemplateError`` if it is none."""
-        return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+        """What it looks at, such as ``messages`` and ``tools``. Raises ``ValueError`` if it is no template."""
+        try:
+            return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
 
     @property
     def tags(self) -> Tags | None:

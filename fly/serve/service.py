@@ -180,25 +180,28 @@ class Service:
 
     def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of its messages by the chat template."""
-        variables: dict[str, Any] = {}
-        if isinstance(body, ChatRequest):
-            looks_at = self.tokenizer.template_variables
-            if body.tools is not None:
-                if "tools" not in looks_at:
-                    message = "tools: this model's chat template takes none"
-                    raise ApiError(400, message, "tools", "unsupported_parameter")
-                variables["tools"] = body.tools
-            given, name, known = body.chat_template_kwargs or {}, "chat_template_kwargs", sorted(looks_at - _OWN)
-            if unread := sorted(given.keys() - set(known)):
-                message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
-                raise ApiError(400, message, name, "invalid_value")
-            variables |= given
         generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
         try:
+            variables = self.template_variables(body) if isinstance(body, ChatRequest) else {}
             messages = [message.for_template() for message in body.messages or ()]
             return self.tokenizer.apply_chat_template(messages, generation, **variables)
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
+
+    def template_variables(self, body: ChatRequest) -> dict[str, Any]:
+        """What a request gives the chat template besides its messages. Raises ``ApiError`` for what that does not look
+        at."""
+        given, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
+        if body.tools is None and not given:
+            return {}
+        looks_at = self.tokenizer.template_variables
+        if body.tools is not None and "tools" not in looks_at:
+            raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
+        if unread := sorted(given.keys() - (looks_at - _OWN)):
+            known = sorted(looks_at - _OWN)
+            message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
+            raise ApiError(400, message, name, "invalid_value")
+        return given | ({} if body.tools is None else {"tools": body.tools})
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
         """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
@@ -209,14 +212,19 @@ class Service:
             raise ApiError(400, message, name, "context_length_exceeded")
 
     def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
-        """As the request says, or (as OpenAI has it) 16 for completions, and what the context holds for chats."""
+        """As the request says, or the checkpoint, or (as OpenAI has it) 16 for completions, and what the context holds
+        for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
         if wanted is not None and most is not None and wanted > most:
             name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
             raise ApiError(400, f"{name}: {wanted} exceeds this server's limit of {most}", name, "invalid_value")
         room = self.context - max(map(len, prompts))
         if wanted is None:
-            wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
+            default = self.llm.default_params
+            if "max_tokens" in default.model_fields_set:
+                wanted = max(default.max_tokens, body.min_tokens or 0)
+            else:
+                wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
             wanted = wanted if most is None else min(wanted, most)
         return min(wanted, room)
 
