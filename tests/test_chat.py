@@ -739,6 +739,15 @@ def test_what_was_said_before_an_interrupt_is_kept(
     assert "first after" in result.stderr and "· stopped\n" in result.stderr
 
 
+def test_an_interrupt_of_anything_else_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: Any, **__: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fly.llm.LLM.chat_prompt", interrupted)
+    result = talk(QUESTIONS[0], "/k 3", "/k")
+    assert result.exit_code == 0 and "stopped" in result.stderr and result.stderr.count("k 3\n") == 2
+
+
 def test_thinking_is_dimmed_on_a_terminal_and_left_out_of_files(monkeypatch: pytest.MonkeyPatch) -> None:
     from rich.console import Console
 

@@ -142,6 +142,8 @@ class Conversation:
                     self._answer(line.removeprefix("/"))
             except EOFError:
                 break
+            except KeyboardInterrupt:
+                self._tell("stopped")
             except Exception as error:  # a slip, or somebody's plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
