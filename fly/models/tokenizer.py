@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer of a checkpoint directory, its chat template and its ends. No tensors here."""
+"""Text in and out: the tokenizer of a checkpoint, its chat template and its ends. No tensors here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
 from fly.errors import explain
-from fly.models.config import CheckpointError, read_json
+from fly.models.checkpoint import Checkpoint
+from fly.models.config import CheckpointError
+from fly.models.opening import open_checkpoint
 from fly.types import SamplingParams
 
 __all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
@@ -26,52 +28,51 @@ __all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
 _EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
 
 
-def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
+def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
     """End-of-sequence ids: ``generation_config.json`` before ``config.json``; one id or a list of them.
 
     Raises ``CheckpointError`` for an id outside the vocabulary.
     """
+    checkpoint = open_checkpoint(checkpoint)
     for name in ("generation_config.json", "config.json"):
-        path = Path(directory) / name
-        if (value := read_json(path).get("eos_token_id")) is not None:
+        if (value := checkpoint.settings(name).get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
-                raise CheckpointError(f"{path}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
+                where = checkpoint.where(name)
+                raise CheckpointError(f"{where}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
             return frozenset(ids)
     return frozenset()
 
 
-def read_sampling_defaults(directory: str | Path) -> SamplingParams:
+def read_sampling_defaults(checkpoint: str | Path | Checkpoint) -> SamplingParams:
     """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
 
     Raises ``CheckpointError`` for values out of range.
     """
-    path = Path(directory) / "generation_config.json"
-    settings = read_json(path)
+    checkpoint = open_checkpoint(checkpoint)
+    settings = checkpoint.settings("generation_config.json")
     if not settings.get("do_sample"):
         return SamplingParams(temperature=0.0)
     names = ("temperature", "top_k", "top_p", "min_p")
     try:
         return SamplingParams(**{name: settings[name] for name in names if settings.get(name) is not None})
     except ValidationError as error:
-        raise CheckpointError(f"{path}: {explain(error)}") from error
+        raise CheckpointError(f"{checkpoint.where('generation_config.json')}: {explain(error)}") from error
 
 
 class Tokenizer:
-    """``tokenizer.json`` with the chat template of ``tokenizer_config.json`` (or ``chat_template.jinja``).
+    """A checkpoint's tokenizer, ``raw``, with the chat template of ``tokenizer_config.json`` (or
+    ``chat_template.jinja``).
 
-    Raises ``CheckpointError`` if a file is broken.
+    Raises ``CheckpointError`` if there is none, or a file is broken.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        directory = Path(directory)
-        path = directory / "tokenizer.json"
-        try:
-            self.raw = RawTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
-        settings = read_json(directory / "tokenizer_config.json")
-        template_file = directory / "chat_template.jinja"
+    def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
+        checkpoint = open_checkpoint(checkpoint)
+        if (raw := checkpoint.raw_tokenizer()) is None:
+            raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
+        self.raw = raw
+        settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
             template = settings.get("chat_template")
             if isinstance(template, list):  # several named templates; "default" is the conversation
@@ -84,14 +85,14 @@ class Tokenizer:
                 if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
             }
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{directory / 'tokenizer_config.json'}: {error!r}") from error
-        self.template: str | None = template_file.read_text("utf-8") if template_file.exists() else template
-        self._path = path
+            raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
+        self.template: str | None = checkpoint.templates().get("default", template)
 
     @staticmethod
-    def load(directory: str | Path) -> Tokenizer | None:
-        """The directory's tokenizer, or None if it has no ``tokenizer.json``."""
-        return Tokenizer(directory) if (Path(directory) / "tokenizer.json").exists() else None
+    def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None if it has none."""
+        checkpoint = open_checkpoint(checkpoint)
+        return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -108,7 +109,7 @@ class Tokenizer:
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
-            raise CheckpointError(f"{self._path}: has token id {largest}, the model only {vocab_size} tokens")
+            raise CheckpointError(f"{self._source}: has token id {largest}, the model only {vocab_size} tokens")
 
     def same_as(self, other: Tokenizer) -> bool:
         """Whether both give every token the same id."""

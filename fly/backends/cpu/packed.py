@@ -13,8 +13,10 @@ import ctypes
 import threading
 import weakref
 from array import array
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
 _NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
+_PACKERS = 4  # threads that pack at most: each has a layer's weights in memory meanwhile
+
+Filled = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 _local = threading.local()
@@ -56,7 +61,7 @@ def keep_threads() -> None:
 
 def refusal(model: Llama) -> str | None:
     """Why there is no compiled code for ``model``; None where there is."""
-    if model.device.type != "cpu":
+    if model.device.type not in ("cpu", "meta"):  # meta: a skeleton whose values are still to be read
         return f"compiled kernels run on the CPU, not on {model.device}"
     if model.dtype not in _FLOATS:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
@@ -81,10 +86,11 @@ class PackedLlama:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
             ``-int8`` after it, or with activations of 8 bits too, ``-w8a8``.
-        consume: take the model's matrices away as they are packed.
+        filled: while what it gives lasts, a module of the model has its values: of a model that is being loaded
+            (``fly.models.loading.Loading.filled``), so that its weights never lie in memory twice.
     """
 
-    def __init__(self, model: Llama, variant: str, consume: bool = False) -> None:
+    def __init__(self, model: Llama, variant: str, filled: Filled = nullcontext) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
@@ -95,7 +101,10 @@ class PackedLlama:
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
         tied = model.lm_head.weight is model.embed_tokens.weight
-        self._embedding = None if tied else model.embed_tokens.weight.detach().contiguous()
+        self._embedding = None
+        if not tied:
+            with filled(model.embed_tokens):
+                self._embedding = model.embed_tokens.weight.detach().contiguous()
         shape = Shape(
             config.hidden_size,
             config.intermediate_size,
@@ -109,7 +118,8 @@ class PackedLlama:
             _TYPES[self.dtype],
             config.rms_norm_eps,
         )
-        norm, cos, sin = _float(model.norm.weight), angle.cos().contiguous(), angle.sin().contiguous()
+        with filled(model.norm):
+            norm, cos, sin = _float(model.norm.weight), angle.cos().contiguous(), angle.sin().contiguous()
         made = self.library.fly_new(
             number(variant),
             ctypes.byref(shape),
@@ -122,25 +132,30 @@ class PackedLlama:
             raise MemoryError("no memory for a packed model")
         self.handle = ctypes.c_void_p(made)
         weakref.finalize(self, self.library.fly_free, self.handle)
-        for i, layer in enumerate(cast(list[Layer], model.layers)):
-            norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
-            self.check(self.library.fly_set_norms(self.handle, i, *(norm.data_ptr() for norm in norms)))
-            attention, mlp = layer.self_attn, layer.mlp
-            for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
-                self._pack(i, which, linear)
-                if consume:
-                    linear.register_parameter("weight", None)
-            if consume:
-                _return_memory()
-        self._pack(0, 4, model.lm_head)
-        if consume:
-            for owner in (model.lm_head, model.embed_tokens) if tied else (model.lm_head,):
-                owner.register_parameter("weight", None)
-            _return_memory()
+        # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
+        with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
+            waiting = [pool.submit(self._pack_head, model, filled)]
+            layers = cast(list[Layer], model.layers)
+            waiting += [pool.submit(self._pack_layer, number, layer, filled) for number, layer in enumerate(layers)]
+            for done in waiting:
+                done.result()
+        _return_memory()
         self._every_layer = array("i", range(config.num_hidden_layers))
         # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
+
+    def _pack_head(self, model: Llama, filled: Filled) -> None:
+        with filled(model.lm_head):
+            self._pack(0, 4, model.lm_head)
+
+    def _pack_layer(self, number: int, layer: Layer, filled: Filled) -> None:
+        with filled(layer):
+            norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
+            self.check(self.library.fly_set_norms(self.handle, number, *(norm.data_ptr() for norm in norms)))
+            attention, mlp = layer.self_attn, layer.mlp
+            for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
+                self._pack(number, which, linear)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         weight_NK, scale = linear.weight.detach().contiguous(), None
