@@ -293,8 +293,8 @@ def test_an_unknown_architecture_is_named(checkpoint: Path, changes: dict[str, A
     ("changes", "named"),
     [
         ({"hidden_act": "gelu"}, ("hidden_act", "gelu", "silu")),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ("yarn", "llama3")),
-        ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, ("dynamic", "linear")),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, ("longrope", "llama3")),
+        ({"rope_parameters": {"rope_type": "proportional", "rope_theta": 1e4}}, ("proportional", "linear")),
         ({"rope_scaling": {"rope_type": "linear"}}, ("linear", "factor")),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("llama3", "original_max_position_embeddings")),
         ({"rope_scaling": {"type": "linear", "factor": "much"}}, ("factor",)),

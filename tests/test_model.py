@@ -15,6 +15,7 @@ from torch import Tensor
 
 from fly.cache import PagedKVCache
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling, save_model
+from fly.models.families import FULL, SLIDING
 from fly.models.llama import rotary_frequencies, rotate
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
@@ -57,17 +58,24 @@ def transformers_config(config: LlamaConfig, layout: str) -> dict[str, Any]:
     if layout == "rope_parameters":
         scaling = raw.pop("rope_scaling") or {"rope_type": "default"}
         raw["rope_parameters"] = {**scaling, "rope_theta": raw.pop("rope_theta")}
+        if (local := raw.pop("rope_local_base_freq", None)) is not None:
+            sliding = {"rope_type": "default", "rope_theta": local}
+            raw["rope_parameters"] = {"full_attention": raw["rope_parameters"], "sliding_attention": sliding}
     return raw
+
+
+def hf_config(raw: dict[str, Any]) -> Any:
+    """What transformers makes of a ``config.json``."""
+    return transformers.AutoConfig.for_model(**raw)
 
 
 def transformers_twin(model: Llama, layout: str = "rope_scaling") -> Any:
     """The checkpoint ``save_model`` writes, loaded by transformers with its own plain attention."""
     with tempfile.TemporaryDirectory() as directory:
         save_model(model, directory, torch.float32)
-        hf_config = transformers.LlamaConfig(**transformers_config(model.config, layout))
-        twin, report = transformers.LlamaForCausalLM.from_pretrained(
+        twin, report = transformers.AutoModelForCausalLM.from_pretrained(
             directory,
-            config=hf_config,
+            config=hf_config(transformers_config(model.config, layout)),
             dtype=torch.float32,
             attn_implementation="eager",
             output_loading_info=True,
@@ -114,9 +122,7 @@ def test_both_config_layouts_say_the_same(scaling: RopeScaling, theta: float, la
     assert read.model_dump(exclude={"rope_scaling"}) == config.model_dump(exclude={"rope_scaling"})
     assert torch.equal(rotary_frequencies(read), rotary_frequencies(config))
     # what transformers makes of the same dictionary, written in whichever layout it prefers
-    assert LlamaConfig.from_hf(transformers.LlamaConfig(**raw).to_dict() | {"architectures": raw["architectures"]}) == (
-        read
-    )
+    assert LlamaConfig.from_hf(hf_config(raw).to_dict() | {"architectures": raw["architectures"]}) == (read)
 
 
 def test_the_older_name_of_the_rope_type_is_read() -> None:
@@ -227,15 +233,16 @@ def test_dense_causal_keeps_its_sequences_apart() -> None:
 
 @given(llama_configs(MAX_POSITIONS))
 def test_rotary_tables_are_those_of_transformers(config: LlamaConfig) -> None:
-    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
-
-    embedding = LlamaRotaryEmbedding(transformers.LlamaConfig(**transformers_config(config, "rope_scaling")))
-    cos, sin = embedding(torch.zeros(1), torch.arange(MAX_POSITIONS).unsqueeze(0))
-    ours_cos, ours_sin = build_llama(config).rotary()
-    half = config.head_dim // 2
-    torch.testing.assert_close(ours_cos[:, 0], cos[0], atol=2e-5, rtol=0)
-    torch.testing.assert_close(ours_sin[:, 0, half:], sin[0, :, half:], atol=2e-5, rtol=0)
-    torch.testing.assert_close(ours_sin[:, 0, :half], -sin[0, :, :half], atol=2e-5, rtol=0)
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(transformers_config(config, "rope_scaling")))
+    places, half = torch.arange(MAX_POSITIONS), config.head_dim // 2
+    for (ours_cos, ours_sin), kind in zip(build_llama(config).rotary(), [FULL, SLIDING]):
+        if len(config.ropes) > 1 and kind not in (config.layer_types or ()):
+            continue  # transformers has tables of the layers that are there
+        kinds = (kind,) if len(config.ropes) > 1 else ()
+        cos, sin = model.model.rotary_emb(torch.zeros(1), places.unsqueeze(0), *kinds)
+        torch.testing.assert_close(ours_cos[places, 0], cos[0], atol=2e-5, rtol=0)
+        torch.testing.assert_close(ours_sin[places, 0, half:], sin[0, :, half:], atol=2e-5, rtol=0)
+        torch.testing.assert_close(ours_sin[places, 0, :half], -sin[0, :, :half], atol=2e-5, rtol=0)
 
 
 @given(llama_configs(MAX_POSITIONS), seeds, st.integers(0, MAX_POSITIONS - 1))
@@ -244,8 +251,8 @@ def test_rotation_turns_pairs_of_halves_in_the_complex_plane(config: LlamaConfig
     half = config.head_dim // 2
     pairs = torch.complex(x[:, :half], x[:, half:])
     angle = position * rotary_frequencies(config).double()
-    turned = pairs * torch.polar(torch.ones_like(angle), angle)
-    cos, sin = build_llama(config).rotary()
+    turned = pairs * torch.polar(torch.full_like(angle, config.rope_scaling.table_scale), angle)
+    cos, sin = build_llama(config).rotary()[0]
     ours = rotate(x[None].float(), cos[[position]], sin[[position]])[0]
     torch.testing.assert_close(ours.double(), torch.cat([turned.real, turned.imag], -1), atol=5e-5, rtol=0)
 
@@ -276,10 +283,10 @@ def test_llama3_scaling_stretches_long_waves_only(original: int, factor: float, 
 def test_tables_follow_the_dtype_and_are_never_saved() -> None:
     model = random_llama(0)
     saved = set(model.state_dict())
-    assert model.rotary()[0].dtype == torch.float32
-    assert model.rotary()[0] is model.rotary()[0]  # built once
+    assert model.rotary()[0][0].dtype == torch.float32
+    assert model.rotary() is model.rotary()  # built once
     model.to(torch.bfloat16)
-    cos, sin = model.rotary()
+    ((cos, sin),) = model.rotary()
     assert cos.dtype == sin.dtype == torch.bfloat16
     assert set(model.state_dict()) == saved and not any("rotary" in key for key in saved)
 

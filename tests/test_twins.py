@@ -20,6 +20,10 @@ from tests.toys import build_llama, dense_logits, llama_configs
 @given(config=llama_configs(), width=st.integers(1, 5), added=st.integers(0, 3), seed=st.integers(0, 100))
 def test_a_twins_logits_are_the_originals(config: LlamaConfig, width: int, added: int, seed: int) -> None:
     model = build_llama(config, seed)
+    if config.traits.query_norm:
+        with pytest.raises(ValueError, match="has no wider twin"):
+            twin(model, 2)
+        width = 1
     other = twin(model, width, config.num_hidden_layers + added)
     tokens = torch.randint(0, config.vocab_size, (9,), generator=torch.Generator().manual_seed(seed))
     wanted = dense_logits(model, tokens)

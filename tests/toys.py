@@ -12,6 +12,7 @@ from torch import Tensor
 from fly.backends.torch import TorchExecutor
 from fly.executor import Batch, Executor, Scores
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
+from fly.models.families import FAMILIES, FULL, SLIDING
 
 __all__ = ["HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings", "run"]
 
@@ -29,7 +30,7 @@ def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            centre = 1.0 if name.endswith("norm.weight") else 0.0
+            centre = 1.0 - config.traits.norm_offset if name.endswith("norm.weight") else 0.0
             parameter.normal_(centre, scale, generator=generator)
     return model.eval().requires_grad_(False)
 
@@ -72,12 +73,22 @@ def dense_logits(model: Llama, tokens: Sequence[int] | Tensor) -> Tensor:
 @st.composite
 def rope_scalings(draw: st.DrawFn) -> RopeScaling:
     """Every rope type with every one of its settings."""
-    rope_type = draw(st.sampled_from(["default", "linear", "llama3"]))
+    rope_type = draw(st.sampled_from(["default", "linear", "dynamic", "llama3", "yarn"]))
     if rope_type == "default":
         return RopeScaling()
     factor = draw(st.sampled_from([1.0, 2.0, 8.0, 32.0]))
-    if rope_type == "linear":
-        return RopeScaling(rope_type="linear", factor=factor)
+    if rope_type in ("linear", "dynamic"):
+        return RopeScaling(rope_type=rope_type, factor=factor)
+    if rope_type == "yarn":
+        return RopeScaling(
+            rope_type="yarn",
+            factor=factor,
+            original_max_position_embeddings=draw(st.sampled_from([8, 16, 64])),
+            attention_factor=draw(st.sampled_from([None, 0.8])),
+            beta_fast=draw(st.sampled_from([32.0, 4.0])),
+            truncate=draw(st.booleans()),
+            **draw(st.sampled_from([{}, {"mscale": 0.7, "mscale_all_dim": 1.2}])),
+        )
     low = draw(st.sampled_from([0.5, 1.0, 2.0]))
     return RopeScaling(
         rope_type="llama3",
@@ -91,27 +102,47 @@ def rope_scalings(draw: st.DrawFn) -> RopeScaling:
 
 @st.composite
 def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
-    """Configurations over all options: rope types, grouping, head widths of their own, ties, biases, eps, theta."""
+    """Configurations of every family over all options: rope types, grouping, head widths of their own, ties, biases,
+    eps, theta, windows."""
+    family = draw(st.sampled_from([*FAMILIES.values()]))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     head_dim = draw(st.sampled_from([2, 4, 8, 16]))
     # Any width is fine for us where head_dim is stated; transformers wants a multiple of the heads.
-    hidden = heads * draw(st.sampled_from([head_dim, 3, 5, 8]))
+    hidden, layers = heads * draw(st.sampled_from([head_dim, 3, 5, 8])), draw(st.integers(1, 3))
+    options: dict[str, Any] = {
+        "attention_bias": draw(st.booleans()),
+        "mlp_bias": draw(st.booleans()),
+        "query_pre_attn_scalar": draw(st.sampled_from([1, head_dim, 9])),
+        "rope_local_base_freq": draw(st.sampled_from([50.0, 10000.0])),
+    }
+    kinds = st.just(SLIDING) if family.name == "mistral" else st.sampled_from([FULL, SLIDING])
+    types = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    if family.output_norms:
+        types[0] = SLIDING  # transformers runs no Gemma without a window
+    if types != [FULL] * layers:
+        options |= {"layer_types": types, "sliding_window": draw(st.sampled_from([1, 3, 8, 30]))}
+    scaling = draw(rope_scalings())
+    if scaling.rope_type == "dynamic" and head_dim == 2:
+        scaling = RopeScaling()  # transformers divides by their difference
+    if scaling.rope_type == "yarn":  # a stretched context is the model's
+        longest = scaling.factor * scaling.original_max_position_embeddings
+        max_positions = max(max_positions, int(longest))
     return LlamaConfig(
+        family=family.name,
         vocab_size=draw(st.integers(2, 40)),
         hidden_size=hidden,
         intermediate_size=draw(st.sampled_from([6, 16, 40])),
-        num_hidden_layers=draw(st.integers(1, 3)),
+        num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
         max_position_embeddings=max_positions,
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5, 1e-2])),
         rope_theta=draw(st.sampled_from([100.0, 10000.0, 500000.0])),
-        rope_scaling=draw(rope_scalings()),
+        rope_scaling=scaling,
         tie_word_embeddings=draw(st.booleans()),
-        attention_bias=draw(st.booleans()),
-        mlp_bias=draw(st.booleans()),
+        **{name: value for name, value in options.items() if name in family.options},
     )
 
 

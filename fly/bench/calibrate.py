@@ -163,15 +163,12 @@ def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
     """Models that surround ``config`` (or its first layers, if it is deep), and are none like it."""
     depth, unit = min(config.num_hidden_layers, _DEEPEST), 16 * ranks
     return [
-        LlamaConfig.model_validate(
-            {
-                **config.model_dump(),
-                "hidden_size": max(unit, round(config.hidden_size * width / unit) * unit),
-                "intermediate_size": max(unit, round(config.intermediate_size * width / unit) * unit),
-                "num_hidden_layers": layers,
-                "max_position_embeddings": 1024,
-                "tie_word_embeddings": True,
-            }
+        config.resized(
+            layers,
+            hidden_size=max(unit, round(config.hidden_size * width / unit) * unit),
+            intermediate_size=max(unit, round(config.intermediate_size * width / unit) * unit),
+            max_position_embeddings=1024,
+            tie_word_embeddings=True,
         )
         for width in _WIDTHS
         for layers in (max(1, depth // 2), depth + 2)

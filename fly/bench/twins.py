@@ -48,25 +48,20 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
     What is left is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm weights
     are rounded once more in the model's dtype.
 
-    Raises ``ValueError`` for a width below one, or fewer layers than the model has.
+    Raises ``ValueError`` for a width below one, fewer layers than the model has, or a family whose function depends on
+    its width in other ways too.
     """
     config = model.config
     layers = config.num_hidden_layers if layers is None else layers
     if width < 1:
         raise ValueError(f"width {width} must be at least 1")
+    if width > 1 and (config.traits.query_norm or config.traits.scaled_embedding):
+        raise ValueError(f"a model of family {config.family!r} has no wider twin; width must be 1")
     if layers < config.num_hidden_layers:
         raise ValueError(f"layers {layers} are fewer than the model's {config.num_hidden_layers}")
     sizes = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    made = skeleton(
-        LlamaConfig(
-            **{
-                **config.model_dump(),
-                **{name: getattr(config, name) * width for name in sizes},
-                "num_hidden_layers": layers,
-                "rms_norm_eps": config.rms_norm_eps / width,
-            }
-        )
-    )
+    wider = {name: getattr(config, name) * width for name in sizes}
+    made = skeleton(config.resized(layers, **wider, rms_norm_eps=config.rms_norm_eps / width))
     allocate(made, model.dtype, model.device)
     source = dict(model.named_parameters())
     with torch.no_grad():
@@ -79,7 +74,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
             for piece in source[own].split(_fused(own, config) or len(source[own])):
                 parameter[at : at + len(piece)].narrow(-1, 0, piece.shape[-1]).copy_(piece)
                 at += len(piece) * width
-            if name.endswith("norm.weight"):
+            if width > 1 and name.endswith("norm.weight"):
                 parameter[: config.hidden_size].copy_(source[own].double() / width**0.5)
     return made.eval().requires_grad_(False)
 

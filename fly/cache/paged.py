@@ -71,6 +71,29 @@ class _Row:
     mask_NS: Tensor | None  # True where attention is allowed; None where every key is
     causal: bool  # no earlier tokens: plain causal attention, no mask needed
 
+    def within(self, window: int, device: torch.device) -> _Row:
+        """The same, each token seeing the last ``window`` tokens of what it sees: of its own branch, in a tree."""
+        length, new = _length(self.stored), self.new.stop - self.new.start
+        if length <= window:
+            return self
+        if self.mask_NS is None and not self.causal:  # a token alone sees all that is read
+            return _Row(self.new, _from(self.stored, length - window), None, False)
+        mask_NS = self.mask_NS
+        if mask_NS is None:
+            mask_NS = torch.ones(new, length, dtype=torch.bool, device=device).tril()
+        after_NS = mask_NS.flip(1).cumsum(1).flip(1)  # of those it sees, how many come from here on
+        mask_NS = mask_NS & (after_NS <= window)
+        first = int(mask_NS.any(0).nonzero()[0])
+        return _Row(self.new, _from(self.stored, first), mask_NS[:, first:], False)
+
+
+def _length(stored: slice | Tensor) -> int:
+    return stored.stop - stored.start if isinstance(stored, slice) else len(stored)
+
+
+def _from(stored: slice | Tensor, first: int) -> slice | Tensor:
+    return slice(stored.start + first, stored.stop) if isinstance(stored, slice) else stored[first:]
+
 
 class PagedBatch:
     """The ``kv`` of one forward: which slots the packed tokens are written to and which each row reads."""
@@ -110,12 +133,34 @@ class PagedBatch:
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself.
+    @cached_property
+    def _windowed(self) -> dict[int, list[_Row]]:
+        """What each row reads, of layers that see a window only."""
+        return {}
+
+    def _rows(self, window: int | None) -> list[_Row]:
+        rows = self._packed[1]
+        if window is None:
+            return rows
+        if window not in self._windowed:
+            self._windowed[window] = [row.within(window, self.cache.device) for row in rows]
+        return self._windowed[window]
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Store the new keys and values, then attend: [T, H, D], each token over its sequence up to itself, or over the
+        last ``window`` tokens of that. Products of queries and keys are multiplied by ``scale``; None is D ** -0.5.
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
-        slots_T, rows = self._packed
+        slots_T = self._packed[0]
         k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
@@ -128,9 +173,10 @@ class PagedBatch:
                 v_SGD[row.stored].transpose(0, 1).unsqueeze(0),
                 attn_mask=row.mask_NS,
                 is_causal=row.causal,
+                scale=scale,
                 enable_gqa=grouped,
             )
-            for row in rows
+            for row in self._rows(window)
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)

@@ -1,19 +1,40 @@
-"""The Llama architecture as data, read from a Hugging Face ``config.json``. Knows nothing of tensors."""
+"""A decoder's sizes and options as data, read from a Hugging Face ``config.json``. Knows nothing of tensors."""
 
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from fly.errors import explain
+from fly.models.families import FAMILIES, FULL, OPTIONS, SLIDING, Family, family_of
 
 __all__ = ["CheckpointError", "LlamaConfig", "RopeScaling"]
 
-ARCHITECTURES = ("LlamaForCausalLM",)
-ROPE_TYPES = ("default", "linear", "llama3")
+# Of each rope type, the settings it needs and those it may have besides.
+ROPE_TYPES: dict[str, tuple[set[str], set[str]]] = {
+    "default": (set(), set()),
+    "linear": ({"factor"}, set()),
+    "dynamic": ({"factor"}, {"original_max_position_embeddings"}),
+    "llama3": ({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}, set()),
+    "yarn": (
+        {"factor"},
+        {
+            "original_max_position_embeddings",
+            "attention_factor",
+            "beta_fast",
+            "beta_slow",
+            "mscale",
+            "mscale_all_dim",
+            "truncate",
+        },
+    ),
+}
+# How configurations say that layers hold several feed-forward networks of which each token takes some.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size")
 
 
 class CheckpointError(ValueError):
@@ -38,11 +59,17 @@ class RopeScaling(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    rope_type: Literal["default", "linear", "llama3"] = "default"
+    rope_type: Literal["default", "linear", "dynamic", "llama3", "yarn"] = "default"
     factor: float = Field(default=1.0, ge=1.0)
     low_freq_factor: float = Field(default=1.0, gt=0)
     high_freq_factor: float = Field(default=4.0, gt=0)
     original_max_position_embeddings: int = Field(default=8192, gt=0)
+    attention_factor: float | None = Field(default=None, gt=0)
+    beta_fast: float = Field(default=32.0, gt=0)
+    beta_slow: float = Field(default=1.0, gt=0)
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
 
     @model_validator(mode="after")
     def _bands_do_not_overlap(self) -> RopeScaling:
@@ -50,17 +77,46 @@ class RopeScaling(BaseModel):
             raise ValueError(
                 f"high_freq_factor {self.high_freq_factor} must exceed low_freq_factor {self.low_freq_factor}"
             )
+        if self.rope_type == "yarn" and self.beta_fast < self.beta_slow:
+            raise ValueError(f"beta_fast {self.beta_fast} must not be below beta_slow {self.beta_slow}")
         return self
+
+    @property
+    def table_scale(self) -> float:
+        """What cosines and sines are multiplied with: YaRN's attention factor (arXiv 2309.00071, equation 22)."""
+        if self.rope_type != "yarn":
+            return 1.0
+        if self.attention_factor is not None:
+            return self.attention_factor
+
+        def grown(by: float) -> float:
+            return 0.1 * by * math.log(self.factor) + 1.0
+
+        if self.mscale and self.mscale_all_dim:
+            return grown(self.mscale) / grown(self.mscale_all_dim)
+        return grown(1.0)
+
+    def to_hf(self) -> dict[str, Any] | None:
+        """The settings that matter to this type, as in ``config.json``; None is no scaling."""
+        if self.rope_type == "default":
+            return None
+        needed, optional = ROPE_TYPES[self.rope_type]
+        values = self.model_dump(include={"rope_type", *needed, *optional})
+        return {name: value for name, value in values.items() if value is not None}
 
 
 class LlamaConfig(BaseModel):
-    """Sizes and options of a Llama; field names are those of Hugging Face's ``config.json``.
+    """Sizes and options of a decoder; field names are those of Hugging Face's ``config.json``.
+
+    ``family`` is one of ``fly.models.families.FAMILIES``: what else sets the model apart from a Llama. Fields that the
+    family has no use for keep their defaults.
 
     Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
+    family: str = "llama"
     vocab_size: int = Field(gt=0)
     hidden_size: int = Field(gt=0)
     intermediate_size: int = Field(gt=0)
@@ -75,6 +131,10 @@ class LlamaConfig(BaseModel):
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     mlp_bias: bool = False
+    sliding_window: int | None = Field(default=None, gt=0)  # tokens that a layer sees, itself included
+    layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # None: none slides
+    query_pre_attn_scalar: int | None = Field(default=None, gt=0)  # None: head_dim
+    rope_local_base_freq: float | None = Field(default=None, gt=0)  # rope_theta of sliding layers; None: as all
 
     @model_validator(mode="before")
     @classmethod
@@ -101,57 +161,98 @@ class LlamaConfig(BaseModel):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even for rotary embeddings")
+        if self.family not in FAMILIES:
+            raise ValueError(f"family {self.family!r} is unknown; choices: {list(FAMILIES)}")
+        for name, usual in OPTIONS.items():
+            if name not in self.traits.options and (value := getattr(self, name)) != usual:
+                raise ValueError(f"{name} {value!r}: a model of family {self.family!r} has none")
+        if self.layer_types is not None and len(self.layer_types) != self.num_hidden_layers:
+            raise ValueError(f"layer_types lists {len(self.layer_types)} layers of {self.num_hidden_layers}")
+        if SLIDING in (self.layer_types or ()) and self.sliding_window is None:
+            raise ValueError("layer_types has layers that slide, but sliding_window is not given")
         return self
+
+    @property
+    def traits(self) -> Family:
+        """What sets the family apart."""
+        return FAMILIES[self.family]
+
+    @property
+    def windows(self) -> list[int | None]:
+        """Of each layer, how many tokens it sees, the last ones up to its own; None is all of them."""
+        types = self.layer_types or (FULL,) * self.num_hidden_layers
+        return [self.sliding_window if kind == SLIDING else None for kind in types]
+
+    @property
+    def ropes(self) -> list[tuple[float, RopeScaling]]:
+        """Base and scaling of the rotary embedding: of most layers, and of those that slide where that is another."""
+        usual = self.rope_theta, self.rope_scaling
+        return [usual] if self.rope_local_base_freq is None else [usual, (self.rope_local_base_freq, RopeScaling())]
+
+    @property
+    def attention_scale(self) -> float:
+        """What products of queries and keys are multiplied with."""
+        return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
+
+    def resized(self, layers: int, **sizes: Any) -> LlamaConfig:
+        """The same with other ``sizes`` and so many ``layers``, whose kinds are this model's in turn."""
+        types = self.layer_types and [self.layer_types[i % self.num_hidden_layers] for i in range(layers)]
+        changes = {"num_hidden_layers": layers, "layer_types": types, **sizes}
+        return LlamaConfig.model_validate(self.model_dump() | changes)
 
     @classmethod
     def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> LlamaConfig:
         """Read the dictionary of a ``config.json`` (both the ``rope_scaling`` and ``rope_parameters`` layouts).
 
-        Raises ``CheckpointError`` for an architecture, activation or rope type this module does not compute.
+        A context that YaRN stretches is the stretched one, even where ``max_position_embeddings`` states the trained
+        one. Dynamic scaling begins after the context, which no text goes beyond here; so it changes nothing.
+
+        Raises ``CheckpointError`` for an architecture, quantisation, activation or rope type that is not computed here.
         """
-        architectures = raw.get("architectures") or []
-        if not any(name in ARCHITECTURES for name in architectures):
+        family = _supported(raw, source)
+        stated = {**family.defaults, **raw}
+        if (activation := stated.get(family.activation_key, family.activation_name)) != family.activation_name:
             raise CheckpointError(
-                f"{source}: architecture {architectures or 'missing'} is not supported; choices: {list(ARCHITECTURES)}"
+                f"{source}: {family.activation_key} {activation!r} is not supported; choices: "
+                f"[{family.activation_name!r}]"
             )
-        if (activation := raw.get("hidden_act", "silu")) != "silu":
-            raise CheckpointError(f"{source}: hidden_act {activation!r} is not supported; choices: ['silu']")
-        rope: dict[str, Any] = {}
-        for name in ("rope_scaling", "rope_parameters"):
-            if not isinstance(stated := raw.get(name) or {}, dict):
-                raise CheckpointError(f"{source}: {name} must be an object, got {stated!r}")
-            rope |= stated
-        old_type, theta = rope.pop("type", None), rope.pop("rope_theta", None)  # older names and places
-        rope_type = rope.pop("rope_type", None) or old_type or "default"
-        theta = raw.get("rope_theta") if theta is None else theta
-        if rope.pop("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
-        if rope_type not in ROPE_TYPES:
-            raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
-        required = {"linear": {"factor"}, "llama3": set(RopeScaling.model_fields) - {"rope_type"}}.get(rope_type, set())
-        if missing := sorted(required - set(rope)):
-            raise CheckpointError(f"{source}: rope type {rope_type!r} needs {missing}")
-        if unknown := sorted(set(rope) - set(RopeScaling.model_fields)):
-            raise CheckpointError(f"{source}: rope settings {unknown} are not supported")
-        values = {name: raw[name] for name in cls.model_fields if name in raw and not name.startswith("rope")}
+        for name in family.refused:
+            if stated.get(name):
+                raise CheckpointError(f"{source}: {name} {stated[name]!r} is not supported; it must be null")
+        options = {name: stated[name] for name in family.options if name in stated}
+        fields = set(cls.model_fields) - set(OPTIONS) - {"family", "rope_theta", "rope_scaling"}
+        values = {name: stated[name] for name in fields if name in stated}
         try:
-            scaling = RopeScaling.model_validate({"rope_type": rope_type, **rope})
-            return cls(**values, rope_theta=10000.0 if theta is None else theta, rope_scaling=scaling)
+            theta, scaling, local = _rope(stated, source)
+            if "rope_local_base_freq" in family.options:
+                options["rope_local_base_freq"] = local or options.get("rope_local_base_freq")
+            if "layer_types" in family.options:
+                options |= _layers(stated, family)
+            if scaling.rope_type == "yarn":
+                longest = int(scaling.factor * scaling.original_max_position_embeddings)
+                values["max_position_embeddings"] = max(values.get("max_position_embeddings", 2048), longest)
+            return cls(family=family.name, **values, **options, rope_theta=theta, rope_scaling=scaling)
         except ValidationError as error:
             raise CheckpointError(f"{source}: {explain(error)}") from error
 
     def to_hf(self, dtype: str = "bfloat16", **extra: Any) -> dict[str, Any]:
         """The same facts as a ``config.json`` dictionary that transformers also reads."""
-        scaling = self.rope_scaling
-        return {
-            "architectures": [ARCHITECTURES[0]],
-            "model_type": "llama",
-            "hidden_act": "silu",
-            **self.model_dump(exclude={"rope_scaling"}),
-            "rope_scaling": None if scaling.rope_type == "default" else scaling.model_dump(),
+        family = self.traits
+        unused = {"family", "rope_scaling", "layer_types", *(set(OPTIONS) - family.options)}
+        types = list(self.layer_types or (FULL,) * self.num_hidden_layers)
+        raw = {
+            "architectures": [family.architecture],
+            "model_type": family.name,
+            family.activation_key: family.activation_name,
+            **self.model_dump(mode="json", exclude=unused),
+            "rope_scaling": self.rope_scaling.to_hf(),
             "torch_dtype": dtype,
-            **extra,
         }
+        if "use_sliding_window" in family.defaults:
+            raw["use_sliding_window"] = SLIDING in types
+        if types != family.layer_types({**family.defaults, **raw}, self.num_hidden_layers):
+            raw["layer_types"] = types
+        return raw | extra
 
     @classmethod
     def read(cls, directory: Path) -> tuple[LlamaConfig, dict[str, Any]]:
@@ -161,3 +262,61 @@ class LlamaConfig(BaseModel):
             raise CheckpointError(f"{path}: not found; a checkpoint directory needs a config.json")
         raw = read_json(path)
         return cls.from_hf(raw, str(path)), raw
+
+
+def _supported(raw: dict[str, Any], source: str) -> Family:
+    """The family of a configuration. Raises ``CheckpointError`` for what no family of ours is, by its name."""
+    architectures = raw.get("architectures") or []
+    if isinstance(quantised := raw.get("quantization_config"), dict):
+        method = quantised.get("quant_method", "unknown")
+        raise CheckpointError(
+            f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
+            "'int8' or 'w8a8' round it as it is loaded), or a GGUF file"
+        )
+    if (family := family_of(architectures)) is not None and not any(raw.get(name) for name in _EXPERTS):
+        return family
+    kind = " (a mixture of experts)" if any(raw.get(name) for name in _EXPERTS) else ""
+    raise CheckpointError(
+        f"{source}: architecture {architectures or 'missing'}{kind} is not supported; choices: "
+        f"{[family.architecture for family in FAMILIES.values()]}"
+    )
+
+
+def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
+    """Which layers slide, and the window, which is none where no layer does."""
+    none = {"layer_types": None, "sliding_window": None}
+    count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
+    if stated.get("sliding_window") is None or not isinstance(count, int):
+        return none if set(types or ()) <= {FULL} else {"layer_types": types}
+    types = list(types or family.layer_types(stated, count))
+    return none if types == [FULL] * count else {"layer_types": types}  # what is unknown is the field's to refuse
+
+
+def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
+    """Base and scaling of the rotary embedding, and the base of sliding layers where it is given beside them."""
+    rope: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        if not isinstance(given := stated.get(name) or {}, dict):
+            raise CheckpointError(f"{source}: {name} must be an object, got {given!r}")
+        rope |= given
+    local = rope.pop(SLIDING, None) or {}
+    rope |= rope.pop(FULL, None) or {}
+    if local.pop("rope_type", "default") != "default":
+        raise CheckpointError(f"{source}: rope settings of sliding layers must be the default ones")
+    old_type, theta = rope.pop("type", None), rope.pop("rope_theta", None)  # older names and places
+    rope_type = rope.pop("rope_type", None) or old_type or "default"
+    theta = stated.get("rope_theta") if theta is None else theta
+    if rope.pop("partial_rotary_factor", None) not in (None, 1.0):
+        raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
+    if rope_type not in ROPE_TYPES:
+        raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")
+    needed, optional = ROPE_TYPES[rope_type]
+    rope = {name: value for name, value in rope.items() if value is not None}
+    if missing := sorted(needed - set(rope)):
+        raise CheckpointError(f"{source}: rope type {rope_type!r} needs {missing}")
+    if unknown := sorted(set(rope) - (needed | optional if rope_type != "default" else set(RopeScaling.model_fields))):
+        raise CheckpointError(f"{source}: rope settings {unknown} are not supported")
+    if rope_type == "yarn":
+        rope.setdefault("original_max_position_embeddings", stated.get("max_position_embeddings", 2048))
+    scaling = RopeScaling.model_validate({"rope_type": rope_type, **rope})
+    return 10000.0 if theta is None else theta, scaling, local.get("rope_theta")

@@ -1,6 +1,8 @@
-"""Llama as a plain ``nn.Module``. Knows nothing of caches, batching, policies or ranks.
+"""The decoder as a plain ``nn.Module``: a Llama, or what a configuration's family makes of it. Knows nothing of caches,
+batching, policies or ranks.
 
-Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C hidden width, V vocabulary.
+Shape legend: T packed tokens, P positions, H query heads, G key/value heads, D head width, C hidden width,
+V vocabulary.
 
 The model sees one flat list of tokens with their positions; which tokens belong together, and what came
 before them, is the business of the ``kv`` object, whose ``attend(layer, q, k, v)`` is the only way tokens mix.
@@ -19,14 +21,23 @@ from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "Llama", "allocate", "skeleton"]
+__all__ = ["KV", "DenseCausal", "Llama", "skeleton"]
 
 
 class KV(Protocol):
     """What a forward needs of the cache: store this layer's keys and values, and attend over what is stored."""
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Attention output [T, H, D] of each packed token over its own sequence up to itself."""
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention output [T, H, D] of each packed token over its own sequence up to itself, or over the last
+        ``window`` tokens of that. Products of queries and keys are multiplied by ``scale``; None is D ** -0.5."""
         ...
 
 
@@ -36,29 +47,81 @@ class DenseCausal:
     def __init__(self, batch: int, length: int) -> None:
         self.batch, self.length = batch, length
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
         q, k, v = (x.unflatten(0, (self.batch, self.length)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+        mask = None
+        if window is not None and window < self.length:
+            mask = torch.ones(self.length, self.length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
         return out.transpose(1, 2).flatten(0, 1)
 
 
-def rotary_frequencies(config: LlamaConfig) -> Tensor:
-    """Angular frequencies [D/2] in radians a position, float32.
+def rotary_frequencies(config: LlamaConfig, which: int = 0) -> Tensor:
+    """Angular frequencies [D/2] in radians a position, float32, of one of ``config.ropes``.
 
     ``linear`` divides all by the factor; ``llama3`` divides only wavelengths longer than the original context
-    and blends in between (Llama 3.1 release, ``rope_scaling``).
+    and blends in between (Llama 3.1 release, ``rope_scaling``); ``yarn`` blends by how often a wave turns within the
+    original context (arXiv 2309.00071, section 3.2). ``dynamic`` begins after the context, which no text goes beyond.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.int64).float() / config.head_dim
-    frequency = 1.0 / (config.rope_theta**exponent)
-    scaling = config.rope_scaling
-    if scaling.rope_type == "default":
+    theta, scaling = config.ropes[which]
+    width = config.head_dim
+    exponent = torch.arange(0, width, 2, dtype=torch.int64).float() / width
+    frequency = 1.0 / (theta**exponent)
+    if scaling.rope_type in ("default", "dynamic"):
         return frequency
     if scaling.rope_type == "linear":
         return frequency / scaling.factor
-    turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
-    low, high = scaling.low_freq_factor, scaling.high_freq_factor
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
+    if scaling.rope_type == "yarn":
+
+        def place(turns: float) -> float:  # in the table, of the wave that turns so often within the original context
+            length = scaling.original_max_position_embeddings / (2 * math.pi * turns)
+            return width * math.log(length) / (2 * math.log(theta))
+
+        low, high = place(scaling.beta_fast), place(scaling.beta_slow)
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, width - 1)
+        stretched = (torch.arange(width // 2).float() - low) / (high - low or 0.001)
+        keep = 1 - stretched.clamp(0, 1)
+    else:
+        turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
     return frequency * (keep + (1 - keep) / scaling.factor)
+
+
+def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
+    """Cosines and sines [P, D/2] of every position's angles, float32, for each of ``config.ropes``."""
+    found = []
+    for which, (_, scaling) in enumerate(config.ropes):
+        positions = torch.arange(config.max_position_embeddings, dtype=torch.float32)
+        angle = torch.outer(positions, rotary_frequencies(config, which))
+        found.append((angle.cos() * scaling.table_scale, angle.sin() * scaling.table_scale))
+    return found
+
+
+class Norm(nn.RMSNorm):
+    """Root mean square norm (arXiv 1910.07467); some families store weights without their ``offset``."""
+
+    def __init__(self, width: int, config: LlamaConfig) -> None:
+        super().__init__(width, eps=config.rms_norm_eps)
+        self.offset = config.traits.norm_offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.offset:
+            return super().forward(x)
+        weight = self.weight.float() + self.offset
+        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
@@ -81,42 +144,76 @@ class Attention(nn.Module):
             config.num_key_value_heads,
             config.head_dim,
         )
+        self.window, self.scale = config.windows[layer], config.attention_scale
         width, bias = config.head_dim, config.attention_bias
-        self.qkv_proj = nn.Linear(config.hidden_size, (self.heads + 2 * self.kv_heads) * width, bias=bias)
+        outputs = (self.heads + 2 * self.kv_heads) * width
+        self.qkv_proj = nn.Linear(config.hidden_size, outputs, bias=bias or config.traits.qkv_bias)
         self.o_proj = nn.Linear(self.heads * width, config.hidden_size, bias=bias)
+        if config.traits.query_norm:
+            self.q_norm, self.k_norm = Norm(width, config), Norm(width, config)
+        self.normalised = config.traits.query_norm
 
     def forward(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: KV) -> Tensor:
         qkv = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
         rotated = self.heads + self.kv_heads
-        qk = rotate(qkv[:, :rotated], cos_T1D, sin_T1D)
-        out_THD = kv.attend(self.layer, qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:])
-        return self.o_proj(out_THD.flatten(1))
+        qk = qkv[:, :rotated]
+        if self.normalised:
+            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+        qk = rotate(qk, cos_T1D, sin_T1D)
+        q_THD, k_TGD, v_TGD = qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
+        return self.o_proj(kv.attend(self.layer, q_THD, k_TGD, v_TGD, self.window, self.scale).flatten(1))
 
 
 class FeedForward(nn.Module):
-    """SwiGLU; gate and up projections are one matrix (rows gate, then up)."""
+    """A gated linear unit (SwiGLU, or with GELU); gate and up projections are one matrix (rows gate, then up)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.gate_up_proj = nn.Linear(config.hidden_size, 2 * config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.activation = config.traits.activation
 
     def forward(self, x_TC: Tensor) -> Tensor:
         gate, up = self.gate_up_proj(x_TC).chunk(2, dim=-1)
-        return self.down_proj(F.silu(gate) * up)
+        gated = F.silu(gate) if self.activation == "silu" else F.gelu(gate, approximate="tanh")
+        return self.down_proj(gated * up)
 
 
 class Layer(nn.Module):
+    """Attention and feed-forward, each after a norm; a family with ``output_norms`` also has one after each. The names
+    are those of checkpoints, in which ``post_attention_layernorm`` means either."""
+
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
-        self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        width = config.hidden_size
+        self.rope = int(len(config.ropes) > 1 and config.windows[layer] is not None)
+        self.output_norms = config.traits.output_norms
+        self.input_layernorm = Norm(width, config)
         self.self_attn = Attention(config, layer)
-        self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = Norm(width, config)
+        if self.output_norms:
+            self.pre_feedforward_layernorm = Norm(width, config)
+            self.post_feedforward_layernorm = Norm(width, config)
         self.mlp = FeedForward(config)
 
-    def forward(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: KV) -> Tensor:
-        x_TC = x_TC + self.self_attn(self.input_layernorm(x_TC), cos_T1D, sin_T1D, kv)
-        return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
+    def norms(self) -> list[Norm]:
+        """Before attention and feed-forward, then those after each, if there are any."""
+        if not self.output_norms:
+            return [self.input_layernorm, self.post_attention_layernorm]
+        after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
+        return [self.input_layernorm, self.pre_feedforward_layernorm, *after]
+
+    def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
+        before_attention, before_mlp, *after = self.norms()
+        out_TC = self.self_attn(before_attention(x_TC), *rotary[self.rope], kv)
+        x_TC = x_TC + (after[0](out_TC) if after else out_TC)
+        out_TC = self.mlp(before_mlp(x_TC))
+        return x_TC + (after[1](out_TC) if after else out_TC)
+
+
+def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
+    """What embeddings are multiplied with, rounded as the weights are."""
+    return torch.tensor(config.hidden_size**0.5 if config.traits.scaled_embedding else 1.0, dtype=dtype).item()
 
 
 class Llama(nn.Module):
@@ -127,11 +224,11 @@ class Llama(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = nn.RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = Norm(config.hidden_size, config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self._rotary: tuple[Tensor, Tensor] | None = None
+        self._rotary: list[tuple[Tensor, Tensor]] = []
 
     @property
     def dtype(self) -> torch.dtype:
@@ -141,15 +238,18 @@ class Llama(nn.Module):
     def device(self) -> torch.device:
         return self.embed_tokens.weight.device
 
-    def rotary(self) -> tuple[Tensor, Tensor]:
-        """Tables ``(cos, sin)`` [positions, 1, D] in the model's dtype; built on first use, never saved."""
-        table = self._rotary
-        if table is None or table[0].dtype != self.dtype or table[0].device != self.device:
-            positions = torch.arange(self.config.max_position_embeddings, dtype=torch.float32)
-            angle = torch.outer(positions, rotary_frequencies(self.config))
-            cos, sin = torch.cat([angle.cos()] * 2, -1), torch.cat([-angle.sin(), angle.sin()], -1)
-            table = self._rotary = tuple(t.unsqueeze(1).to(self.device, self.dtype) for t in (cos, sin))  # type: ignore[assignment]
-        return table  # type: ignore[return-value]
+    def rotary(self) -> list[tuple[Tensor, Tensor]]:
+        """Tables ``(cos, sin)`` [P, 1, D] in the model's dtype, for each of ``config.ropes``; built on first use, never
+        saved."""
+        found = self._rotary
+        if not found or found[0][0].dtype != self.dtype or found[0][0].device != self.device:
+            found = []
+            for cos, sin in rotary_tables(self.config):
+                whole = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+                cos_P1D, sin_P1D = (table.unsqueeze(1).to(self.device, self.dtype) for table in whole)
+                found.append((cos_P1D, sin_P1D))
+            self._rotary = found
+        return found
 
     def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
@@ -157,11 +257,12 @@ class Llama(nn.Module):
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
-        cos, sin = self.rotary()
-        cos_T1D, sin_T1D = cos[positions_T], sin[positions_T]
+        rotary = [(cos[positions_T], sin[positions_T]) for cos, sin in self.rotary()]
         x_TC = self.embed_tokens(tokens_T)
+        if self.config.traits.scaled_embedding:
+            x_TC = x_TC * embedding_scale(self.config, self.dtype)
         for layer in self.layers if layers is None else [self.layers[number] for number in layers]:
-            x_TC = layer(x_TC, cos_T1D, sin_T1D, kv)
+            x_TC = layer(x_TC, rotary, kv)
         return self.norm(x_TC)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
@@ -184,16 +285,3 @@ def skeleton(config: LlamaConfig) -> Llama:
     import torch's compiler, which takes longer than to load a small model."""
     with torch.device("meta"), _Uninitialised():
         return Llama(config)
-
-
-def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
-    """Give a skeleton's parameters memory, with no values yet. One that has two names stays one parameter.
-
-    ``Module.to_empty`` would import torch's compiler as well, and allocate before the type is known.
-    """
-    made: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in made:
-                made[parameter] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
-            setattr(module, name, made[parameter])

@@ -64,7 +64,7 @@ LLAMA: tuple[Rule, ...] = (
     Rule("model.layers.*.self_attn.o_proj.*", "row", "num_attention_heads"),
     Rule("model.layers.*.mlp.gate_proj.* model.layers.*.mlp.up_proj.*", "column", "intermediate_size"),
     Rule("model.layers.*.mlp.down_proj.*", "row", "intermediate_size"),
-    Rule("model.layers.*layernorm.weight model.norm.weight", "replicate"),
+    Rule("model.layers.*norm.weight model.norm.weight", "replicate"),
 )
 LLAMA_WHOLE_SUMS: tuple[Rule, ...] = tuple(
     replace(rule, style="gather", of="hidden_size") if rule.style == "row" else rule for rule in LLAMA

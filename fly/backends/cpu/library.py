@@ -31,7 +31,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 21  # of src/library.cpp: what was built from other sources is not called
+_ABI = 22  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -42,8 +42,8 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, c_int32) for name in ("positions", "weights", "hidden")),
-        ("eps", c_float),
+        *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes")),
+        *((name, c_float) for name in ("eps", "scale", "embedding")),
     ]
 
 
@@ -154,7 +154,7 @@ _FUNCTIONS = {
     "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
     "fly_free": (None, [c_void_p]),
     "fly_share": (None, [c_void_p, c_void_p, c_int, c_int]),
-    "fly_set_norms": (c_int, [c_void_p, c_int, c_void_p, c_void_p]),
+    "fly_set_layer": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from fly.backends.cpu.library import TORCH, CBatch, Shape, address, chosen, load, number, split
 from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
-from fly.models.llama import KV, Layer, rotary_frequencies
+from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 
 __all__ = ["PackedLlama", "int8_weights", "pool_threads", "refusal"]
 
@@ -99,7 +99,6 @@ class PackedLlama:
         self.weight_bytes = 1 if self._narrow else self.dtype.itemsize  # of each
         config, self.library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
-        angle = torch.outer(torch.arange(config.max_position_embeddings).float(), rotary_frequencies(config))
         tied = model.lm_head.weight is model.embed_tokens.weight
         self._embedding = None
         if not tied:
@@ -116,10 +115,15 @@ class PackedLlama:
             config.max_position_embeddings,
             _NARROW[self._narrow] if self._narrow else _TYPES[self.dtype],
             _TYPES[self.dtype],
+            config.traits.activation == "gelu_tanh",
+            len(config.ropes),
             config.rms_norm_eps,
+            config.attention_scale,
+            embedding_scale(config, self.dtype),
         )
         with filled(model.norm):
-            norm, cos, sin = _float(model.norm.weight), angle.cos().contiguous(), angle.sin().contiguous()
+            norm, tables = _weights(model.norm), rotary_tables(config)
+        cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         made = self.library.fly_new(
             number(variant),
             ctypes.byref(shape),
@@ -151,9 +155,15 @@ class PackedLlama:
 
     def _pack_layer(self, number: int, layer: Layer, filled: Filled) -> None:
         with filled(layer):
-            norms = _float(layer.input_layernorm.weight), _float(layer.post_attention_layernorm.weight)
-            self.check(self.library.fly_set_norms(self.handle, number, *(norm.data_ptr() for norm in norms)))
             attention, mlp = layer.self_attn, layer.mlp
+            kept = [_weights(norm) for norm in layer.norms()]
+            norms = [norm.data_ptr() for norm in kept] + [None] * (4 - len(kept))
+            if attention.normalised:
+                kept += _weights(attention.q_norm), _weights(attention.k_norm)
+            norms += [norm.data_ptr() for norm in kept[-2:]] if attention.normalised else [None, None]
+            pointers = (ctypes.c_void_p * 6)(*norms)
+            window, rope = attention.window or 0, layer.rope
+            self.check(self.library.fly_set_layer(self.handle, number, pointers, window, rope))
             for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
                 self._pack(number, which, linear)
 
@@ -275,3 +285,8 @@ def int8_weights(weight_NK: Tensor) -> tuple[Tensor, Tensor]:
 
 def _float(weight: Tensor) -> Tensor:
     return weight.detach().float().contiguous()
+
+
+def _weights(norm: Norm) -> Tensor:
+    """What a norm multiplies with, float32."""
+    return (norm.weight.detach().float() + norm.offset).contiguous()

@@ -41,10 +41,18 @@ struct Scratch {
 
 long scratch_bytes(const Shape* shape, int longest) { return Scratch(nullptr, *shape, longest).bytes; }
 
-// The rotated vector of one head: D values from ``from`` on.
-inline void rotate(const Model* model, const float* from, int64_t position, float* to) {
-    const int half = model->shape.head_dim / 2;
-    const float *cos = model->cos + position * half, *sin = model->sin + position * half;
+// The vector of one head: D values from ``from`` on, normalised where the layer has a norm for it, and rotated.
+inline void rotate(const Model* model, const Layer& layer, Norm which, const float* from, int64_t position, float* to) {
+    const int d = model->shape.head_dim, half = d / 2;
+    const long at = (layer.rope * (long)model->shape.positions + position) * half;
+    const float *cos = model->cos + at, *sin = model->sin + at, *norm = layer.norm[which];
+    alignas(64) float head[1024], normed[1024];
+    if (norm) {
+        memcpy(head, from, d * sizeof(float));
+        memset(head + d, 0, (padded(d) - d) * sizeof(float));
+        normalise(head, norm, d, model->shape.eps, normed);
+        from = normed;
+    }
     for (int i = 0; i < half; i++) {
         const float a = from[i], b = from[i + half];
         to[i] = a * cos[i] - b * sin[i];
@@ -92,20 +100,21 @@ template <class K>
 ALWAYS_INLINE void soon(const K* const* then, int i, long from) { soon(then[i] + from); }
 ALWAYS_INLINE void soon(decltype(nullptr), int, long) {}
 
-// Goes over the keys (or values) of the tokens up to ``end``, a block at a time: ``use(first, where, then)``, with the place
+// Goes over the keys (or values) of the tokens from ``begin`` up to ``end``, a block at a time: ``use(first, where, then)``, with the place
 // of each token's, those of all of ``groups`` side by side, and the place of those to ask for meanwhile, some blocks later.
 // After the last keys these are the first values, which the walk over values relies on.
 template <class K, class Use>
-inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int end, Use use) {
+inline void walk(const Call* call, bool keys, int layer, const Row& row, Range groups, int begin, int end, Use use) {
     constexpr int RING = 5;
     const K* ring[RING][BLOCK];
-    const int d = call->model->shape.head_dim, count = groups.to - groups.from, blocks = (end + BLOCK - 1) / BLOCK;
+    const int d = call->model->shape.head_dim, count = groups.to - groups.from;
+    const int blocks = (end - begin + BLOCK - 1) / BLOCK;
     const int ahead = count >= 4 ? 1 : 4;  // blocks
     auto find = [&](int block) {
         const bool here = block < blocks;
         const int other = keys && block - blocks < blocks ? block - blocks : blocks - 1;
         locate(call, here && keys ? call->keys : call->values, layer, row, groups.from,
-               (here ? block : other) * BLOCK, end, ring[block % RING]);
+               begin + (here ? block : other) * BLOCK, end, ring[block % RING]);
     };
     for (int block = 0; block < ahead; block++) {
         find(block);
@@ -115,7 +124,7 @@ inline void walk(const Call* call, bool keys, int layer, const Row& row, Range g
     }
     for (int block = 0; block < blocks; block++) {
         find(block + ahead);
-        use(block * BLOCK, ring[block % RING], ring[(block + ahead) % RING]);
+        use(begin + block * BLOCK, ring[block % RING], ring[(block + ahead) % RING]);
     }
 }
 
@@ -131,7 +140,7 @@ void store(const Call* call, const Piece& piece, int layer, int group) {
     for (int n = piece.from; n < piece.to; n++) {
         const int at = piece.at + n - piece.from;
         const float* key = model->work.qkv + at * ld_qkv + (long)(shape.heads + group) * d;
-        rotate(model, key, call->position[call->tile_at + at], rotated);
+        rotate(model, model->layers[layer], KEY, key, call->position[call->tile_at + at], rotated);
         const int page = (row.start + n) / call->page, within = (row.start + n) % call->page;
         convert(rotated, d, slot<K>(call, call->keys, layer, row, page, within, group));
         convert(key + (long)shape.kv_heads * d, d, slot<K>(call, call->values, layer, row, page, within, group));
@@ -314,6 +323,22 @@ inline void weights_of(float* score, int sees, int end, const uint8_t* mask, Vec
     for (int j = padded(sees, W); j < end; j++) score[j] = 0;
 }
 
+// What new token ``n`` of a row sees of the tokens up to itself; null is all.
+inline const uint8_t* mask_of(const Row& row, int n) {
+    return row.mask ? row.mask + (long)n * (row.start + row.count) : nullptr;
+}
+
+// The first stored token that new token ``n`` of a row sees: the last ``window`` of those that it would see (0: all).
+inline int first_seen(const Row& row, int n, int window) {
+    const int sees = row.start + n + 1;
+    if (!window || sees <= window) return 0;
+    const uint8_t* mask = mask_of(row, n);
+    if (!mask) return sees - window;
+    int at = sees;
+    for (int left = window; at && left; left -= mask[at]) at--;
+    return at;
+}
+
 // Attention of the tokens ``from`` to ``to`` of a piece's row, for the queries of some key/value heads: at most QUERIES
 // of them, or those of a single token and head.
 template <class K, class Act>
@@ -333,7 +358,8 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     for (int i = d; i < width; i++) vector[i] = 0;
     for (int q = 0; q < queries; q++) {
         const int at = piece.at + token(q) - piece.from;
-        rotate(model, model->work.qkv + at * ld_qkv + (long)head(q) * d, call->position[call->tile_at + at], vector);
+        const float* query = model->work.qkv + at * ld_qkv + (long)head(q) * d;
+        rotate(model, model->layers[layer], QUERY, query, call->position[call->tile_at + at], vector);
         for (int i = 0; i < width; i += 2 * W) Stored<K>::query(vector + i, (Query*)s.queries + q * width + i);
     }
     // Heads of few queries are scored side by side, with few tokens each, which is the order of memory. Where a head has
@@ -343,7 +369,10 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
     const bool turns = each >= TURNED, widens = Stored<K>::WIDENS && each > GROUP;
     int offsets[QUERIES];
     for (int q = 0; q < queries && together; q++) offsets[q] = q / each * d;
-    walk<K>(call, true, layer, row, groups, end, [&](int key, const K* const* keys, const K* const* then) {
+    int begin = end;
+    for (int n = from; n < to; n++) begin = least_of(begin, first_seen(row, n, model->layers[layer].window));
+    begin = begin / BLOCK * BLOCK;
+    walk<K>(call, true, layer, row, groups, begin, end, [&](int key, const K* const* keys, const K* const* then) {
         const auto asking = [&](int q, int on) {
             return Asking<K>{(const Query*)s.queries + q * width, width, s.scores + q * s.stride + key + on, s.stride};
         };
@@ -364,14 +393,18 @@ void attend(const Call* call, const Piece& piece, int layer, Range groups, int f
                 for (int n = 1; n < each; n++) score<K, 1>(asking(q + n, on), &offset, keys + on, nullptr, d);
             }
     });
-    const Vec scale = set1(1.0f / __builtin_sqrtf((float)d));
+    const Vec scale = set1(shape.scale);
     for (int q = 0; q < queries; q++) {
-        const uint8_t* mask = row.mask ? row.mask + (long)token(q) * (row.start + row.count) : nullptr;
-        weights_of(s.scores + q * s.stride, row.start + token(q) + 1, end, mask, scale);
+        const uint8_t* mask = mask_of(row, token(q));
+        const int unseen = most_of(first_seen(row, token(q), model->layers[layer].window) - begin, 0);
+        float* score = s.scores + q * s.stride + begin;
+        for (int j = 0; j < unseen; j++) score[j] = -__builtin_inff();
+        weights_of(score, row.start + token(q) + 1 - begin, end - begin, mask ? mask + begin : nullptr, scale);
+        for (int j = 0; j < unseen; j++) score[j] = 0;
     }
     memset(s.out, 0, queries * width * sizeof(float));
     memset(s.sums, 0, queries * sizeof(float));
-    walk<K>(call, false, layer, row, groups, end, [&](int key, const K* const* values, const K* const* then) {
+    walk<K>(call, false, layer, row, groups, begin, end, [&](int key, const K* const* values, const K* const* then) {
         const int count = least_of(end - key, BLOCK), room = padded(d, 2 * W);
         // Adds them for some of a head's ``left`` queries, and says for how many.
         const auto some = [&](auto from, auto then, int size, int offset, int q, int left) {

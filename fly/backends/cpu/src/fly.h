@@ -43,9 +43,14 @@ struct Matrix {
     int32_t* offset;  // [panels · 32], W8A8: 128 · the sum of an output's data
 };
 
+// Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null).
+enum Norm { ATTENTION_IN, MLP_IN, ATTENTION_OUT, MLP_OUT, QUERY, KEY, NORMS };
+
 struct Layer {
-    float *input_norm, *post_norm;  // [C padded]
-    Matrix qkv, o, gate_up, down;   // the panels of gate_up hold 16 gates and their 16 ups
+    float* norm[NORMS];            // [C padded], of queries and keys [D padded]
+    Matrix qkv, o, gate_up, down;  // the panels of gate_up hold 16 gates and their 16 ups
+    int32_t window;                // stored tokens that a token sees, the last ones up to itself; 0 is all
+    int32_t rope;                  // which of the tables
 };
 
 // Deals out memory piece by piece, each at a multiple of 64 bytes. Without a ``base`` it counts what that takes.
@@ -71,7 +76,7 @@ struct Workspace {
     Block of_tile;
     int tile;         // tokens they are for
     float* x;         // [T, C] the residual stream
-    float* part;      // [T, C] what this process adds to it, where others add theirs
+    float* part;      // [T, C] what is added to it, where other processes add theirs, or it is normalised first
     float* qkv;       // [T, (H + 2G)·D]
     void* normed;     // [T, C], in the type of activations
     void* attended;   // [T, H·D]
@@ -101,7 +106,7 @@ struct Model {
     // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
     void (*sum)(float* values, int64_t count);
     int32_t tokens, first_token;
-    float *cos, *sin;  // [positions, D/2]
+    float *cos, *sin;  // [ropes, positions, D/2]
     Workspace work;
     pthread_mutex_t lock;  // of the workspace
 };
@@ -189,6 +194,9 @@ static inline float most_of(float a, float b) { return a > b ? a : b; }
 static inline int most_inputs(const Shape& shape) {
     return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
 }
+
+// Whether what a layer adds to the residual stream is put aside first.
+static inline bool adds_apart(const Model* model) { return model->sum || model->layers[0].norm[ATTENTION_OUT]; }
 
 static inline int64_t nanoseconds() {
     timespec now;

@@ -15,7 +15,11 @@ struct Shape {
     int32_t width, intermediate, layers, heads, kv_heads, head_dim, vocab, positions;
     int32_t weights;  // Type of the matrices
     int32_t hidden;   // Type of the hidden states that go in and out, and of an embedding of its own
+    int32_t gelu;     // the activation is GELU by tanh, not SiLU
+    int32_t ropes;    // tables of cosines and sines
     float eps;
+    float scale;      // of products of queries and keys
+    float embedding;  // what embeddings are multiplied with
 };
 
 // What a forward is about.

@@ -8,9 +8,17 @@ inline void embed(const Model* model, int64_t token, float* x) {
     constexpr Layout LAYOUT = layout_of(Wt::TYPE);
     const Matrix& head = model->head;
     const int width = model->shape.width, room = padded(width), lane = (int)(token % PANEL);
-    if (model->embedding && model->shape.hidden == BFLOAT16)
-        return convert((const uint16_t*)model->embedding + token * width, width, x, room);
-    if (model->embedding) return convert((const float*)model->embedding + token * width, width, x, room);
+    const auto scaled = [&]() {
+        for (int i = 0; model->shape.embedding != 1 && i < room; i += W) st(x + i, ld(x + i) * set1(model->shape.embedding));
+    };
+    if (model->embedding && model->shape.hidden == BFLOAT16) {
+        convert((const uint16_t*)model->embedding + token * width, width, x, room);
+        return scaled();
+    }
+    if (model->embedding) {
+        convert((const float*)model->embedding + token * width, width, x, room);
+        return scaled();
+    }
     const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
     from += lane / LAYOUT.together * LAYOUT.together * LAYOUT.step + lane % LAYOUT.together;
     for (int i = 0; i < width; i++) {
@@ -23,6 +31,7 @@ inline void embed(const Model* model, int64_t token, float* x) {
         }
     }
     memset(x + width, 0, (room - width) * sizeof(float));
+    scaled();
 }
 
 // The residual stream of the tile's tokens normalised: by everybody, or each its part.
@@ -84,17 +93,22 @@ void decode(Call* call, int thread, const Scratch& s) {
     }
     wait(call);
     if (model->sum) sum_over_processes(call, work.x, thread);
+    const bool apart = adds_apart(model);
     auto residual = [&](int row, int panel, const float* sums) {
         float* x = work.x + row * ldx + panel * PANEL;
-        if (model->sum)
+        if (apart)
             memcpy(work.part + row * ldx + panel * PANEL, sums, PANEL * sizeof(float));
         else
             for (int i = 0; i < PANEL; i += W) st(x + i, ld(x + i) + ld(sums + i));
     };
-    auto add_parts = [&]() {
-        if (!model->sum) return;
-        sum_over_processes(call, work.part, thread);
-        for (long i = mine.from * ldx; i < mine.to * ldx; i += W) st(work.x + i, ld(work.x + i) + ld(work.part + i));
+    auto add_parts = [&](const float* norm) {
+        if (!apart) return;
+        if (model->sum) sum_over_processes(call, work.part, thread);
+        for (int t = mine.from; t < mine.to; t++) {
+            float *x = work.x + t * ldx, *add = work.part + t * ldx;
+            if (norm) normalise(add, norm, shape.width, shape.eps, add);
+            for (long i = 0; i < ldx; i += W) st(x + i, ld(x + i) + ld(add + i));
+        }
         wait(call);
     };
     const bool last = call->tile_at + tokens == call->tokens || !call->layers;
@@ -102,7 +116,7 @@ void decode(Call* call, int thread, const Scratch& s) {
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
-        const Act* normed = normalised<Wt>(call, layer.input_norm, thread, s);
+        const Act* normed = normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
         product<Wt>(call, thread, s, normed, ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
             memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
         });
@@ -111,20 +125,23 @@ void decode(Call* call, int thread, const Scratch& s) {
         wait(call);
         product<Wt>(call, thread, s, (const Act*)work.attended, padded(layer.o.k), tokens, layer.o, layer.gate_up, residual);
         wait(call);
-        add_parts();
-        normed = normalised<Wt>(call, layer.post_norm, thread, s);
+        add_parts(layer.norm[ATTENTION_OUT]);
+        normed = normalised<Wt>(call, layer.norm[MLP_IN], thread, s);
         product<Wt>(call, thread, s, normed, ldx, tokens, layer.gate_up, layer.down, [&](int row, int panel, const float* sums) {
             for (int i = 0; i < PANEL / 2; i += W) {
                 const Vec gate = ld(sums + i), up = ld(sums + PANEL / 2 + i);
-                const Vec silu = gate / (set1(1.0f) + exponential(gate * set1(-1.0f)));
-                st((Act*)work.gated + row * ld_gated + panel * (PANEL / 2) + i, silu * up);
+                // GELU by tanh is x · sigmoid(2u), with u = sqrt(2/pi) · (x + 0.044715 x³), as SiLU is x · sigmoid(x).
+                const Vec cubed = gate * set1(1.59576912f) * fma(gate * gate, set1(0.044715f), set1(1.0f));
+                const Vec power = shape.gelu ? cubed : gate;
+                const Vec active = gate / (set1(1.0f) + exponential(power * set1(-1.0f)));
+                st((Act*)work.gated + row * ld_gated + panel * (PANEL / 2) + i, active * up);
             }
         });
         wait(call);
         const Matrix& next = number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : after;
         product<Wt>(call, thread, s, (const Act*)work.gated, ld_gated, tokens, layer.down, next, residual);
         wait(call);
-        add_parts();
+        add_parts(layer.norm[MLP_OUT]);
     }
 }
 

@@ -103,7 +103,7 @@ bool fly::make_room(Model* model, int tokens, int last_rows, int longest, int th
         const Layer& layer = model->layers[0];
         if (!grow(&work.of_tile, [&](Dealer& dealer) {
                 work.x = dealer.take<float>(tile * width);
-                work.part = dealer.take<float>(model->sum ? tile * width : 0);
+                work.part = dealer.take<float>(adds_apart(model) ? tile * width : 0);
                 work.qkv = dealer.take<float>(tile * layer.qkv.panels * PANEL);
                 work.normed = dealer.take<char>(tile * width * act);
                 work.attended = dealer.take<char>(tile * padded(shape.heads * shape.head_dim) * act);
@@ -143,7 +143,7 @@ EXPORT void fly_free(Model* model) {
     };
     for (int i = 0; model->layers && i < model->shape.layers; i++) {
         const Layer& layer = model->layers[i];
-        free(layer.input_norm), free(layer.post_norm);
+        for (float* norm : layer.norm) free(norm);
         for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) drop(*matrix);
     }
     drop(model->head);
@@ -154,13 +154,13 @@ EXPORT void fly_free(Model* model) {
     free(model);
 }
 
-// An empty model, null without memory. ``cos``, ``sin`` [positions, D/2]; ``embedding`` [V, C] must outlive it, or null.
+// An empty model, null without memory. ``cos``, ``sin`` [ropes, positions, D/2]; ``embedding`` [V, C] must outlive it, or null.
 EXPORT Model* fly_new(int variant, const Shape* shape, const float* norm, const float* cos, const float* sin,
                       const void* embedding) {
     Model* model = (Model*)allocate(sizeof(Model));
     if (!model) return nullptr;
     pthread_mutex_init(&model->lock, nullptr);
-    const int table = shape->positions * (shape->head_dim / 2);
+    const int table = shape->ropes * shape->positions * (shape->head_dim / 2);
     model->shape = *shape;
     model->variant = variants[variant];
     model->embedding = embedding;
@@ -179,13 +179,15 @@ EXPORT void fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, in
     model->sum = sum, model->tokens = tokens, model->first_token = first;
 }
 
-// The norms of a layer, float32 [C].
-EXPORT int fly_set_norms(Model* model, int number, const float* input, const float* post) {
-    const int width = model->shape.width;
+// The norms of a layer, float32 [C] or [D], or null; its window, and which of the tables it rotates by.
+EXPORT int fly_set_layer(Model* model, int number, const float* const* norms, int window, int rope) {
     Layer& layer = model->layers[number];
-    layer.input_norm = vector_of(input, width, padded(width));
-    layer.post_norm = vector_of(post, width, padded(width));
-    return layer.input_norm && layer.post_norm ? OK : NO_MEMORY;
+    layer.window = window, layer.rope = rope;
+    for (int which = 0; which < NORMS; which++) {
+        const int width = which < QUERY ? model->shape.width : model->shape.head_dim;
+        if (norms[which] && !(layer.norm[which] = vector_of(norms[which], width, padded(width)))) return NO_MEMORY;
+    }
+    return OK;
 }
 
 // Matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4): [N, K] in the type of the weights.

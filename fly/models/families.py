@@ -1,0 +1,134 @@
+"""Model families as data: what the one decoder (``fly.models.llama``) does for each. Knows nothing of tensors.
+
+A further family is one more ``Family`` here, which the tests then draw with all others, and hold to transformers. What
+no description can say yet is a new field, and a branch where the decoder and the compiled kernels read it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, Literal
+
+__all__ = ["FAMILIES", "FULL", "OPTIONS", "SLIDING", "Activation", "Family", "family_of"]
+
+Activation = Literal["silu", "gelu_tanh"]
+FULL, SLIDING = "full_attention", "sliding_attention"  # as config.json names the kinds of layers
+
+# Fields of a configuration that only some families have, with their value in all others.
+OPTIONS: Mapping[str, Any] = MappingProxyType(
+    {
+        "attention_bias": False,
+        "mlp_bias": False,
+        "sliding_window": None,
+        "layer_types": None,
+        "query_pre_attn_scalar": None,
+        "rope_local_base_freq": None,
+    }
+)
+
+
+def _none(raw: Mapping[str, Any], layers: int) -> list[str]:
+    return [FULL] * layers
+
+
+def _every(raw: Mapping[str, Any], layers: int) -> list[str]:
+    return [SLIDING] * layers
+
+
+def _from_max_window_layers(raw: Mapping[str, Any], layers: int) -> list[str]:
+    """None, unless ``use_sliding_window`` says so: then those from ``max_window_layers`` on."""
+    first = raw["max_window_layers"] if raw["use_sliding_window"] else layers
+    return [SLIDING if number >= first else FULL for number in range(layers)]
+
+
+def _all_but_each_nth(raw: Mapping[str, Any], layers: int) -> list[str]:
+    """All but each ``sliding_window_pattern``-th."""
+    return [SLIDING if (number + 1) % raw["sliding_window_pattern"] else FULL for number in range(layers)]
+
+
+@dataclass(frozen=True)
+class Family:
+    """What sets a family apart from Llama, which is the description without any of it."""
+
+    name: str  # config.json: model_type
+    architecture: str  # config.json: architectures
+    options: frozenset[str] = frozenset()  # which of OPTIONS it has
+    qkv_bias: bool = False  # query, key and value have a bias, whatever ``attention_bias`` says
+    query_norm: bool = False  # queries and keys are normalised, head by head, before they are rotated
+    norm_offset: float = 0.0  # what norms add to their weights
+    output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
+    scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
+    activation: Activation = "silu"
+    activation_key: str = "hidden_act"  # where config.json names it,
+    activation_name: str = "silu"  # and as what
+    layer_types: Callable[[Mapping[str, Any], int], list[str]] = _none  # where config.json does not list them
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # what config.json may leave out, as transformers has it
+    refused: tuple[str, ...] = ()  # what config.json may ask for, but the decoder does not compute
+
+
+_WINDOW = frozenset({"sliding_window", "layer_types"})
+_QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            Family("llama", "LlamaForCausalLM", frozenset({"attention_bias", "mlp_bias"})),
+            Family(
+                "mistral",
+                "MistralForCausalLM",
+                _WINDOW,
+                layer_types=_every,
+                defaults={"sliding_window": 4096, "max_position_embeddings": 131072, "num_key_value_heads": 8},
+            ),
+            Family(
+                "qwen2",
+                "Qwen2ForCausalLM",
+                _WINDOW,
+                qkv_bias=True,
+                layer_types=_from_max_window_layers,
+                defaults=_QWEN,
+            ),
+            Family(
+                "qwen3",
+                "Qwen3ForCausalLM",
+                _WINDOW | {"attention_bias"},
+                query_norm=True,
+                layer_types=_from_max_window_layers,
+                defaults={**_QWEN, "head_dim": 128},
+            ),
+            Family(
+                "gemma3_text",
+                "Gemma3ForCausalLM",
+                _WINDOW | {"attention_bias", "query_pre_attn_scalar", "rope_local_base_freq"},
+                query_norm=True,
+                norm_offset=1.0,
+                output_norms=True,
+                scaled_embedding=True,
+                activation="gelu_tanh",
+                activation_key="hidden_activation",
+                activation_name="gelu_pytorch_tanh",
+                layer_types=_all_but_each_nth,
+                defaults={
+                    "sliding_window": 4096,
+                    "sliding_window_pattern": 6,
+                    "head_dim": 256,
+                    "query_pre_attn_scalar": 256,
+                    "max_position_embeddings": 131072,
+                    "rope_theta": 1e6,
+                    "rope_local_base_freq": 1e4,
+                    "tie_word_embeddings": True,
+                },
+                refused=("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+            ),
+        )
+    }
+)
+
+
+def family_of(architectures: object) -> Family | None:
+    """The family whose name is among a configuration's ``architectures``, or None."""
+    names = architectures if isinstance(architectures, list) else []
+    return next((family for family in FAMILIES.values() if family.architecture in names), None)
