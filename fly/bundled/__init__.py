@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 from fly.errors import meant
@@ -10,7 +11,7 @@ from fly.models.config import CheckpointError
 from fly.models.hub import fetch, hub_name
 from fly.models.opening import open_checkpoint
 
-__all__ = ["BUNDLED", "names_a_checkpoint", "open_model", "resolve_checkpoint"]
+__all__ = ["BUNDLED", "is_here", "names_a_checkpoint", "open_model", "resolve_checkpoint"]
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
@@ -19,7 +20,7 @@ BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
 def names_a_checkpoint(name: str) -> bool:
     """Whether a text can be a checkpoint's name: a bundled one, a path that exists, or a name on the hub by its form.
     Nothing is asked of the network."""
-    return name in BUNDLED or _is_here(Path(name)) or hub_name(name) is not None
+    return name in BUNDLED or is_here(name) or hub_name(name) is not None
 
 
 def resolve_checkpoint(name: str | Path) -> Path:
@@ -30,7 +31,7 @@ def resolve_checkpoint(name: str | Path) -> Path:
     """
     if str(name) in BUNDLED:
         return CHECKPOINTS / str(name)
-    if _is_here(Path(name)):
+    if is_here(name):
         return Path(name)
     if (wanted := hub_name(str(name))) is not None:
         return fetch(wanted)
@@ -46,5 +47,9 @@ def open_model(name: str | Path | Checkpoint) -> Checkpoint:
     return name if isinstance(name, Checkpoint) else open_checkpoint(resolve_checkpoint(name))
 
 
-def _is_here(path: Path) -> bool:
-    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+def is_here(name: str | Path) -> bool:
+    """Whether a checkpoint can be at this path: a directory, or a GGUF file."""
+    path = Path(name)
+    with suppress(OSError):  # a text that is too long for a path
+        return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+    return False

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 from collections import abc
 from typing import Any, TypeGuard, get_args, get_origin
 
 import torch
 
-from fly.bundled import BUNDLED, names_a_checkpoint
+from fly.bundled import BUNDLED, is_here, names_a_checkpoint
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
 from fly.drafts.combine import RelayDraft, UnionDraft
@@ -99,7 +98,7 @@ def parse_draft(
     if text.strip() == "none":
         return None
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    if text.strip() not in draft_types() and os.path.exists(text) and names_a_checkpoint(text):
+    if text.strip() not in draft_types() and is_here(text):
         return SingleDraft(text, **loading)
     reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "Llama", "skeleton"]
+__all__ = ["KV", "DenseCausal", "Llama", "allocate", "skeleton"]
 
 
 class KV(Protocol):
@@ -285,3 +285,16 @@ def skeleton(config: LlamaConfig) -> Llama:
     import torch's compiler, which takes longer than to load a small model."""
     with torch.device("meta"), _Uninitialised():
         return Llama(config)
+
+
+def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
+    """Give a skeleton's parameters memory, with no values yet. One that has two names stays one parameter.
+
+    ``Module.to_empty`` would import torch's compiler as well, and allocate before the type is known.
+    """
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in made:
+                made[parameter] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device=device))
+            setattr(module, name, made[parameter])
