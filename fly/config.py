@@ -8,7 +8,6 @@ from typing import ClassVar, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
-from fly.cache import DEFAULT_BYTES
 from fly.errors import explain
 from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
@@ -35,8 +34,9 @@ class Config(BaseModel):
     device: str = "auto"
     deterministic: bool = False
     cache_tokens: int | None = Field(default=None, gt=0)
-    cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
+    cache_bytes: int | None = Field(default=None, gt=0)
     cache_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
+    context: int | None = Field(default=None, gt=0)
     block_size: int | None = Field(default=None, gt=0)
     max_rows: int = Field(default=256, gt=0)
     step_tokens: int = Field(default=2048, gt=0)

@@ -4,9 +4,7 @@ model may be loaded among several: all of them then make the same calls in the s
 from __future__ import annotations
 
 import asyncio
-import os
 import random
-import sys
 import threading
 from collections import abc
 from functools import cached_property, partial
@@ -18,15 +16,17 @@ import torch
 
 from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
-from fly.bundled import resolve_checkpoint
-from fly.cache import DEFAULT_BYTES, PagedKVCache, block_size_for
+from fly.bundled import open_model
+from fly.cache import PagedKVCache, block_size_for
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
 from fly.errors import short
 from fly.job import Job, Output, Request, outputs_of
+from fly.memory import cache_size
 from fly.models.chat import ChatPrompt
+from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from fly.ops import derive
@@ -58,10 +58,11 @@ class LLM:
     because nobody holds its stream any more) frees what it holds after the round under way.
 
     Args:
-        model: path of a Hugging Face Llama directory, a bundled name (``fly-target``), a loaded model (which
-            then takes token ids only), or another ``LLM``, whose loaded model, tokenizer and ends serve this one too
-            (not its caches, nor its draft).
-        draft: any ``DraftStrategy``, its text (a checkpoint's path or bundled name, ``ngram``, a cascade such as
+        model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
+            Hugging Face hub (``owner/name``, ``owner/name@revision``, ``owner/name/file.gguf``), an open checkpoint, a
+            loaded model (which then takes token ids only), or another ``LLM``, whose loaded model, tokenizer and ends
+            serve this one too (not its caches, nor its draft).
+        draft: any ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
         policy: which drafted tokens stand; None is ``Exact()``.
@@ -73,10 +74,13 @@ class LLM:
             autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order
             (the compiled ones in one process), else it takes one forward a token (``fly.executor.TokenByToken``).
         cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
-            eight full contexts, or as much of that as ``cache_bytes`` hold.
-        cache_bytes: memory for the keys and values of target and draft together (4 GiB). A draft model that was given
-            a size of its own is not counted.
+            eight full contexts, or as much of that as ``cache_bytes`` hold. Memory is taken as it is first used.
+        cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of what the
+            device has free when the models are loaded, where that is less. A draft model that was given a size of its
+            own is not counted. Where caches hold less than a full context, that is logged, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
+        context: tokens of a text at most, prompt and completion, where the model could have more: its tables and the
+            default caches are smaller then. Holds for a draft path too.
         block_size: tokens a page of the target's cache; None is what suits the device.
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
@@ -109,8 +113,9 @@ class LLM:
         deterministic: bool = False,
         *,
         cache_tokens: int | None = None,
-        cache_bytes: int = DEFAULT_BYTES,
+        cache_bytes: int | None = None,
         cache_share: float | None = None,
+        context: int | None = None,
         block_size: int | None = None,
         max_rows: int = 256,
         step_tokens: int = 2048,
@@ -139,11 +144,17 @@ class LLM:
             self.tokenizer, self.eos_ids, self.default_params = model.tokenizer, model.eos_ids, model.default_params
             executor = model.engine.runner.executor
         else:
-            executor, self.tokenizer, _ = load_model(model, dtype, device, kernels, by)
-            if isinstance(model, (str, Path)):
-                directory = resolve_checkpoint(model)
-                self.eos_ids = read_eos_ids(directory, executor.config.vocab_size)
-                self.default_params = read_sampling_defaults(directory, executor.config.vocab_size)
+            checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
+            if checkpoint is not None and context is not None and context > checkpoint.config.max_position_embeddings:
+                most = checkpoint.config.max_position_embeddings
+                raise ValueError(f"context {context} is more than the {most} tokens that {checkpoint.path} has")
+            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, context)
+            if checkpoint is not None:
+                self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
+                self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
+        if context is not None and context != executor.config.max_position_embeddings:
+            has = executor.config.max_position_embeddings
+            raise ValueError(f"context {context}: this model is loaded already, with a context of {has}")
         if deterministic:
             executor = executor.deterministic()
         config = executor.config
@@ -159,27 +170,17 @@ class LLM:
                 made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
             if made is None:
                 return None
-            made.resolve(partial(load_model, by=by))
+            made.resolve(partial(load_model, by=by, context=context))
             return translated(made, self.tokenizer, config.vocab_size)
 
         draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)
         block_size = block_size_for(executor.device) if block_size is None else block_size
-        most_tokens = 8 * config.max_position_embeddings
-        if cache_share is not None:
-            if not 0 < cache_share <= 1:
-                raise ValueError(f"cache_share {cache_share} must be in (0, 1]")
-            if cache_tokens is not None:
-                raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
-            cache_bytes, most_tokens = int(cache_share * free_memory(executor.device)), sys.maxsize
         if cache_tokens is None:
             each = PagedKVCache.bytes_per_token(config, executor.dtype)
             each += 0 if draft is None else draft.bytes_per_token()
-            affordable = cache_bytes // each // block_size * block_size
-            if (cache_tokens := min(most_tokens, affordable)) < 1:
-                raise ValueError(
-                    f"cache_bytes {cache_bytes} hold no page of {block_size} tokens at {each} bytes a token, target "
-                    "and draft together"
-                )
+            cache_tokens = cache_size(executor, each, block_size, cache_bytes, cache_share)
+        elif cache_share is not None:
+            raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
         if ranks is not None:  # free memory may differ, and all must admit the same requests
             cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
@@ -465,13 +466,6 @@ class LLM:
         if self.tokenizer is None:
             raise ValueError(f"marker {text!r} is text, and this model has no tokenizer; use a token id")
         return self.tokenizer.token_id(text)
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that ``device`` has free."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _check_k(k: int) -> int:

@@ -94,7 +94,7 @@ def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tm
         ("--policy", "flyy", "policy 'flyy': 'flyy' is unknown (did you mean 'fly'?)"),
         ("--policy", "fly & aftr(2)", "'aftr' is unknown (did you mean 'after'?)"),
         ("--draft", "ngrm", "'ngrm' is unknown (did you mean 'ngram'?)"),
-        ("--model", "fly-taget", "is neither a directory nor a bundled checkpoint (did you mean 'fly-target'?)"),
+        ("--model", "fly-taget", "is neither a bundled checkpoint (did you mean 'fly-target'?), nor a directory"),
         ("--policy", "qqqqq", "'qqqqq' is unknown; policies"),
     ],
 )

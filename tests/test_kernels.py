@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
-from fly.backends import executor_of
+from fly.backends import choice, executor_of
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, int8_weights, library, why_not
 from fly.backends.cpu.host import HostDistribution, top_at
 from fly.backends.cpu.host import uniforms as host_uniforms
@@ -36,6 +36,7 @@ from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
+from fly.models.loading import Loading
 from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
 from fly.request import Sequence
@@ -959,12 +960,17 @@ def test_kernels_that_this_processor_cannot_run_are_told_so(monkeypatch: pytest.
         chosen("avx3")
 
 
-def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_library_it_is_pytorch_and_says_why_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(library, "_open", lambda: (None, "no compiler was found"))
     monkeypatch.setattr(library, "_built", dict)
     assert available() == ["torch"] and chosen() == "torch" and why_not() == "no compiler was found"
     model = random_llama(0)
-    assert isinstance(executor_of(model), TorchExecutor)
+    choice._say_once.cache_clear()
+    for _ in range(2):
+        assert isinstance(executor_of(model), TorchExecutor)
+    assert [record.getMessage().split(": ")[1] for record in caplog.records] == ["no compiler was found"]
     with pytest.raises(ValueError, match=r"kernels 'avx2' is not available here; choices: .*no compiler was found"):
         executor_of(model, "avx2")
     with pytest.raises(ValueError, match="no compiler was found"):
@@ -972,18 +978,18 @@ def test_without_a_library_it_is_pytorch_and_says_why(monkeypatch: pytest.Monkey
 
 
 @built
-def test_a_model_may_be_consumed_as_it_is_packed() -> None:
-    """Its matrices are gone; what was made of them is the same."""
-    kept, taken = random_llama(3), random_llama(3)
-    wanted, made = (executor_of(one, VARIANTS[0], consume=one is taken) for one in (kept, taken))
+@pytest.mark.parametrize("kernels", ["auto", "w8a8"])
+def test_a_checkpoint_is_packed_as_it_is_read(kernels: str, tmp_path: Path) -> None:
+    """Layer by layer, into what is made of the loaded model; the model that was filled is without memory again."""
+    save_model(kept := random_llama(3), tmp_path, torch.float32)
+    loading = Loading(tmp_path)
     logits = []
-    for model in (wanted, made):
+    for model in (executor_of(kept, chosen(kernels)), executor_of(loading, kernels)):
         cache = PagedKVCache(model.config, 4, 4, model.dtype)
         cache.resize(0, 3)
         logits.append(model.score(Batch([1, 2, 3], [0, 1, 2], cache.batch([0], [0], [3]))).logits_NV)
     assert same_bits(*logits)
-    assert all(parameter is not None for parameter in kept.parameters())
-    assert all(linear.weight is None for linear in taken.layers.modules() if isinstance(linear, nn.Linear))
+    assert all(parameter.device.type == "meta" for parameter in loading.model.parameters())
 
 
 MEMORY = """

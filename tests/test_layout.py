@@ -13,7 +13,7 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "errors", "expressions", "params", "ops", "types", "sampling", "policies", "request", "cache", "models",
+    "errors", "expressions", "params", "ops", "types", "sampling", "policies", "request", "cache", "memory", "models",
     "bundled", "constraints", "structured", "executor", "runner", "drafts", "account", "engine", "scheduler", "job",
     "worker", "stream", "backends", "config", "parallel", "llm", "testing", "eval", "bench", "serve", "cli",
 ]  # fmt: skip

@@ -367,7 +367,7 @@ def test_the_end_token_in_a_prompt_ends_nothing_and_no_token_asked_for_gives_non
 
 
 def test_a_share_of_free_memory_sizes_all_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fly.llm.free_memory", lambda device: 1_000_000)
+    monkeypatch.setattr("fly.memory.free_memory", lambda device: 1_000_000)
     llm = LLM(MODEL, SingleDraft(random_llama(5, VOCAB)), cache_share=0.5)
     stored = sum(
         2 * cache.keys.numel() * cache.keys.element_size()

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen
+from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
 from fly.backends.torch import Model, TorchExecutor
-from fly.bundled import resolve_checkpoint
+from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.executor import Executor
-from fly.models import Llama, load_model
+from fly.models import Llama
+from fly.models.checkpoint import Checkpoint
+from fly.models.loading import Loading
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
 __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
+_log = logging.getLogger("fly")
 
-def executor_of(model: Any, kernels: str = "auto", consume: bool = False) -> Executor:
+
+def executor_of(model: Any, kernels: str = "auto") -> Executor:
     """What runs ``model`` by the kernels that ``kernels`` stands for (``fly.backends.cpu.chosen``): an executor as it
-    is, a ``Llama`` on compiled kernels or on PyTorch, anything else on PyTorch.
+    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch.
 
-    ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. To
-    ``consume`` takes a Llama's matrices away one by one as they are packed, so that the weights never lie in memory
-    twice; the model itself is of no use then.
+    ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. On the
+    CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
@@ -39,29 +45,49 @@ def executor_of(model: Any, kernels: str = "auto", consume: bool = False) -> Exe
         if kernels != "auto" and variant != model.kernels:
             raise ValueError(f"kernels {kernels!r}: this model was loaded for {model.kernels!r}")
         return model
-    if variant == TORCH:
-        return _on_torch(model)
-    reason = refusal(model) if isinstance(model, Llama) else f"there is no compiled code for {type(model).__name__}"
-    if reason is not None:
-        if kernels == "auto":
-            return _on_torch(model)
-        raise ValueError(f"kernels {kernels!r}: {reason}")
-    return CpuExecutor(PackedLlama(model, variant, consume))
+    decoder: Any = model.model if isinstance(model, Loading) else model
+    if variant != TORCH:
+        if model.device.type != "cpu":
+            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}"
+        else:
+            kind = type(decoder).__name__
+            reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
+        if reason is None:
+            filled = model.filled if isinstance(model, Loading) else nullcontext
+            return CpuExecutor(PackedLlama(decoder, variant, filled))
+        if kernels != "auto":
+            raise ValueError(f"kernels {kernels!r}: {reason}")
+    else:
+        reason = why_not() if kernels == "auto" else None
+    if reason and model.device.type == "cpu" and isinstance(decoder, Llama):
+        _say_once(reason)
+    return _on_torch(model)
+
+
+@cache
+def _say_once(reason: str) -> None:
+    _log.warning("PyTorch's own kernels run the model, which are slower than compiled ones: %s", reason)
 
 
 class TorchOnHost(HostDecisions, TorchExecutor):
     """PyTorch's forwards on the CPU, with decisions on the host."""
 
 
-def _on_torch(model: Model) -> Executor:
+def _on_torch(model: Model | Loading) -> Executor:
+    if isinstance(model, Loading):
+        model = model.whole()
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
 def load_executor(
-    directory: Path, dtype: str | torch.dtype = "auto", device: str | torch.device = "auto", kernels: str = "auto"
+    checkpoint: str | Path | Checkpoint,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
-    return executor_of(load_model(directory, dtype, device), kernels, consume=True)
+    chosen(kernels)  # what is wrong with them is said before anything is read
+    return executor_of(Loading(checkpoint, dtype, device), kernels)
 
 
 def load(
@@ -70,20 +96,23 @@ def load(
     device: str | torch.device = "auto",
     kernels: str = "auto",
     by: LoadExecutor = load_executor,
+    context: int | None = None,
 ) -> Loaded:
-    """A model by the path or bundled name of a checkpoint, or a loaded one as it is, on PyTorch where it is no
-    executor.
+    """A model by name (``fly.bundled.resolve_checkpoint``), a checkpoint, or a loaded model as it is, on PyTorch where
+    it is no executor.
 
     Args:
-        by: loads a checkpoint's directory.
+        by: loads a checkpoint.
+        context: positions used at most, where the model has more. A loaded model's are what they are.
 
     Raises ``ValueError`` (``CheckpointError``) for a checkpoint that cannot be used.
     """
     if isinstance(model, Executor):
         return Loaded(model)
-    if not isinstance(model, (str, Path)):
+    if not isinstance(model, (str, Path, Checkpoint)):
         return Loaded(executor_of(model, TORCH))
-    directory = resolve_checkpoint(model)
-    executor, tokenizer = by(directory, dtype, device, kernels=kernels), Tokenizer.load(directory)
-    control_ids = read_eos_ids(directory, executor.config.vocab_size)
+    checkpoint = open_model(model)
+    checkpoint.limit(context)
+    executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
+    control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
     return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
 from collections import abc
 from typing import Any, TypeGuard, get_args, get_origin
 
 import torch
 
-from fly.bundled import BUNDLED
+from fly.bundled import BUNDLED, is_here, names_a_checkpoint
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
 from fly.drafts.combine import RelayDraft, UnionDraft
@@ -49,7 +48,7 @@ STRATEGIES = Registry(
     wanted="a class that subclasses DraftStrategy",
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": list(BUNDLED)},
-    more=", or the path of a checkpoint's directory",
+    more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",
 )
 
 
@@ -76,11 +75,12 @@ def parse_draft(
         ngram+fly-tiny+fly-draft         ngram(k=4) + model("a path/of+mine", k=8)
         my_drafts:MyDraft(depth=3)       model(fly-draft, draft=ngram, policy="fly(theta=0.3)")
 
-    A text that is a directory as a whole is a checkpoint. Any other is an expression in Python's grammar of calls,
-    parentheses and ``+``, in which names may also hold dashes, dots and slashes:
+    A text that is a directory or GGUF file as a whole is a checkpoint. Any other is an expression in Python's grammar
+    of calls, parentheses and ``+``, in which names may also hold dashes, dots and slashes:
 
-    - a strategy is a registered name (``draft_types``), a call of one, or a checkpoint: its bundled name or the path
-      of its directory, in quotes if it holds spaces, brackets, quotes, commas or one of ``+ = :``;
+    - a strategy is a registered name (``draft_types``), a call of one, or a checkpoint: its bundled name, the path of
+      its directory or GGUF file, or its name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds
+      spaces, brackets, quotes, commas or one of ``+ = :``;
     - ``a+b+c`` is a cascade, cheapest first: each drafts for the next;
     - a parameter that takes a strategy (by its annotation) reads its argument as one, a parameter that takes a policy
       as a policy; to all others a bare word is a string, as in ``model(fly-draft)``;
@@ -98,7 +98,7 @@ def parse_draft(
     if text.strip() == "none":
         return None
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    if text.strip() not in draft_types() and os.path.isdir(text):
+    if text.strip() not in draft_types() and is_here(text):
         return SingleDraft(text, **loading)
     reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)
@@ -121,12 +121,15 @@ class _Reader(Text):
         if isinstance(call.func, ast.Name):
             word = self.value(call.func)
             registered = word in draft_types() or CLASS_PATH.fullmatch(word)
-            if isinstance(node, ast.Call) or registered or not _is_checkpoint(word):
+            if isinstance(node, ast.Call) or registered or not names_a_checkpoint(word):
                 return self._call(self.find(word), word, call)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             word = node.value
-            if not _is_checkpoint(word):
-                raise self.error(f"{word!r} is no directory of a checkpoint; bundled: {list(BUNDLED)}")
+            if not names_a_checkpoint(word):
+                raise self.error(
+                    f"{word!r} is no checkpoint: neither a directory or .gguf file that exists, nor a name on the "
+                    f"Hugging Face hub; bundled: {list(BUNDLED)}"
+                )
         else:
             raise self.error(f"{self.source(node)!r} is no strategy")
         return SingleDraft(word, **self.defaults)
@@ -157,10 +160,6 @@ class _Reader(Text):
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:
     return isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)
-
-
-def _is_checkpoint(word: str) -> bool:
-    return word in BUNDLED or os.path.isdir(word)
 
 
 def _mentions(hint: Any, wanted: type) -> bool:

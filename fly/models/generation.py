@@ -11,7 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from fly.errors import explain
-from fly.models.config import CheckpointError, read_json
+from fly.models.checkpoint import Checkpoint
+from fly.models.config import CheckpointError
+from fly.models.opening import open_checkpoint
 from fly.types import SamplingParams
 
 __all__ = ["read_sampling_defaults", "sampling_defaults"]
@@ -54,16 +56,16 @@ _NEUTRAL: Mapping[str, Any] = {
 }
 
 
-def read_sampling_defaults(directory: str | Path, vocab_size: int | None = None) -> SamplingParams:
+def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int | None = None) -> SamplingParams:
     """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
 
     One warning names all that it asks for and does not get. Raises ``CheckpointError`` for values out of range, token
     ids outside a vocabulary of ``vocab_size`` among them.
     """
-    path = Path(directory) / "generation_config.json"
-    params, ignored = sampling_defaults(read_json(path), str(path), vocab_size)
+    checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
+    params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)
     if ignored:
-        warnings.warn(f"{path}: {'; '.join(ignored)}", stacklevel=3)
+        warnings.warn(f"{checkpoint.where(name)}: {'; '.join(ignored)}", stacklevel=3)
     return params
 
 

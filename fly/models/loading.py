@@ -1,24 +1,26 @@
-"""Hugging Face checkpoint directories in and out. Every tensor is accounted for before anything runs."""
+"""Checkpoints into models, and models into directories. Every tensor is accounted for before anything runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
 
+from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError, LlamaConfig
-from fly.models.llama import Llama, allocate, skeleton
+from fly.models.llama import Llama, skeleton
+from fly.models.opening import open_checkpoint
 
 __all__ = [
     "DTYPES",
+    "Loading",
     "Part",
     "Piece",
     "checkpoint_tensors",
@@ -31,9 +33,6 @@ __all__ = [
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 _ALIASES = {"bf16": "bfloat16", "fp16": "float16", "half": "float16", "fp32": "float32", "float": "float32"}
-_INDEX = "model.safetensors.index.json"
-# Derived tables that old exporters saved beside the weights; this model computes them itself.
-_DERIVED = (".rotary_emb.inv_freq",)
 
 
 @dataclass(frozen=True)
@@ -49,10 +48,6 @@ class Piece:
     def length(self, dim: int) -> int:
         """What is left of a dimension."""
         return self.cut[dim].stop - self.cut[dim].start if self.cut else self.shape[dim]
-
-    def read(self, file: Any) -> torch.Tensor:
-        """The tensor, or the cut of it, from an open safetensors file: memory-mapped, nothing else is touched."""
-        return file.get_slice(self.key)[self.cut] if self.cut else file.get_tensor(self.key)
 
 
 class Part(Protocol):
@@ -112,40 +107,104 @@ def resolve_device(device: str | torch.device) -> torch.device:
     return wanted
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    index = directory / _INDEX
-    if index.exists():
+class Loading:
+    """A checkpoint on its way into memory: a model without memory (on torch's meta device), which is given its values
+    as a whole or module by module. Everything is checked before anything is read.
+
+    Args: as of ``load_model``.
+
+    Raises as ``load_model``.
+    """
+
+    def __init__(
+        self,
+        checkpoint: str | Path | Checkpoint,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device = "auto",
+        *,
+        part: Callable[[LlamaConfig], Part] | None = None,
+    ) -> None:
+        self.checkpoint = checkpoint = open_checkpoint(checkpoint)
+        config = checkpoint.config
+        self.dtype, self.device = resolve_dtype(dtype, checkpoint.raw), resolve_device(device)
+        if part is None:
+            self.model = skeleton(config)
+            self._plan: Mapping[str, list[Piece]] = layout(config, dict(self.model.named_parameters()))
+        else:
+            held = part(config)
+            self.model, self._plan = held.build(), held.pieces
+        self.model.to(self.dtype)
+        self._names = {parameter: name for name, parameter in self.model.named_parameters()}
+        tensors, head = checkpoint.tensors, "lm_head.weight"
+        expected = {piece.key: piece.shape for pieces in self._plan.values() for piece in pieces}
+        tied_copy = config.tie_word_embeddings and head in tensors
+        checkpoint.check_tensors(expected, frozenset({head} if tied_copy else ()))
+        (embedding,) = self._plan["embed_tokens.weight"]
+        if tied_copy and not torch.equal(tensors[head].read(embedding.cut), tensors[embedding.key].read(embedding.cut)):
+            raise CheckpointError(
+                f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
+            )
+
+    def whole(self) -> Llama:
+        """The loaded model, without gradients."""
+        self._fill(self.model, borrow=False)
+        return self.model.eval().requires_grad_(False)
+
+    @contextmanager
+    def filled(self, module: nn.Module) -> Iterator[None]:
+        """While it lasts, a module of the model has its values, on the device they are to be on; on the CPU what the
+        file holds just so is the file's own memory."""
+        before = self._fill(module, borrow=self.device.type == "cpu")
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            outside = [name for name in names if name in ("", "..") or Path(name).name != name]
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
-        if outside:
-            raise CheckpointError(f"{index}: names files outside the directory: {outside}")
-        files = [directory / name for name in names]
-    else:
-        files = [directory / "model.safetensors"]
-    if missing := [path.name for path in files if not path.exists()]:
-        raise CheckpointError(f"{directory}: weight files are missing: {missing}")
-    return files
+            yield
+        finally:
+            for owner, name, parameter in before:
+                setattr(owner, name, parameter)
 
+    def _fill(self, module: nn.Module, borrow: bool) -> list[tuple[nn.Module, str, nn.Parameter]]:
+        """Give a module's parameters memory and values. One that has two names stays one parameter. Returns those that
+        were in their places."""
+        before = [
+            (owner, name, parameter)
+            for owner in module.modules()
+            for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+        ]
+        made: dict[nn.Parameter, nn.Parameter] = {}
+        for owner, name, parameter in before:
+            if parameter not in made:
+                values = self._values(self._plan[self._names[parameter]], parameter.shape, borrow)
+                made[parameter] = nn.Parameter(values, requires_grad=False)
+            setattr(owner, name, made[parameter])
+        return before
 
-def _names(items: list[str], most: int = 4) -> str:
-    return ", ".join(items[:most]) + (f" and {len(items) - most} more" if len(items) > most else "")
+    def _values(self, pieces: list[Piece], shape: torch.Size, borrow: bool) -> torch.Tensor:
+        """What a parameter is to hold."""
+        tensors = self.checkpoint.tensors
+        if borrow and len(pieces) == 1 and pieces[0].stored and tensors[pieces[0].key].dtype == self.dtype:
+            return tensors[pieces[0].key].read(pieces[0].cut)
+        values = torch.empty(shape, dtype=self.dtype, device=self.device)
+        for piece in pieces:
+            if piece.stored:
+                tensors[piece.key].copy_to(values[piece.rows], piece.cut)
+            else:
+                values[piece.rows].zero_()
+        return values
 
 
 def load_model(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     *,
     part: Callable[[LlamaConfig], Part] | None = None,
 ) -> Llama:
-    """Load a Hugging Face Llama directory, memory-mapped, without gradients.
+    """Load a checkpoint, memory-mapped, without gradients.
 
     Args:
-        path: directory with ``config.json`` and ``model.safetensors`` (or an index and its shards).
-        dtype: ``"auto"`` (as the config states), or one of bfloat16, float16, float32.
+        path: a Hugging Face directory (``config.json`` and ``model.safetensors``, or an index and its shards), a GGUF
+            file, or a checkpoint that is open.
+        dtype: ``"auto"`` (as the config states; bfloat16 of a GGUF file that is not all float32), or one of bfloat16,
+            float16, float32.
         device: ``"auto"``, or any torch device.
         part: gives what is to be held of a model, by its configuration; only that is read. None is all of it. What
             the parts say to one another is not this function's business.
@@ -154,58 +213,7 @@ def load_model(
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.
         ValueError: unknown dtype or device.
     """
-    directory = Path(path)
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such checkpoint directory")
-    config, raw = LlamaConfig.read(directory)
-    wanted_dtype, wanted_device = resolve_dtype(dtype, raw), resolve_device(device)
-    if part is None:
-        model = skeleton(config)
-        plan: Mapping[str, list[Piece]] = layout(config, dict(model.named_parameters()))
-    else:
-        held = part(config)
-        model, plan = held.build(), held.pieces
-    with ExitStack() as stack:
-        where: dict[str, Any] = {}
-        for file in _weight_files(directory):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
-            for key in handle.keys():  # noqa: SIM118 (a handle is no mapping)
-                if key in where:
-                    raise CheckpointError(f"{file}: tensor {key} is stored twice")
-                where[key] = handle
-        tied_copy = config.tie_word_embeddings and "lm_head.weight" in where
-        _check_tensors(directory, plan, where, allowed={"lm_head.weight"} if tied_copy else set())
-        (embedding,) = plan["embed_tokens.weight"]
-        copy = replace(embedding, key="lm_head.weight")
-        if tied_copy and not torch.equal(copy.read(where[copy.key]), embedding.read(where[embedding.key])):
-            raise CheckpointError(
-                f"{directory}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
-            )
-        allocate(model, wanted_dtype, wanted_device)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                for piece in plan[name]:
-                    if piece.stored:
-                        parameter[piece.rows].copy_(piece.read(where[piece.key]))
-                    else:
-                        parameter[piece.rows].zero_()
-    return model.eval().requires_grad_(False)
-
-
-def _check_tensors(directory: Path, plan: Mapping[str, list[Piece]], where: dict[str, Any], allowed: set[str]) -> None:
-    expected = {piece.key: piece.shape for pieces in plan.values() for piece in pieces}
-    if missing := sorted(set(expected) - set(where)):
-        raise CheckpointError(f"{directory}: tensors are missing: {_names(missing)}")
-    surplus = sorted(key for key in set(where) - set(expected) - allowed if not key.endswith(_DERIVED))
-    if surplus:
-        raise CheckpointError(f"{directory}: tensors this configuration has no place for: {_names(surplus)}")
-    for key, shape in expected.items():
-        found = tuple(where[key].get_slice(key).get_shape())
-        if found != shape:
-            raise CheckpointError(f"{directory}: {key} has shape {list(found)}, the configuration asks {list(shape)}")
+    return Loading(path, dtype, device, part=part).whole()
 
 
 def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:

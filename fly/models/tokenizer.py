@@ -1,4 +1,4 @@
-"""Text in and out: the tokenizer of a checkpoint directory, its chat template and its ends. No tensors here."""
+"""Text in and out: the tokenizer of a checkpoint, its chat template and its ends. No tensors here."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
 from fly.models.chat import ChatPrompt, ChatTemplate, Thinking, conversation, pick
-from fly.models.config import CheckpointError, read_json
+from fly.models.checkpoint import Checkpoint
+from fly.models.config import CheckpointError
+from fly.models.opening import open_checkpoint
 
 __all__ = ["TextStream", "Tokenizer", "read_eos_ids"]
 
@@ -21,36 +23,35 @@ __all__ = ["TextStream", "Tokenizer", "read_eos_ids"]
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
-def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
+def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
     """End-of-sequence ids: ``generation_config.json`` before ``config.json``; one id or a list of them.
 
     Raises ``CheckpointError`` for an id outside the vocabulary.
     """
+    checkpoint = open_checkpoint(checkpoint)
     for name in ("generation_config.json", "config.json"):
-        path = Path(directory) / name
-        if (value := read_json(path).get("eos_token_id")) is not None:
+        if (value := checkpoint.settings(name).get("eos_token_id")) is not None:
             ids = value if isinstance(value, list) else [value]
             if bad := [i for i in ids if not isinstance(i, int) or not 0 <= i < vocab_size]:
-                raise CheckpointError(f"{path}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
+                where = checkpoint.where(name)
+                raise CheckpointError(f"{where}: eos_token_id {bad} is outside the vocabulary of {vocab_size} tokens")
             return frozenset(ids)
     return frozenset()
 
 
 class Tokenizer:
-    """``tokenizer.json`` with the chat template of ``tokenizer_config.json`` (or ``chat_template.jinja``).
+    """A checkpoint's tokenizer, ``raw``, with the chat template of ``tokenizer_config.json`` (or
+    ``chat_template.jinja``).
 
-    Raises ``CheckpointError`` if a file is broken.
+    Raises ``CheckpointError`` if there is none, or a file is broken.
     """
 
-    def __init__(self, directory: str | Path) -> None:
-        directory = Path(directory)
-        path = directory / "tokenizer.json"
-        try:
-            self.raw = RawTokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
-        settings = read_json(directory / "tokenizer_config.json")
-        template_file = directory / "chat_template.jinja"
+    def __init__(self, checkpoint: str | Path | Checkpoint) -> None:
+        checkpoint = open_checkpoint(checkpoint)
+        if (raw := checkpoint.raw_tokenizer()) is None:
+            raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
+        self.raw = raw
+        settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
             given = settings.get("chat_template")
             if isinstance(given, list):  # several named templates; "default" is the conversation
@@ -66,18 +67,15 @@ class Tokenizer:
                 if token is not None
             }
         except (KeyError, TypeError) as error:
-            raise CheckpointError(f"{directory / 'tokenizer_config.json'}: {error!r}") from error
-        files = {path.stem: path for path in (directory / "additional_chat_templates").glob("*.jinja")}
-        files |= {"default": template_file} if template_file.exists() else {}
-        if files:
-            sources = {name: path.read_text("utf-8") for name, path in files.items()}
-        self.templates = {name: ChatTemplate(source) for name, source in sources.items()}
-        self._path = path
+            raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
+        # files of their own stand before all of these
+        self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
     @staticmethod
-    def load(directory: str | Path) -> Tokenizer | None:
-        """The directory's tokenizer, or None if it has no ``tokenizer.json``."""
-        return Tokenizer(directory) if (Path(directory) / "tokenizer.json").exists() else None
+    def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
+        """The checkpoint's tokenizer, or None if it has none."""
+        checkpoint = open_checkpoint(checkpoint)
+        return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -99,7 +97,7 @@ class Tokenizer:
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
-            raise CheckpointError(f"{self._path}: has token id {largest}, the model only {vocab_size} tokens")
+            raise CheckpointError(f"{self._source}: has token id {largest}, the model only {vocab_size} tokens")
 
     def same_as(self, other: Tokenizer) -> bool:
         """Whether both give every token the same id."""

@@ -16,13 +16,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.backends import executor_of
+from fly.backends import load_executor
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
 from fly.backends.torch import TorchExecutor
 from fly.executor import Executor
 from fly.models import Llama, LlamaConfig, load_model
+from fly.models.checkpoint import Checkpoint
 from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, Rule
@@ -32,7 +33,7 @@ __all__ = ["load", "parallelise"]
 
 
 def load(
-    path: str | Path,
+    path: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
     device: str | torch.device = "auto",
     *,
@@ -55,16 +56,17 @@ def load(
         ValueError: kernels that are not available here, or not for this model.
     """
     if ranks.size == 1:
-        return executor_of(load_model(path, dtype, device), kernels, consume=True)
+        return load_executor(path, dtype, device, kernels)
     parts: list[Part] = []
+    name = path.path if isinstance(path, Checkpoint) else path
 
     def part(config: LlamaConfig) -> Part:
         parts.append(Part(config, ranks.rank, ranks.size, plan))
         return parts[-1]
 
-    model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {path}")
-    ranks.together(lambda: _check_same(ranks, str(parts[0].config), path), f"loading {path}")
-    variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {path}")
+    model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {name}")
+    ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
+    variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
     if variant != TORCH:

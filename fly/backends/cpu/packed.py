@@ -13,8 +13,10 @@ import ctypes
 import threading
 import weakref
 from array import array
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,9 @@ _TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
 _NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
+_PACKERS = 4  # threads that pack at most: each has a layer's weights in memory meanwhile
+
+Filled = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 _local = threading.local()
@@ -56,7 +61,7 @@ def keep_threads() -> None:
 
 def refusal(model: Llama) -> str | None:
     """Why there is no compiled code for ``model``; None where there is."""
-    if model.device.type != "cpu":
+    if model.device.type not in ("cpu", "meta"):  # meta: a skeleton whose values are still to be read
         return f"compiled kernels run on the CPU, not on {model.device}"
     if model.dtype not in _FLOATS:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
@@ -81,10 +86,11 @@ class PackedLlama:
         model: on the CPU, in float32 or bfloat16.
         variant: the name of a variant that runs here (``fly.backends.cpu.available``), or of one on int8 weights, with
             ``-int8`` after it, or with activations of 8 bits too, ``-w8a8``.
-        consume: take the model's matrices away as they are packed.
+        filled: while what it gives lasts, a module of the model has its values: of a model that is being loaded
+            (``fly.models.loading.Loading.filled``), so that its weights never lie in memory twice.
     """
 
-    def __init__(self, model: Llama, variant: str, consume: bool = False) -> None:
+    def __init__(self, model: Llama, variant: str, filled: Filled = nullcontext) -> None:
         if variant == TORCH or (reason := refusal(model)) is not None:
             raise ValueError(reason if variant != TORCH else f"{variant!r} is no compiled variant")
         self.config, self.dtype, self.device = model.config, model.dtype, torch.device("cpu")
@@ -94,7 +100,10 @@ class PackedLlama:
         config, self.library = model.config, load()
         self.vocab = model.lm_head.weight.shape[0]  # tokens whose logits it gives: of a part of a model, not all
         tied = model.lm_head.weight is model.embed_tokens.weight
-        self._embedding = None if tied else model.embed_tokens.weight.detach().contiguous()
+        self._embedding = None
+        if not tied:
+            with filled(model.embed_tokens):
+                self._embedding = model.embed_tokens.weight.detach().contiguous()
         shape = Shape(
             config.hidden_size,
             config.intermediate_size,
@@ -112,7 +121,8 @@ class PackedLlama:
             config.attention_scale,
             embedding_scale(config, self.dtype),
         )
-        norm, tables = _weights(model.norm), rotary_tables(config)
+        with filled(model.norm):
+            norm, tables = _weights(model.norm), rotary_tables(config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         made = self.library.fly_new(
             number(variant),
@@ -126,33 +136,36 @@ class PackedLlama:
             raise MemoryError("no memory for a packed model")
         self.handle = ctypes.c_void_p(made)
         weakref.finalize(self, self.library.fly_free, self.handle)
-        for i, layer in enumerate(cast(list[Layer], model.layers)):
+        # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
+        with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
+            waiting = [pool.submit(self._pack_head, model, filled)]
+            layers = cast(list[Layer], model.layers)
+            waiting += [pool.submit(self._pack_layer, number, layer, filled) for number, layer in enumerate(layers)]
+            for done in waiting:
+                done.result()
+        _return_memory()
+        self._every_layer = array("i", range(config.num_hidden_layers))
+        # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
+        self._cache: weakref.ref[PagedKVCache] | None = None
+        self._call, self._calls = CBatch(), threading.Lock()
+
+    def _pack_head(self, model: Llama, filled: Filled) -> None:
+        with filled(model.lm_head):
+            self._pack(0, 4, model.lm_head)
+
+    def _pack_layer(self, number: int, layer: Layer, filled: Filled) -> None:
+        with filled(layer):
             attention, mlp = layer.self_attn, layer.mlp
             kept = [_weights(norm) for norm in layer.norms()]
             norms = [norm.data_ptr() for norm in kept] + [None] * (4 - len(kept))
             if attention.normalised:
                 kept += _weights(attention.q_norm), _weights(attention.k_norm)
             norms += [norm.data_ptr() for norm in kept[-2:]] if attention.normalised else [None, None]
-            self.check(
-                self.library.fly_set_layer(
-                    self.handle, i, (ctypes.c_void_p * 6)(*norms), attention.window or 0, layer.rope
-                )
-            )
+            pointers = (ctypes.c_void_p * 6)(*norms)
+            window, rope = attention.window or 0, layer.rope
+            self.check(self.library.fly_set_layer(self.handle, number, pointers, window, rope))
             for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
-                self._pack(i, which, linear)
-                if consume:
-                    linear.register_parameter("weight", None)
-            if consume:
-                _return_memory()
-        self._pack(0, 4, model.lm_head)
-        if consume:
-            for owner in (model.lm_head, model.embed_tokens) if tied else (model.lm_head,):
-                owner.register_parameter("weight", None)
-            _return_memory()
-        self._every_layer = array("i", range(config.num_hidden_layers))
-        # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
-        self._cache: weakref.ref[PagedKVCache] | None = None
-        self._call, self._calls = CBatch(), threading.Lock()
+                self._pack(number, which, linear)
 
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
         weight_NK, scale = linear.weight.detach().contiguous(), None

@@ -9,7 +9,7 @@ using namespace fly;
 const Variant* const fly::variants[] = {&avx512bf16, &avx512, &avx2};
 
 // A forward reads every weight, and small pages cost time.
-void* fly::allocate(long bytes) {
+void* fly::allocate(long bytes, bool zero) {
     constexpr long large = 2 << 20;
     void* memory = nullptr;
     if (bytes <= 0) bytes = 64;
@@ -17,7 +17,7 @@ void* fly::allocate(long bytes) {
 #ifdef MADV_HUGEPAGE
     if (bytes >= large) madvise(memory, bytes / large * large, MADV_HUGEPAGE);  // the rest would take a whole one
 #endif
-    return memset(memory, 0, bytes);
+    return zero ? memset(memory, 0, bytes) : memory;
 }
 
 namespace {

@@ -14,8 +14,9 @@ enum Error { OK = 0, NO_MEMORY = 1, BAD_TOKEN = 2, BAD_POSITION = 3 };
 
 extern const Variant* const variants[];
 
-// Zeros, on large pages where the system gives any; freed by ``free``. Null without memory.
-void* allocate(long bytes);
+// Zeros (unless all is to be written anyway), on large pages where the system gives any; freed by ``free``. Null without
+// memory.
+void* allocate(long bytes, bool zero = true);
 
 // Memory that a call is given for its bookkeeping, freed at its end.
 struct Arena : Dealer {

@@ -62,7 +62,7 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
     matrix->panel_bytes = (long)padded(k, layout.step) * PANEL * bytes;
-    if (!(matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels))) return false;
+    if (!(matrix->data = (char*)allocate(matrix->panel_bytes * matrix->panels, false))) return false;
     if (bytes == 4)
         pack(matrix, (const uint32_t*)data, layout, pairs);
     else if (bytes == 2)

@@ -1,0 +1,82 @@
+"""How much memory a machine has to spare, and how large caches are by it where nobody says."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from pathlib import Path
+
+import torch
+
+from fly.cache import DEFAULT_BYTES
+from fly.cache.paged import Cacheable
+
+__all__ = ["cache_size", "free_memory"]
+
+_log = logging.getLogger("fly")
+_CONTEXTS = 8  # that caches hold where there is room
+_PAGE = "SC_PAGE_SIZE"
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that ``device`` has free; on the CPU, what the system could give without swapping, files that it keeps in
+    memory included, and no more than the limit of this process's group leaves."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):  # not Linux: half of what there is
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf(_PAGE) // 2
+    return min(free, _left_of_group())
+
+
+def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes below the limit of a container, if it has one (cgroup v2); what it keeps of files could be given back."""
+    try:
+        limit = (root / "memory.max").read_text().strip()
+        used = int((root / "memory.current").read_text())
+        facts = dict(line.split() for line in (root / "memory.stat").read_text().splitlines())
+        return sys.maxsize if limit == "max" else max(int(limit) - used + int(facts["inactive_file"]), 0)
+    except (OSError, KeyError, ValueError):
+        return sys.maxsize
+
+
+def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, share: float | None) -> int:
+    """Tokens that the caches of a loaded model and its draft are to hold.
+
+    Args:
+        each: bytes a token takes in all of them.
+        given: bytes they may take; None is 4 GiB, or half of what is free where that is less.
+        share: instead, the share of what is free.
+
+    Raises ``ValueError`` for a share outside (0, 1], and where not a page fits.
+    """
+    context, free = model.config.max_position_embeddings, free_memory(model.device)
+    most = _CONTEXTS * context
+    if share is not None:
+        if not 0 < share <= 1:
+            raise ValueError(f"cache_share {share} must be in (0, 1]")
+        budget, most, reason = int(share * free), sys.maxsize, f"cache_share {share} of the {free / 1e9:.1f} GB free"
+    elif given is not None:
+        budget, reason = given, f"cache_bytes {given}"
+    else:
+        budget, reason = min(DEFAULT_BYTES, free // 2), f"half of the {free / 1e9:.1f} GB free"
+        if budget == DEFAULT_BYTES:
+            reason = f"the default cache_bytes {budget}"
+    tokens = min(most, budget // each // block_size * block_size)
+    if tokens < 1:
+        raise ValueError(
+            f"{reason} hold no page of {block_size} tokens at {each} bytes a token, target and draft together"
+        )
+    if tokens < context:
+        _log.warning(
+            "texts are of at most %d tokens, though the model's context is %d: %s hold no more, at %d bytes a token; "
+            "set cache_bytes, cache_share or context",
+            tokens,
+            context,
+            reason,
+            each,
+        )
+    return tokens

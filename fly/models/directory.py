@@ -1,0 +1,105 @@
+"""A checkpoint as Hugging Face lays it out: a directory of ``config.json``, safetensors, tokenizer and settings."""
+
+from __future__ import annotations
+
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer as RawTokenizer
+
+from fly.models.checkpoint import Checkpoint, Stored, names
+from fly.models.config import CheckpointError, read_json
+
+__all__ = ["Directory"]
+
+_INDEX = "model.safetensors.index.json"
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+# Derived tables that old exporters saved beside the weights; this model computes them itself.
+_DERIVED = (".rotary_emb.inv_freq",)
+
+
+class Directory(Checkpoint):
+    """See ``Checkpoint``."""
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        path = self.path / "config.json"
+        if not path.exists():
+            raise CheckpointError(f"{path}: not found; a checkpoint directory needs a config.json")
+        return read_json(path)
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        found: dict[str, Stored] = {}
+        for file in self._weight_files():
+            for key, stored in _tensors(file).items():
+                if key in found:
+                    raise CheckpointError(f"{file}: tensor {key} is stored twice")
+                if not key.endswith(_DERIVED):
+                    found[key] = stored
+        if odd := sorted(key for key, stored in found.items() if stored.dtype is None):
+            kinds = sorted({found[key].kind for key in odd})
+            raise CheckpointError(f"{self.path}: {names(odd)} are stored as {kinds}; choices: {[*_DTYPES]}")
+        return found
+
+    def settings(self, name: str) -> dict[str, Any]:
+        return read_json(self.path / name)
+
+    def where(self, name: str) -> str:
+        return str(self.path / name)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return (self.path / "tokenizer.json").exists()
+
+    def raw_tokenizer(self) -> RawTokenizer | None:
+        file = self.path / "tokenizer.json"
+        if not self.has_tokenizer:
+            return None
+        try:
+            return RawTokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare Exception
+            raise CheckpointError(f"{file}: not a readable tokenizer ({error})") from error
+
+    def templates(self) -> dict[str, str]:
+        files = {file.stem: file for file in (self.path / "additional_chat_templates").glob("*.jinja")}
+        files["default"] = self.path / "chat_template.jinja"
+        return {name: file.read_text("utf-8") for name, file in files.items() if file.exists()}
+
+    def _weight_files(self) -> list[Path]:
+        index = self.path / _INDEX
+        if index.exists():
+            try:
+                listed = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+                outside = [name for name in listed if name in ("", "..") or Path(name).name != name]
+            except (ValueError, KeyError, TypeError, AttributeError) as error:
+                raise CheckpointError(f"{index}: not a safetensors index ({error!r})") from error
+            if outside:
+                raise CheckpointError(f"{index}: names files outside the directory: {outside}")
+            files = [self.path / name for name in listed]
+        else:
+            files = [self.path / "model.safetensors"]
+        if missing := [file.name for file in files if not file.exists()]:
+            raise CheckpointError(f"{self.path}: weight files are missing: {missing}")
+        return files
+
+
+def _tensors(file: Path) -> dict[str, Stored]:
+    """The tensors of a safetensors file, which the library checks: they lie within it, one after another."""
+    try:
+        with safe_open(file, framework="pt"), open(file, "rb") as stream:
+            size = int.from_bytes(stream.read(8), "little")
+            header = json.loads(stream.read(size))
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
+    found = {}
+    for key, entry in header.items():
+        if key != "__metadata__":
+            start, stop = entry["data_offsets"]
+            shape, kind = tuple(entry["shape"]), entry["dtype"]
+            found[key] = Stored(file, 8 + size + start, stop - start, shape, kind, _DTYPES.get(kind))
+    return found

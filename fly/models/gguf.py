@@ -1,0 +1,440 @@
+"""A checkpoint in one GGUF file, llama.cpp's format: its metadata and tensors as a Hugging Face directory has them.
+
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What quantised blocks hold is the ``gguf``
+library's business; its reader is not used, which takes seconds for a vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import struct
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer as RawTokenizer
+from torch import Tensor
+
+from fly.models.checkpoint import Checkpoint, Cut, Stored
+from fly.models.config import CheckpointError
+from fly.models.gguf_tokenizer import end_ids, has_vocabulary, make_tokenizer
+
+__all__ = ["GGUF", "TYPES", "Header", "read_header"]
+
+# How values may be stored, by the library's number: those that torch reads as they are, and quantised blocks.
+_PLAIN = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+TYPES = (*_PLAIN, "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K")
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",  # Mistral's too
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
+}
+_TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+_LAYER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+# Of a model whose attention and feed-forward are normalised before and after
+_AROUND = {
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "intermediate_size": "feed_forward_length",
+    "num_hidden_layers": "block_count",
+    "num_attention_heads": "attention.head_count",
+    "max_position_embeddings": "context_length",
+}
+# Settings that change what is computed, in ways that are not computed here.
+_REFUSED = (
+    "attention.clamp_kqv",
+    "attention.scale",
+    "attn_logit_softcapping",
+    "embedding_scale",
+    "final_logit_softcapping",
+    "logit_scale",
+    "residual_scale",
+)
+_SCALARS = dict(enumerate(("B", "b", "H", "h", "I", "i", "f", "?", None, None, "Q", "q", "d")))
+_TEXT, _LIST = 8, 9
+_CHUNK = 1 << 20  # values that are computed at once
+_WIDE = 1 << 14  # values of what the library takes for a row: it works on 16 rows at a time
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a GGUF file says of itself: ``fields`` by name, and for each tensor its shape, the number of its type, and
+    where in the file its bytes begin."""
+
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, tuple[tuple[int, ...], int, int]]
+
+
+def read_header(path: Path) -> Header:
+    """Raises ``CheckpointError`` for a file that is none, or is broken."""
+    try:
+        data = np.memmap(path, dtype=np.uint8, mode="r")
+        return _Reader(data.data).header()
+    except (OSError, struct.error, ValueError, UnicodeDecodeError, IndexError, KeyError) as error:
+        raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from error
+
+
+class _Reader:
+    def __init__(self, data: memoryview) -> None:
+        self.data, self.at = data, 0
+
+    def numbers(self, kind: str, count: int = 1) -> tuple[Any, ...]:
+        form = struct.Struct(f"<{count}{kind}")
+        if self.at + form.size > len(self.data):
+            raise ValueError("it ends too early")
+        found = form.unpack_from(self.data, self.at)
+        self.at += form.size
+        return found
+
+    def number(self, kind: str) -> Any:
+        return self.numbers(kind)[0]
+
+    def text(self) -> str:
+        (length,) = self.numbers("Q")
+        start, self.at = self.at, self.at + length
+        if self.at > len(self.data):
+            raise ValueError("it ends too early")
+        return str(self.data[start : self.at], "utf-8", errors="surrogateescape")
+
+    def value(self, kind: int) -> Any:
+        if kind == _TEXT:
+            return self.text()
+        if kind == _LIST:
+            of, count = self.number("I"), self.number("Q")
+            if of in (_TEXT, _LIST):
+                return [self.value(of) for _ in range(count)]
+            return list(self.numbers(_scalar(of), count))
+        return self.number(_scalar(kind))
+
+    def header(self) -> Header:
+        if bytes(self.data[:4]) != b"GGUF":
+            raise ValueError("it does not begin with GGUF")
+        self.at = 4
+        version, tensors, fields = self.number("I"), self.number("Q"), self.number("Q")
+        if version not in (2, 3):
+            raise ValueError(f"version {version} is not supported; choices: [2, 3], with the lowest byte first")
+        found = {self.text(): self.value(self.number("I")) for _ in range(fields)}
+        listed = {}
+        for _ in range(tensors):
+            name, dimensions = self.text(), self.number("I")
+            shape = tuple(reversed(self.numbers("Q", dimensions)))
+            listed[name] = shape, self.number("I"), self.number("Q")
+        align = found.get("general.alignment", 32)
+        start = -(-self.at // align) * align
+        return Header(found, {name: (shape, kind, start + at) for name, (shape, kind, at) in listed.items()})
+
+
+def _scalar(kind: int) -> str:
+    if (form := _SCALARS.get(kind)) is None:
+        raise ValueError(f"value type {kind} is unknown")
+    return form
+
+
+class Listed(NamedTuple):
+    """A tensor as a file lists it."""
+
+    file: Path
+    shape: tuple[int, ...]
+    kind: str
+    at: int
+
+
+@dataclass(frozen=True)
+class Converted(Stored):
+    """A tensor whose values are computed as they are read: from quantised blocks, rows in another order, or shifted."""
+
+    plain: torch.dtype | None = None  # what the file holds; None is blocks of ``kind``
+    head_dim: int = 0  # > 0: each head's rows come in pairs, as llama.cpp rotates them; here the halves lie apart
+    shift: float = 0.0  # added to what the file holds
+
+    def read(self, cut: Cut = ()) -> Tensor:
+        whole = torch.empty(self.shape, dtype=torch.float32)
+        self.copy_to(whole)
+        return whole[cut] if cut else whole
+
+    def copy_to(self, to: Tensor, cut: Cut = ()) -> None:
+        """In chunks: there is never a float32 copy of the whole."""
+        if cut:
+            to.copy_(self.read(cut))
+            return
+        data, per_row = self.bytes(), self.nbytes // self.shape[0]
+        step = 64 * max(self.head_dim, 1)
+        step *= max(_CHUNK // (step * math.prod(self.shape[1:])), 1)
+        starts = range(0, self.shape[0], step)
+        with ThreadPoolExecutor(threads := torch.get_num_threads()) as pool:
+            for several in (starts[n : n + threads] for n in range(0, len(starts), threads)):
+                parts = pool.map(lambda at: self._values(data[at * per_row : (at + step) * per_row]), several)
+                for at, values in zip(several, parts):
+                    to[at : at + step].copy_(self._ordered(values.view(-1, *self.shape[1:])))
+
+    def _values(self, data: np.ndarray[Any, Any]) -> Tensor:
+        """Values of some bytes, in float32."""
+        if self.plain is not None:
+            return torch.from_numpy(data).view(self.plain).float() + self.shift
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+
+        kind = GGMLQuantizationType[self.kind]
+        values, size = GGML_QUANT_SIZES[kind]
+        wide = math.gcd(len(data) // size, max(_WIDE // values, 1))
+        return torch.from_numpy(dequantize(data.reshape(-1, wide * size), kind)).flatten() + self.shift
+
+    def _ordered(self, rows: Tensor) -> Tensor:
+        if not self.head_dim:
+            return rows
+        return rows.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+
+
+class GGUF(Checkpoint):
+    """See ``Checkpoint``."""
+
+    @cached_property
+    def _headers(self) -> dict[Path, Header]:
+        """Of its files, which are several where it is split."""
+        first = read_header(self.path)
+        if (count := first.fields.get("split.count", 1)) <= 1:
+            return {self.path: first}
+        return {file: first if file == self.path else read_header(file) for file in _files_of(self.path, count)}
+
+    @property
+    def fields(self) -> Mapping[str, Any]:
+        """The metadata, by name."""
+        return self._headers[self.path].fields
+
+    @cached_property
+    def _listed(self) -> dict[str, Listed]:
+        """Its tensors, by their names there."""
+        found = {}
+        for file, header in self._headers.items():
+            for name, (shape, number, at) in header.tensors.items():
+                found[name] = Listed(file, shape, _type_name(file, name, number), at)
+        return found
+
+    @cached_property
+    def architecture(self) -> str:
+        found = self.fields.get("general.architecture")
+        if found not in _ARCHITECTURES:
+            raise CheckpointError(f"{self.path}: architecture {found!r} is not supported; choices: {[*_ARCHITECTURES]}")
+        return str(found)
+
+    @cached_property
+    def head_dim(self) -> int:
+        return int(self._of("attention.key_length") or self._of("embedding_length") // self._of("attention.head_count"))
+
+    @cached_property
+    def tensors(self) -> dict[str, Stored]:
+        listed = {name: entry for name, entry in self._listed.items() if name != "rope_freqs.weight"}
+        return {self._name(name): self._stored(name, entry) for name, entry in listed.items()}
+
+    def _of(self, key: str, default: Any = None) -> Any:
+        return self.fields.get(f"{self.architecture}.{key}", default)
+
+    @cached_property
+    def raw(self) -> dict[str, Any]:
+        path, found = self.path, self._listed
+        if missing := [key for key in (*_SIZES.values(), "attention.layer_norm_rms_epsilon") if self._of(key) is None]:
+            raise CheckpointError(f"{path}: {self.architecture}.{missing[0]} is missing")
+        if (experts := self._of("expert_count")) or any("_exps" in name for name in found):
+            raise CheckpointError(f"{path}: a mixture of experts ({experts}) is not supported; one dense network is")
+        if bad := [key for key in _REFUSED if self._of(key)]:
+            raise CheckpointError(f"{path}: {self.architecture}.{bad[0]} {self._of(bad[0])!r} is not supported")
+        if "token_embd.weight" not in found:
+            raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
+        sizes = {name: self._of(key) for name, key in _SIZES.items()}
+        if odd := [name for name, value in sizes.items() if not isinstance(value, int)]:
+            raise CheckpointError(f"{path}: {odd[0]} differs from layer to layer, which is not supported")
+        head_dim = self.head_dim
+        for key in ("attention.value_length", "rope.dimension_count"):
+            if self._of(key, head_dim) != head_dim:
+                raise CheckpointError(
+                    f"{path}: {self.architecture}.{key} {self._of(key)} must be {head_dim}, as of keys"
+                )
+        ids = {name: self.fields.get(f"tokenizer.ggml.{name}_token_id") for name in ("bos", "eos")}
+        config = {
+            "architectures": [_ARCHITECTURES[self.architecture]],
+            **sizes,
+            "num_key_value_heads": self._of("attention.head_count_kv"),
+            "head_dim": head_dim,
+            "vocab_size": found["token_embd.weight"].shape[0],
+            "rms_norm_eps": _short(self._of("attention.layer_norm_rms_epsilon")),
+            "rope_theta": _short(self._of("rope.freq_base", 10000.0)),
+            "rope_scaling": self._rope(),
+            "tie_word_embeddings": "output.weight" not in found,
+            "torch_dtype": "float32" if {entry.kind for entry in found.values()} == {"F32"} else "bfloat16",
+            "bos_token_id": ids["bos"],
+            "eos_token_id": ids["eos"],
+        }
+        if (window := self._of("attention.sliding_window")) and self.architecture == "llama":
+            config |= {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+        elif self.architecture == "llama":
+            config |= {"attention_bias": "blk.0.attn_q.bias" in found, "mlp_bias": "blk.0.ffn_gate.bias" in found}
+        elif self.architecture == "gemma3":
+            heads = sizes["num_attention_heads"]
+            config |= {
+                "sliding_window": window,
+                "rope_local_base_freq": _short(self._of("rope.freq_base_swa", 10000.0)),
+                # of the 27B model, which alone has 62 layers, another scale than of the others
+                "query_pre_attn_scalar": sizes["hidden_size"] / heads if sizes["num_hidden_layers"] == 62 else head_dim,
+            }
+            if isinstance(pattern := self._of("attention.sliding_window_pattern"), int):
+                config["sliding_window_pattern"] = pattern
+        return config
+
+    def _rope(self) -> dict[str, Any] | None:
+        """How rotary frequencies are scaled, as ``config.json`` says it."""
+        path, kind, factor = self.path, self._of("rope.scaling.type", "none"), self._of("rope.scaling.factor", 1.0)
+        if (listed := self._listed.get("rope_freqs.weight")) is not None:
+            divided = self._stored("rope_freqs.weight", listed).read().double().numpy()
+            return _llama3(path, divided, _short(self._of("rope.freq_base", 10000.0)), self.head_dim)
+        if kind == "none" or factor == 1.0:
+            return None
+        if kind == "linear":
+            return {"rope_type": "linear", "factor": _short(factor)}
+        if kind != "yarn":
+            raise CheckpointError(
+                f"{path}: rope scaling {kind!r} is not supported; choices: ['none', 'linear', 'yarn']"
+            )
+        scaling: dict[str, Any] = {"rope_type": "yarn", "factor": _short(factor)}
+        keys = {
+            "original_max_position_embeddings": "original_context_length",
+            "beta_fast": "yarn_beta_fast",
+            "beta_slow": "yarn_beta_slow",
+        }
+        return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
+
+    def _name(self, name: str) -> str:
+        """Hugging Face's name of a tensor; one without keeps its own, and has no place then."""
+        part, _, leaf = name.rpartition(".")
+        if part in _TOP:
+            return f"{_TOP[part]}.{leaf}"
+        names = {**_LAYER, **_AROUND} if self.architecture == "gemma3" else _LAYER
+        if (match := re.fullmatch(r"blk\.(\d+)\.(\w+)", part)) and match[2] in names:
+            return f"model.layers.{match[1]}.{names[match[2]]}.{leaf}"
+        return name
+
+    def _stored(self, name: str, listed: Listed) -> Stored:
+        from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+        file, shape, kind, at = listed
+        values, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+        if shape[-1] % values:
+            raise CheckpointError(f"{file}: {name} has rows of {shape[-1]}, no multiple of {values} as {kind} needs")
+        nbytes = math.prod(shape) // values * size
+        if at + nbytes > file.stat().st_size:
+            raise CheckpointError(f"{file}: not a readable GGUF file ({name} ends after the file does)")
+        plain = _PLAIN.get(kind)
+        # llama.cpp rotates neighbours of a head in models of this architecture, halves in all others
+        paired = self.architecture == "llama" and re.search(r"\.attn_[qk]\.", name)
+        shift = -1.0 if self.architecture == "gemma3" and "norm" in name else 0.0  # its file holds what is multiplied
+        if plain is not None and not paired and not shift:
+            return Stored(file, at, nbytes, shape, kind, plain)
+        return Converted(file, at, nbytes, shape, kind, None, plain, self.head_dim if paired else 0, shift)
+
+    def settings(self, name: str) -> dict[str, Any]:
+        if name == "config.json":
+            return self.raw
+        if name == "generation_config.json":
+            sampling = {"temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+            given = {
+                of: v for of, key in sampling.items() if (v := self.fields.get(f"general.sampling.{key}")) is not None
+            }
+            ends = sorted(end_ids(self.fields))
+            return {**given, **({"do_sample": True} if given else {}), **({"eos_token_id": ends} if ends else {})}
+        if name != "tokenizer_config.json":
+            return {}
+        tokens = self.fields.get("tokenizer.ggml.tokens") or []
+        named = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding", "sep": "seperator", "mask": "mask"}
+        ids = {f"{of}_token": self.fields.get(f"tokenizer.ggml.{key}_token_id") for of, key in named.items()}
+        texts = {of: tokens[number] for of, number in ids.items() if number is not None and number < len(tokens)}
+        templates = {"default": self.fields.get("tokenizer.chat_template")}
+        for other in self.fields.get("tokenizer.chat_templates") or ():
+            templates[other] = self.fields.get(f"tokenizer.chat_template.{other}")
+        listed = [{"name": key, "template": text} for key, text in templates.items() if text is not None]
+        return {**texts, **({"chat_template": listed} if listed else {})}
+
+    def where(self, name: str) -> str:
+        return f"{self.path} ({name})"
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return has_vocabulary(self.fields)
+
+    def raw_tokenizer(self) -> RawTokenizer | None:
+        return make_tokenizer(self.fields, str(self.path))
+
+    def templates(self) -> dict[str, str]:
+        return {}
+
+
+def _type_name(path: Path, tensor: str, kind: int) -> str:
+    from gguf import GGMLQuantizationType
+
+    name = GGMLQuantizationType(kind).name if kind in set(GGMLQuantizationType) else str(kind)
+    if name not in TYPES:
+        raise CheckpointError(f"{path}: {tensor} is stored as {name}, which is not supported; choices: {[*TYPES]}")
+    return name
+
+
+def _files_of(path: Path, count: int) -> list[Path]:
+    """All files of a checkpoint that is split into several, of which ``path`` is the first."""
+    first = f"-00001-of-{count:05}.gguf"
+    if not path.name.endswith(first):
+        raise CheckpointError(f"{path}: one of {count} parts; give the first, whose name ends in {first}")
+    stem = path.name.removesuffix(first)
+    files = [path.with_name(f"{stem}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := [file.name for file in files if not file.exists()]:
+        raise CheckpointError(f"{path}: its other parts are missing: {missing}")
+    return files
+
+
+def _short(value: float) -> float:
+    """A number that was written as float32, as somebody would write it."""
+    return float(str(np.float32(value)))
+
+
+def _llama3(path: Path, divided: np.ndarray[Any, Any], theta: float, head_dim: int) -> dict[str, Any] | None:
+    """The settings of ``llama3`` scaling (``fly.models.llama.rotary_frequencies``) that divide each frequency by these.
+
+    Where a frequency is blended, the share that is kept is linear in it; any ``low_freq_factor`` gives the same with
+    other values beside it, so it is 1.
+    """
+    factor = float(divided.max())
+    if factor <= 1.0:
+        return None
+    if divided.min() == factor:
+        return {"rope_type": "linear", "factor": factor}
+    frequency = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    keep = (1 / divided - 1 / factor) / (1 - 1 / factor)
+    blended = (keep > 1e-4) & (keep < 1 - 1e-4)
+    if len(divided) == len(frequency) and blended.sum() >= 2:
+        slope, start = np.polyfit(frequency[blended], keep[blended], 1)
+        high = 1 - 1 / start
+        original = round(slope * 2 * math.pi * (high - 1))
+        fits = np.clip(slope * frequency + start, 0, 1)
+        if start < 0 < slope and np.allclose(fits, keep, atol=1e-3):
+            found = {"factor": factor, "low_freq_factor": 1.0, "high_freq_factor": round(float(high), 4)}
+            return {"rope_type": "llama3", **found, "original_max_position_embeddings": original}
+    raise CheckpointError(f"{path}: rope_freqs.weight are not those of llama3 scaling, which alone is supported")

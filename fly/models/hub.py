@@ -1,0 +1,133 @@
+"""Checkpoints on the Hugging Face hub, fetched into its own cache by its own library.
+
+A name is ``owner/name``, with ``@revision`` after it for another revision than ``main``, and with ``/file.gguf`` after
+that for one of its GGUF files: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``,
+``owner/name-GGUF/model-q8_0.gguf``. The library's variables hold: ``HF_TOKEN``, ``HF_HOME``, ``HF_ENDPOINT``,
+``HF_HUB_OFFLINE`` and the others. It is imported when there is something to fetch.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from fly.models.config import CheckpointError
+
+__all__ = ["HubName", "fetch", "hub_name"]
+
+# What a checkpoint is made of; nothing else is fetched, such as weights in other formats.
+_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "model-*-of-*.safetensors",
+)
+_PART = r"[A-Za-z0-9][\w.-]*"
+_NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[^\s@]+?))?(/(?P<file>(?:[^\s@/]+/)*[^\s@/]+\.gguf))?")
+
+
+@dataclass(frozen=True)
+class HubName:
+    repo: str
+    revision: str | None = None
+    file: str | None = None  # a GGUF file in it
+
+    def __str__(self) -> str:
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{self.repo}{revision}{f'/{self.file}' if self.file else ''}"
+
+
+def hub_name(text: str) -> HubName | None:
+    """What a text names on the hub, by its form alone; None if it is no such name."""
+    match = _NAME.fullmatch(text)
+    if match is None or text.split("/")[1].endswith(".gguf"):  # owner/file.gguf is a path
+        return None
+    return HubName(match["repo"], match["revision"], match["file"])
+
+
+def fetch(name: HubName) -> Path:
+    """Where the files of ``name`` lie, after those have been fetched that are not in the cache yet: a directory, or a
+    GGUF file.
+
+    Raises ``CheckpointError`` naming the repository, why it cannot be had, and what to do.
+    """
+    from httpx2 import HTTPError
+    from huggingface_hub import constants, errors, snapshot_download
+
+    where = f"{name.repo!r} on the Hugging Face hub" + (f", revision {name.revision!r}" if name.revision else "")
+    site = constants.ENDPOINT
+    try:
+        folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=_patterns(name)))
+    except errors.GatedRepoError as error:
+        advice = f"accept its terms at {site}/{name.repo}, and log in with 'hf auth login' or the variable HF_TOKEN"
+        raise CheckpointError(f"{where} is gated: {advice}") from error
+    except errors.RepositoryNotFoundError as error:
+        advice = (
+            "check the name; if it is private, log in with 'hf auth login' or the variable HF_TOKEN. There is no such "
+            "directory here, nor a bundled checkpoint of this name"
+        )
+        raise CheckpointError(f"{where} does not exist, or is not for you to see: {advice}") from error
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{where} does not exist: the repository has no such branch, tag or commit") from error
+    except (errors.LocalEntryNotFoundError, errors.IncompleteSnapshotError, errors.OfflineModeIsEnabled) as error:
+        if constants.HF_HUB_OFFLINE:
+            reason = "offline mode is on (HF_HUB_OFFLINE), and not all of it is in the cache; fetch it once without"
+        else:
+            reason = (
+                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}); check the "
+                "network, or give the path of a directory or GGUF file"
+            )
+        cause = error.__cause__ or error
+        raise CheckpointError(f"{where}: {reason} ({type(cause).__name__}: {_first_line(cause)})") from error
+    except (HTTPError, errors.HfHubHTTPError, errors.FileMetadataError, errors.XetDownloadError) as error:
+        raise CheckpointError(
+            f"{where} cannot be fetched from {site}: {_first_line(error)}; try again, what has been fetched is kept"
+        ) from error
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{where}: {_first_line(error)}") from error
+    if name.file is not None:
+        if not (folder / name.file).exists():
+            raise CheckpointError(f"{where} has no file {name.file!r}{_instead(name)}")
+        return folder / name.file
+    if not (folder / "config.json").exists() or not any(folder.glob("model*.safetensors")):
+        lacking = "weights in safetensors" if (folder / "config.json").exists() else "config.json"
+        raise CheckpointError(f"{where} has no {lacking}{_instead(name)}")
+    return folder
+
+
+def _patterns(name: HubName) -> list[str]:
+    if name.file is None:
+        return list(_FILES)
+    first = re.fullmatch(r"(?P<stem>.*)-00001-of-(?P<count>\d{5})\.gguf", name.file)
+    parts = f"{_literal(first['stem'])}-?????-of-{first['count']}.gguf" if first else ""
+    return [_literal(name.file), *([parts] if parts else [])]
+
+
+def _literal(text: str) -> str:
+    """A pattern that only this text matches."""
+    return re.sub(r"([*?\[])", r"[\1]", text)
+
+
+def _instead(name: HubName) -> str:
+    """Which GGUF files a repository has, as the end of a sentence."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        files = sorted(file for file in HfApi().list_repo_files(name.repo, revision=name.revision))
+    except (HfHubHTTPError, OSError):
+        return ""
+    found = [f"{HubName(name.repo, name.revision)}/{file}" for file in files if file.endswith(".gguf")]
+    if found:
+        return f"; its GGUF files: {found}"
+    return f"; its files: {files}" if files else ""
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,374 @@
+"""GGUF files: tensors of every family and type to their exact values, settings, tokenizers, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import struct
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer as RawTokenizer
+
+import fly
+from fly.bundled import resolve_checkpoint
+from fly.models import CheckpointError, Llama, LlamaConfig, RopeScaling, load_model
+from fly.models.families import FAMILIES, FULL, SLIDING
+from fly.models.gguf import TYPES
+from fly.models.gguf_tokenizer import PRE, make_tokenizer
+from fly.models.llama import rotary_frequencies
+from fly.models.opening import open_checkpoint
+from fly.models.tokenizer import Tokenizer, read_eos_ids, read_sampling_defaults
+from tests.ggufs import ARCHITECTURES, write_gguf, write_tokenizer
+from tests.toys import build_llama
+
+
+@st.composite
+def configs(draw: st.DrawFn, wide: bool = False) -> LlamaConfig:
+    """Every family, in what its GGUF files can say; ``wide`` rows hold whole blocks of K-quants."""
+    family = draw(st.sampled_from(list(FAMILIES)))
+    group, kv_heads, layers = draw(st.integers(1, 2)), draw(st.integers(1, 2)), draw(st.integers(1, 7))
+    head_dim = 256 if wide else draw(st.sampled_from([32, 64]))
+    options: dict[str, Any] = {}
+    if family == "mistral":
+        options = {"sliding_window": 8, "layer_types": (SLIDING,) * layers}
+    if family == "gemma3_text":
+        kinds = tuple(FULL if number % 6 == 5 else SLIDING for number in range(layers))
+        options = {"sliding_window": 8, "layer_types": kinds, "query_pre_attn_scalar": head_dim}
+        options |= {"rope_local_base_freq": 10000.0}
+    return LlamaConfig(
+        family=family,
+        vocab_size=draw(st.integers(3, 40)),
+        hidden_size=256 if wide else draw(st.sampled_from([32, 96])),
+        intermediate_size=256 if wide else draw(st.sampled_from([32, 64])),
+        num_hidden_layers=min(layers, 1) if wide and family != "gemma3_text" and family != "mistral" else layers,
+        num_attention_heads=kv_heads * group,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=64,
+        rms_norm_eps=draw(st.sampled_from([1e-5, 1e-6])),
+        rope_theta=draw(st.sampled_from([1e4, 5e5, 1e6])),
+        tie_word_embeddings=family == "gemma3_text" or draw(st.booleans()),
+        **options,
+    )
+
+
+def same(directory: Path, config: LlamaConfig, tensors: dict[str, torch.Tensor], file: Path, dtype: str) -> None:
+    """What a directory of the tensors loads to is what the file does."""
+    save_file({key: value.contiguous() for key, value in tensors.items()}, directory / "model.safetensors")
+    (directory / "config.json").write_text(json.dumps(config.to_hf("float32")))
+    wanted, got = load_model(directory, dtype, "cpu"), load_model(file, dtype, "cpu")
+    assert got.config == wanted.config
+    for (name, theirs), ours in zip(wanted.named_parameters(), got.parameters()):
+        assert torch.equal(theirs, ours), name
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_a_file_loads_to_the_values_that_its_blocks_stand_for(data: st.DataObject) -> None:
+    kind = Kind[data.draw(st.sampled_from(TYPES))]
+    config = data.draw(configs(wide=kind.name.endswith("_K")))
+    model = build_llama(config, data.draw(st.integers(0, 9)))
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        tensors = write_gguf(model, file, kind)
+        same(Path(folder), config, tensors, file, data.draw(st.sampled_from(["float32", "bfloat16"])))
+        stated = open_checkpoint(file).raw["torch_dtype"]
+        assert stated == ("float32" if kind == Kind.F32 else "bfloat16")
+
+
+def test_long_tensors_are_read_in_several_chunks(tmp_path: Path) -> None:
+    """Of heads whose rows are in another order, with a last chunk that is not full."""
+    config = LlamaConfig(
+        vocab_size=11,
+        hidden_size=256,
+        intermediate_size=4352,
+        num_hidden_layers=1,
+        num_attention_heads=160,
+        num_key_value_heads=40,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    tensors = write_gguf(build_llama(config), tmp_path / "model.gguf", Kind.Q4_K)
+    same(tmp_path, config, tensors, tmp_path / "model.gguf", "bfloat16")
+
+
+@settings(max_examples=20)
+@given(
+    factor=st.sampled_from([2.0, 8.0, 32.0]),
+    low=st.sampled_from([0.5, 1.0]),
+    high=st.sampled_from([2.0, 4.0]),
+    original=st.sampled_from([1024, 4096, 8192]),
+    theta=st.sampled_from([1e4, 5e5]),
+)
+def test_scaled_frequencies_are_read_back(factor: float, low: float, high: float, original: int, theta: float) -> None:
+    config = build_llama(_tiny(head_dim=64)).config.model_copy(update={"rope_theta": theta})
+    scaling = RopeScaling(
+        rope_type="llama3",
+        factor=factor,
+        low_freq_factor=low,
+        high_freq_factor=low * high,
+        original_max_position_embeddings=original,
+    )
+    scaled = rotary_frequencies(config.model_copy(update={"rope_scaling": scaling}))
+    table = (rotary_frequencies(config) / scaled).numpy()
+    with tempfile.TemporaryDirectory() as folder:
+        write_gguf(Llama(config), file := Path(folder) / "model.gguf", Kind.F32, {"rope_freqs.weight": table})
+        found = open_checkpoint(file).config
+        assert found.rope_scaling.rope_type == "llama3"
+        torch.testing.assert_close(rotary_frequencies(found), scaled, rtol=2e-3, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"type": "linear", "factor": 4.0}, RopeScaling(rope_type="linear", factor=4.0)),
+        (
+            {"type": "yarn", "factor": 4.0, "original_context_length": 32},
+            RopeScaling(rope_type="yarn", factor=4.0, original_max_position_embeddings=32),
+        ),
+    ],
+)
+def test_rope_scaling_is_read(fields: dict[str, Any], expected: RopeScaling, tmp_path: Path) -> None:
+    named = {f"llama.rope.scaling.{key}": value for key, value in fields.items()}
+    write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, named)
+    assert open_checkpoint(tmp_path / "model.gguf").config.rope_scaling == expected
+
+
+def _tiny(head_dim: int = 32) -> LlamaConfig:
+    sizes = {"vocab_size": 8, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    return LlamaConfig(**sizes, num_attention_heads=1, num_key_value_heads=1, head_dim=head_dim)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"llama.expert_count": 8}, r"a mixture of experts \(8\) is not supported"),
+        ({"llama.logit_scale": 2.0}, r"llama.logit_scale 2.0 is not supported"),
+        ({"llama.rope.dimension_count": 16}, r"llama.rope.dimension_count 16 must be 32"),
+        ({"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0}, r"'longrope' is not supported"),
+        ({"rope_freqs.weight": np.linspace(1, 3, 16, dtype=np.float32)}, r"not those of llama3 scaling"),
+        ({"blk.0.odd.weight": np.ones(2, dtype=np.float32)}, r"no place for: blk.0.odd.weight"),
+        ({"blk.0.odd.weight": np.ones(2, dtype=np.float64)}, r"blk.0.odd.weight is stored as F64, .* choices: \['F32'"),
+    ],
+)
+def test_what_is_not_computed_is_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_gguf(Llama(_tiny()), tmp_path / "model.gguf", Kind.F32, fields)
+    with pytest.raises(CheckpointError, match=message):
+        load_model(tmp_path / "model.gguf", device="cpu")
+
+
+def test_other_architectures_are_refused_by_name(tmp_path: Path) -> None:
+    gguf_writer = gguf.GGUFWriter(tmp_path / "model.gguf", "mamba")
+    gguf_writer.write_header_to_file()
+    gguf_writer.write_kv_data_to_file()
+    gguf_writer.close()
+    with pytest.raises(CheckpointError, match=r"model.gguf: architecture 'mamba' is not supported; choices: \['llama'"):
+        load_model(tmp_path / "model.gguf")
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_broken_files_are_refused_not_run(data: st.DataObject) -> None:
+    """Cut anywhere before the last tensor's end, or with bytes of the header changed: an error of ours, or a model."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "model.gguf"
+        write_gguf(Llama(_tiny()), file, Kind.F32)
+        whole = file.read_bytes()
+        if data.draw(st.booleans()):
+            file.write_bytes(whole[: data.draw(st.integers(0, len(whole) - 200))])
+            with pytest.raises(CheckpointError, match="not a readable GGUF file"):
+                load_model(file, device="cpu")
+            return
+        changed = bytearray(whole)
+        for at in data.draw(st.lists(st.integers(0, 800), min_size=1, max_size=3)):
+            changed[at] = data.draw(st.integers(0, 255))
+        file.write_bytes(changed)
+        with contextlib.suppress(CheckpointError):
+            load_model(file, device="cpu")
+
+
+def test_a_split_file_is_read_as_one(tmp_path: Path) -> None:
+    tensors = write_gguf(build_llama(_tiny()), tmp_path / "model.gguf", Kind.F32)
+    writer = gguf.GGUFWriter(tmp_path / "split.gguf", "llama", split_max_tensors=4)
+    reader = gguf.GGUFReader(tmp_path / "model.gguf")
+    for name, field in reader.fields.items():
+        if name.startswith("llama."):
+            writer.add_key_value(name, field.contents(), field.types[0])
+    for tensor in reader.tensors:
+        writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    parts = sorted(tmp_path.glob("split-*.gguf"))
+    assert len(parts) > 1
+    same(tmp_path, _tiny().model_copy(update={"max_position_embeddings": 2048}), tensors, parts[0], "float32")
+    with pytest.raises(CheckpointError, match="give the first, whose name ends in -00001-of"):
+        load_model(parts[1])
+    parts[1].unlink()
+    with pytest.raises(CheckpointError, match=f"other parts are missing: .*{parts[1].name}"):
+        load_model(parts[0])
+
+
+TEXTS = st.one_of(
+    st.text(max_size=60),
+    st.text(alphabet="aeht 's12\n\t.,'é漢ÀIDLl", max_size=60),
+    st.lists(st.sampled_from(["I'm", " the", "  ", "\n\n", "12345", "don'T", "x=", "<end>", "漢字", "é"])).map("".join),
+)
+CORPUS = ["the cat sat on the mat, don't they? I'm 12345 years old!\n\n", "def f(x):\n    return x ** 2  # 漢字 é\n"]
+
+
+def byte_level(pre: str) -> tuple[RawTokenizer, dict[str, Any]]:
+    """A small vocabulary, trained with the pre-tokenizer that Hugging Face's files have, and its metadata."""
+    made = RawTokenizer(models.BPE())
+    split = (
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}" + ("{1,3}" if pre == "llama-bpe" else "") + "|"
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    if pre in ("gpt-2", "smollm"):
+        steps: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if pre == "smollm" else []
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    else:
+        steps = [pre_tokenizers.Split(Regex(split), "isolated")]
+        steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.Sequence(steps), decoders.ByteLevel()
+    if pre == "qwen2":
+        made.normalizer = normalizers.NFC()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=340, initial_alphabet=alphabet, special_tokens=["<end>"], show_progress=False
+    )
+    made.train_from_iterator(CORPUS * 3, trainer)
+    model = json.loads(made.to_str())["model"]
+    tokens = sorted(model["vocab"], key=model["vocab"].get)
+    fields = {
+        "model": "gpt2",
+        "pre": pre,
+        "tokens": tokens,
+        "token_type": [3 if token == "<end>" else 1 for token in tokens],
+        "merges": [" ".join(pair) for pair in model["merges"]],
+        "eos_token_id": 0,
+        "add_bos_token": False,
+    }
+    return made, fields
+
+
+@pytest.mark.parametrize("pre", ["gpt-2", "smollm", "qwen2", "llama-bpe"])
+def test_texts_become_the_tokens_of_the_published_tokenizer(pre: str, tmp_path: Path) -> None:
+    theirs, fields = byte_level(pre)
+    write_tokenizer(tmp_path / "vocabulary.gguf", **fields)
+    ours = Tokenizer(tmp_path / "vocabulary.gguf")
+    assert ours.control_ids == {0} and read_eos_ids(tmp_path / "vocabulary.gguf", 999) == {0}
+
+    @settings(max_examples=60)
+    @given(TEXTS)
+    def check(text: str) -> None:
+        ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == ids
+        assert ours.decode(ids, False) == theirs.decode(ids, skip_special_tokens=False)
+
+    check()
+
+
+def sentence_piece(text: str, tokens: list[str], scores: list[float]) -> list[str]:
+    """SentencePiece's merging, one pair at a time: that of the best score, and of those the first."""
+    ids = {token: number for number, token in enumerate(tokens)}
+    pieces = list(text)
+    while True:
+        pairs = [(-scores[ids[a + b]], at) for at, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]
+        if not pairs:
+            return pieces
+        _, at = min(pairs)
+        pieces[at : at + 2] = [pieces[at] + pieces[at + 1]]
+
+
+@pytest.mark.parametrize("prefix", [True, False])
+def test_scored_vocabularies_merge_as_sentencepiece_does(prefix: bool, tmp_path: Path) -> None:
+    words = ["▁t", "he", "▁the", "▁a", "at", "cat", "▁cat", "in", "▁in", "ca", "an", "ana", "▁▁"]
+    byte_tokens = [f"<0x{value:02X}>" for value in range(256)]
+    letters = sorted({*"▁thecatinsb."})
+    tokens = ["<unk>", "<s>", "</s>", *byte_tokens, *words, *letters]
+    types = [2, 3, 3, *[6] * 256, *[1] * (len(words) + len(letters))]
+    scores = [0.0] * 259 + [-float(number) for number in range(len(words))] + [-1000.0 - n for n in range(len(letters))]
+    fields: dict[str, Any] = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores}
+    fields |= {"bos_token_id": 1, "eos_token_id": 2, "unknown_token_id": 0, "add_space_prefix": prefix}
+    write_tokenizer(tmp_path / "vocabulary.gguf", **fields)
+    ours = Tokenizer(tmp_path / "vocabulary.gguf")
+    assert ours.encode("")[:1] == [1]
+
+    @settings(max_examples=60)
+    @given(st.one_of(st.text(alphabet="thecatin sb.", min_size=1, max_size=30), st.text(min_size=1, max_size=8)))
+    def check(text: str) -> None:
+        ids = ours.encode(text, add_special_tokens=False)
+        assert ours.decode(ids) == text
+        spelled = ("▁" if prefix else "") + text.replace(" ", "▁")
+        expected = []
+        for piece in sentence_piece(spelled, tokens, scores):
+            known = [tokens.index(piece)] if piece in tokens else [3 + value for value in piece.encode()]
+            expected += known
+        assert ids == expected
+
+    check()
+
+
+def test_every_way_to_cut_texts_is_usable() -> None:
+    """Their expressions compile, and no text is lost."""
+    _, fields = byte_level("gpt-2")
+    named = {f"tokenizer.ggml.{key}": value for key, value in fields.items()}
+    for pre in PRE:
+        tokenizer = make_tokenizer(named | {"tokenizer.ggml.pre": pre}, "a file")
+        assert tokenizer is not None
+        for text in (*CORPUS, "Ärger 漢字かな١٢ don'T HTMLParser\r\n  x\t"):
+            assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False).ids) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"pre": "grok-2"}, r"tokenizer.ggml.pre 'grok-2' is not supported; choices: \['gpt-2'"),
+        ({"model": "rwkv"}, r"tokenizer.ggml.model 'rwkv' is not supported; choices: \['gpt2', 'llama'\]"),
+        ({"model": "llama"}, r"tokenizer.ggml.scores are missing"),
+        ({"token_type": [1]}, r"token_type"),
+    ],
+)
+def test_unknown_vocabularies_are_refused_by_name(fields: dict[str, Any], message: str, tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "vocabulary.gguf", **(byte_level("gpt-2")[1] | fields))
+    with pytest.raises(CheckpointError, match=message):
+        Tokenizer(tmp_path / "vocabulary.gguf")
+
+
+def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
+    """As target and as draft, capped, on token ids: what its directory gives."""
+    source = load_model(resolve_checkpoint("fly-tiny"), "float32", "cpu")
+    file = tmp_path / "tiny.gguf"
+    write_gguf(source, file, Kind.F32)
+    params, prompt = fly.SamplingParams(temperature=0.0, max_tokens=12), [[1, 2, 3]]
+    llm = fly.LLM(str(file), draft=str(file), device="cpu", context=64)
+    wanted = fly.LLM("fly-tiny", dtype="float32", device="cpu")
+    assert llm.generate(prompt, params)[0].token_ids[:4] == wanted.generate(prompt, params)[0].token_ids[:4]
+    assert llm.engine.runner.executor.config.max_position_embeddings == 64
+    assert llm.draft is not None and llm.draft.context is not None and llm.draft.context <= 64
+    assert read_sampling_defaults(file).temperature == 0.0
+    with pytest.raises(ValueError, match=r"context 9999999 is more than the \d+ tokens"):
+        fly.LLM(str(file), context=9999999)
+
+
+def test_struct_is_little_endian(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"GGUF" + struct.pack(">IQQ", 3, 0, 0))
+    with pytest.raises(CheckpointError, match="version 50331648 is not supported"):
+        load_model(tmp_path / "model.gguf")
+
+
+assert set(ARCHITECTURES) == set(FAMILIES)  # a family that files of this format are not tested for
