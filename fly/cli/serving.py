@@ -89,7 +89,11 @@ def serve(
             llm.lead()
         services.append(Service(llm, settings, draft=setup.draft, name=setup.model))
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
+        server = Server(services[0])
+        server.obey()
         try:
-            Server(services[0]).run()
+            server.run()
         finally:
             llm.close()
+        if server.lost:
+            raise typer.Exit(1)

@@ -19,9 +19,10 @@ from tokenizers.decoders import DecodeStream
 
 from fly.errors import explain
 from fly.models.config import CheckpointError, read_json
+from fly.models.lengths import Lengths
 from fly.types import SamplingParams
 
-__all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
+__all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids", "read_sampling_defaults"]
 
 _EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
 
@@ -55,6 +56,10 @@ def read_sampling_defaults(directory: str | Path) -> SamplingParams:
         return SamplingParams(**{name: settings[name] for name in names if settings.get(name) is not None})
     except ValidationError as error:
         raise CheckpointError(f"{path}: {explain(error)}") from error
+
+
+class TooLong(ValueError):
+    """A text that certainly has more tokens than it may."""
 
 
 class Tokenizer:
@@ -122,14 +127,30 @@ class Tokenizer:
         """Text of ``ids``; special tokens are left out unless asked for."""
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
+    def check_length(self, text: str, most: int) -> None:
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it
+        takes time."""
+        if (least := self._lengths.least(text)) > most:
+            raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return Lengths(self.raw)
+
     def apply_chat_template(
-        self, messages: Iterable[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
+        self,
+        messages: Iterable[dict[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        at_most: int | None = None,
+        **variables: Any,
     ) -> list[int]:
         """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
 
         Control tokens come from the template alone: what spells one in a message or a variable is plain text.
 
-        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages.
+        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages; ``TooLong``,
+        before anything is encoded, where these are certainly more than ``at_most`` tokens.
         """
         if self.template is None:
             raise ValueError("this checkpoint has no chat template; give the prompt as plain text")
@@ -143,11 +164,20 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        if marks[0] not in text:
-            return self.encode(text, add_special_tokens=False)
-        parts, tokenizers = re.split("|".join(map(re.escape, marks)), text), (self.raw, self._plain)
-        encoded = [tokenizers[n % 2].encode(part, add_special_tokens=False) for n, part in enumerate(parts)]
-        return [i for found in encoded for i in found.ids]
+        return self._encode_marked(text, marks, at_most)
+
+    def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
+        """Token ids of a text, of which what stands between marks is plain."""
+        parts = re.split("|".join(map(re.escape, marks)), text)
+        if at_most is not None:
+            self.check_length("".join(parts), at_most)
+        # an empty part has no tokens, and those between neighbours are many
+        return [
+            i
+            for number, part in enumerate(parts)
+            if part
+            for i in (self._plain if number % 2 else self.raw).encode(part, add_special_tokens=False).ids
+        ]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -175,24 +205,27 @@ class Tokenizer:
         return plain
 
     @cached_property
-    def _exact_specials(self) -> tuple[str, ...]:
-        """The texts of the special tokens, where a text without any of them has none of the tokens either: not where
-        they stand for other spellings too, or for what the vocabulary lacks."""
+    def _spelled_special(self) -> re.Pattern[str] | None:
+        """What is read as a special token where it stands in a text, the longest first as the tokenizer has it; None
+        where other things are too: other spellings, or what the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self._special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
-        vague = any(token.normalized or token.content in unknown for token in tokens)
-        return () if vague else tuple(token.content for token in tokens)
+        if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
+            return None
+        return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
         """``value`` with marks around everything in its texts that would be read as a special token."""
         if isinstance(value, str):
-            if self._exact_specials and not any(text in value for text in self._exact_specials):
-                return value
+            if self._spelled_special is not None:
+                return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
             found = self.raw.encode(value, add_special_tokens=False)
             spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
-            for start, end in reversed(spans):
-                value = f"{value[:start]}{marks[0]}{value[start:end]}{marks[1]}{value[end:]}"
-            return value
+            pieces, last = [], 0
+            for start, end in spans:
+                pieces += [value[last:start], marks[0], value[start:end], marks[1]]
+                last = end
+            return "".join([*pieces, value[last:]])
         if isinstance(value, dict):
             return {self._marked(key, marks): self._marked(item, marks) for key, item in value.items()}
         if isinstance(value, (list, tuple)):

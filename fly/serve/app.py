@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from fly.serve.service import Answering, ApiError, Plain, Service
+from fly.serve.service import Answering, ApiError, Left, Plain, Service
 
 __all__ = ["Service", "create_app"]
 
@@ -69,7 +69,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             answering.close()
 
     try:
-        prepared = await asyncio.to_thread(service.prepare, body)
+        prepared = await service.aside(lambda: service.prepare(body), request.receive)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
@@ -90,11 +90,25 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             for news in found:
                 completion.add(news)
         whole = Plain(completion.whole(prepared.prompt_tokens))
+    except Left:
+        close()
+        return Response(status_code=499)
     except BaseException:
         close()
         raise
     close()
     return whole
+
+
+async def read(service: Service, work: Callable[[], Response], request: Request) -> Response:
+    """What is done with a text aside from completing it."""
+    service.open += 1
+    try:
+        return await service.aside(work, request.receive, completion=False)
+    except Left:
+        return Response(status_code=499)
+    finally:
+        service.open -= 1
 
 
 async def chunks(
@@ -159,7 +173,7 @@ def create_app(service: Service) -> ASGIApp:
         return _model(service)
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
 
@@ -171,17 +185,20 @@ def create_app(service: Service) -> ASGIApp:
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
-        tokens = await asyncio.to_thread(encode)
-        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        def told() -> Response:
+            tokens = encode()
+            return Plain({"count": len(tokens), "max_model_len": service.context, "tokens": tokens})
+
+        return await read(service, told, request)
 
     @app.post("/detokenize", responses=errors)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
         size = service.llm.engine.runner.executor.config.vocab_size
         if bad := [token for token in body.tokens if token >= size]:
             raise ApiError(400, f"tokens: {bad[0]} is outside the vocabulary of {size}", "tokens", "invalid_value")
-        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)}
+        return await read(service, lambda: Plain({"prompt": service.tokenizer.decode(body.tokens, False)}), request)
 
     @app.get("/health", responses=errors)
     async def health() -> Response:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from types import FrameType
 
@@ -15,11 +17,13 @@ __all__ = ["Server"]
 
 class Server(uvicorn.Server):
     """Serves until a signal. On the first SIGTERM or SIGINT it is no longer ready and refuses new requests (503), but
-    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over, or at a second signal."""
+    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over. A second signal ends the
+    process at once, with status 1 if requests were ``lost`` by it, else 0."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings
         self._deadline: float | None = None  # until when it drains
+        self.lost = 0  # requests that it did not wait for
         super().__init__(
             uvicorn.Config(
                 create_app(service),
@@ -34,14 +38,23 @@ class Server(uvicorn.Server):
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
-            self.force_exit = self.should_exit = True
+            lost = self.lost + self.service.open
+            # Nothing is waited for, threads that are busy least of all. (A log may be locked by what this interrupts.)
+            os.write(2, f"fly: ended at once by a second signal; requests lost: {lost}\n".encode())
+            os._exit(1 if lost else 0)
         self.service.draining = True
+
+    def obey(self) -> None:
+        """Heed signals from now on until the process ends, and not only while it serves."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.draining:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.service.settings.drain_timeout
             if time.monotonic() > self._deadline and not self.should_exit:
+                self.lost += self.service.open
                 error = RuntimeError("the server ends, and this request took too long to wait for")
                 self.service.llm.worker.fail(error)
                 self.should_exit = True
