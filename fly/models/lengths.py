@@ -28,7 +28,7 @@ class Lengths:
         self._dropped = b""  # bytes that the vocabulary has no token for
         self._widest = 0  # bytes of a text that a token stands for at most; 0: nobody knows
         shrinks, kinds = _shrinks(_state(raw.normalizer)), _kinds(_state(raw.pre_tokenizer))
-        if raw.truncation is not None or shrinks is None or kinds is None or type(raw.model).__name__ != "BPE":
+        if shrinks is None or kinds is None or type(raw.model).__name__ != "BPE":
             return
         vocabulary = raw.get_vocab(with_added_tokens=False)
         if "ByteLevel" in kinds:

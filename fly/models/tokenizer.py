@@ -14,6 +14,7 @@ import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
@@ -24,6 +25,7 @@ from fly.types import SamplingParams
 
 __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids", "read_sampling_defaults"]
 
+_LONG = 2**14  # characters that take some ten milliseconds
 _EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
 
 
@@ -75,6 +77,8 @@ class Tokenizer:
             self.raw = RawTokenizer.from_file(str(path))
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{path}: not a readable tokenizer ({error})") from error
+        self.raw.no_padding()  # which are for training: a prompt is neither filled up nor cut in silence
+        self.raw.no_truncation()
         settings = read_json(directory / "tokenizer_config.json")
         template_file = directory / "chat_template.jinja"
         try:
@@ -121,7 +125,7 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
-        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        return _encoded(self.raw, [text], add_special_tokens)[0].ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless asked for."""
@@ -171,13 +175,13 @@ class Tokenizer:
         parts = re.split("|".join(map(re.escape, marks)), text)
         if at_most is not None:
             self.check_length("".join(parts), at_most)
-        # an empty part has no tokens, and those between neighbours are many
-        return [
-            i
-            for number, part in enumerate(parts)
-            if part
-            for i in (self._plain if number % 2 else self.raw).encode(part, add_special_tokens=False).ids
-        ]
+        found: list[list[int]] = [[] for _ in parts]
+        for first, tokenizer in enumerate((self.raw, self._plain)):
+            # an empty part has no tokens, and those between neighbours are many
+            places = [place for place in range(first, len(parts), 2) if parts[place]]
+            for place, encoding in zip(places, _encoded(tokenizer, [parts[place] for place in places])):
+                found[place] = encoding.ids
+        return [i for ids in found for i in ids]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -219,7 +223,7 @@ class Tokenizer:
         if isinstance(value, str):
             if self._spelled_special is not None:
                 return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
-            found = self.raw.encode(value, add_special_tokens=False)
+            [found] = _encoded(self.raw, [value], offsets=True)
             spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
             pieces, last = [], 0
             for start, end in spans:
@@ -231,6 +235,17 @@ class Tokenizer:
         if isinstance(value, (list, tuple)):
             return [self._marked(item, marks) for item in value]
         return value
+
+
+def _encoded(
+    tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
+) -> list[Encoding]:
+    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so that long
+    texts go by those; short ones do not, for after those calls it warns of every fork."""
+    if sum(map(len, texts)) < _LONG:
+        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    return encode(texts, add_special_tokens=add_special_tokens)
 
 
 class TextStream:

@@ -137,13 +137,14 @@ class Service:
         Raises ``Left`` when the client leaves: then work that still waits for its thread is never begun.
         """
         pool = self._preparing if completion else self._reading
-        working = asyncio.get_running_loop().run_in_executor(pool, work)
+        working: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, work)
         leaving = asyncio.create_task(_until_left(receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise Left
-            return working.result()
+            found: T = working.result()
+            return found
         finally:
             leaving.cancel()
             working.cancel()
