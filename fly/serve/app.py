@@ -16,6 +16,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fly.serve.answers import Completion
@@ -147,6 +148,7 @@ def create_app(service: Service) -> ASGIApp:
         description="Speculative decoding behind OpenAI's interface; every request may say how it is verified.",
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # to whatever the request calls this host
         lifespan=life,
     )
     _add_errors(app)
@@ -227,24 +229,30 @@ def create_app(service: Service) -> ASGIApp:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def playground() -> Response:
-        return HTMLResponse(
-            (_HERE / "playground.html").read_text("utf-8"), headers={"content-security-policy": _ONLY_OURS}
-        )
+        return HTMLResponse((_HERE / "playground.html").read_text("utf-8"), headers=_ONLY_OURS)
 
     settings = service.settings
-    return Guard(
-        app,
-        keys=settings.api_keys,
-        max_body=settings.max_body,
-        read_timeout=settings.read_timeout,
-        write_timeout=settings.write_timeout,
-        refused=service.metrics.refused,
+    guarded = Guard(app, settings, service.metrics.refused)
+    if not settings.cors_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
     )
 
 
-_ONLY_OURS = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-)
+# Of the playground: nothing from elsewhere is loaded, and no page from elsewhere frames it.
+_ONLY_OURS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -318,6 +326,11 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         problem, where = _worst(error)
         message = problem["msg"].removeprefix("Value error, ")
+        kind = request.headers.get("content-type", "")
+        if isinstance(error.body, bytes) and error.body:  # the body was not even read as JSON
+            given = f"is {kind[:100]!r}" if kind else "is missing"
+            message = f"the header content-type {given}; a body is read where that is 'application/json'"
+            return ApiError(400, message, None, "invalid_content_type").response()
         if problem["type"] == "json_invalid":
             message = f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
         elif problem["type"] == "value_error" and not where:

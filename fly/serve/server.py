@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
 import os
 import signal
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from fly.serve.app import create_app
+from fly.serve.connections import Connection, Crowd, Sparing, room_for
 from fly.serve.service import Service
 
 __all__ = ["Server"]
+
+
+_SPARING = Sparing()  # of what clients can cause at will
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's, with our own lines beside it: warnings, and those of the access log."""
+    config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["fly.serve"] = {"handlers": ["default"], "level": "INFO"}
+    return config
 
 
 class Server(uvicorn.Server):
@@ -24,9 +39,16 @@ class Server(uvicorn.Server):
         self.service, settings = service, service.settings
         self._deadline: float | None = None  # until when it drains
         self.lost = 0  # requests that it did not wait for
+        limit, at_a_time = room_for(settings.max_connections)
+        crowd = Crowd(limit, settings.read_timeout)
+        for name in ("asyncio", "uvicorn.error", "fly.serve.guard"):
+            logging.getLogger(name).addFilter(_SPARING)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=functools.partial(Connection, crowd),  # type: ignore[arg-type]  # called, and nothing else
+                backlog=at_a_time,
+                log_config=_log_config(),
                 host=settings.host,
                 port=settings.port,
                 log_level=log_level,
