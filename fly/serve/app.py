@@ -343,9 +343,17 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(StarletteHTTPException)
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> Response:
-        response = ApiError(error.status_code, str(error.detail)).response()
+        message = str(error.detail)
+        if error.status_code == 400 and (cause := error.__cause__) is not None:  # FastAPI's, of a body
+            message = f"the body cannot be read as JSON: {cause}"
+        response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def half_a_pair(request: Request, error: UnicodeEncodeError) -> Response:
+        """From pydantic, where a name that it is to tell us of is no Unicode."""
+        return ApiError(400, "the body has half a surrogate pair in the name of a field").response()
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:

@@ -23,6 +23,7 @@ from fly.serve.answers import error_body
 __all__ = ["Connection", "Crowd", "Sparing", "room_for"]
 
 _SPARE = 16  # connections that are for health checks and metrics alone
+_AT_ONCE = 2**13  # bytes read in one turn of the event loop: in chunks of one byte they take it some 30 ms
 _WHOLE = (h11.DONE, h11.MUST_CLOSE, h11.CLOSED)  # states of a client whose request has come in
 
 
@@ -85,6 +86,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own event loop
         self._crowd.enter(self)
         self._start_clock()
 
@@ -117,7 +119,7 @@ class Connection(H11Protocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None and not self.cycle.response_complete:  # in the middle of an answer
+        if self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             self.transport.close()
         else:
             self._refuse(400, "Bad Request", "this is no HTTP request, or its headers are too long")
@@ -150,6 +152,9 @@ class Connection(H11Protocol):
         body = json.dumps(error_body(message, "invalid_request_error")).encode()
         head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        if self.cycle is not None:  # the application hears that it is over
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
         self.transport.close()
 
 

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import signal
+import socket
 import time
 from types import FrameType
 from typing import Any
@@ -40,14 +41,16 @@ class Server(uvicorn.Server):
         self._deadline: float | None = None  # until when it drains
         self.lost = 0  # requests that it did not wait for
         limit, at_a_time = room_for(settings.max_connections)
-        crowd = Crowd(limit, settings.read_timeout)
+        self.crowd = Crowd(limit, settings.read_timeout)
         for name in ("asyncio", "uvicorn.error", "fly.serve.guard"):
             logging.getLogger(name).addFilter(_SPARING)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
-                http=functools.partial(Connection, crowd),  # type: ignore[arg-type]  # called, and nothing else
+                http=functools.partial(Connection, self.crowd),  # type: ignore[arg-type]  # called, and nothing else
                 backlog=at_a_time,
+                loop="asyncio",
+                ws="none",
                 log_config=_log_config(),
                 host=settings.host,
                 port=settings.port,
@@ -57,6 +60,11 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=5,  # for what is left after draining: readers that do not read
             )
         )
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in list(self.crowd.waiting):  # whoever has asked for nothing yet gets nothing
+            connection.give_up()
+        await super().shutdown(sockets)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
