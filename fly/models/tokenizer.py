@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from fly.types import SamplingParams
 __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids", "read_sampling_defaults"]
 
 _LONG = 2**14  # characters that take some ten milliseconds
+_TOGETHER = 1024  # texts encoded at a time: what they become takes a hundred times their memory
 _EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
 
 
@@ -125,7 +126,8 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
-        return _encoded(self.raw, [text], add_special_tokens)[0].ids
+        [found] = _encoded(self.raw, [text], add_special_tokens)
+        return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless asked for."""
@@ -177,11 +179,10 @@ class Tokenizer:
             self.check_length("".join(parts), at_most)
         found: list[list[int]] = [[] for _ in parts]
         for first, tokenizer in enumerate((self.raw, self._plain)):
-            # an empty part has no tokens, and those between neighbours are many
-            places = [place for place in range(first, len(parts), 2) if parts[place]]
-            for place, encoding in zip(places, _encoded(tokenizer, [parts[place] for place in places])):
-                found[place] = encoding.ids
-        return [i for ids in found for i in ids]
+            texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often
+            ids = dict(zip(texts, (encoding.ids for encoding in _encoded(tokenizer, texts))))
+            found[first::2] = [ids[text] for text in parts[first::2]]
+        return [i for ids_of_part in found for i in ids_of_part]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -239,13 +240,16 @@ class Tokenizer:
 
 def _encoded(
     tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
-) -> list[Encoding]:
+) -> Iterator[Encoding]:
     """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so that long
     texts go by those; short ones do not, for after those calls it warns of every fork."""
     if sum(map(len, texts)) < _LONG:
-        return [tokenizer.encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        for text in texts:
+            yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return
     encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
-    return encode(texts, add_special_tokens=add_special_tokens)
+    for start in range(0, len(texts), _TOGETHER):
+        yield from encode(texts[start : start + _TOGETHER], add_special_tokens=add_special_tokens)
 
 
 class TextStream:

@@ -61,6 +61,14 @@ class Server(uvicorn.Server):
             )
         )
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio accepts as many at a time as may queue, and few are to be accepted at a time; many may queue.
+        for server in self.servers:
+            for each in server.sockets:
+                with each.dup() as listener:
+                    listener.listen(2048)
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for connection in list(self.crowd.waiting):  # whoever has asked for nothing yet gets nothing
             connection.give_up()
