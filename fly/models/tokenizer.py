@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
 from fly.models.chat import ChatPrompt, ChatTemplate, Thinking, conversation, pick
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
+from fly.models.lengths import Lengths
 from fly.models.opening import open_checkpoint
 
-__all__ = ["TextStream", "Tokenizer", "read_eos_ids"]
+__all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
+_LONG = 2**14  # characters that take some ten milliseconds
+_TOGETHER = 1024  # texts encoded at a time: what they become takes a hundred times their memory
 # Special tokens that chat templates know by these names.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -39,6 +43,10 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
     return frozenset()
 
 
+class TooLong(ValueError):
+    """A text that certainly has more tokens than it may."""
+
+
 class Tokenizer:
     """A checkpoint's tokenizer, ``raw``, with the chat template of ``tokenizer_config.json`` (or
     ``chat_template.jinja``).
@@ -51,6 +59,8 @@ class Tokenizer:
         if (raw := checkpoint.raw_tokenizer()) is None:
             raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
         self.raw = raw
+        self.raw.no_padding()  # which are for training: a prompt is neither filled up nor cut in silence
+        self.raw.no_truncation()
         settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
             given = settings.get("chat_template")
@@ -105,11 +115,22 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
-        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        [found] = _encoded(self.raw, [text], add_special_tokens)
+        return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless asked for."""
         return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it
+        takes time."""
+        if (least := self._lengths.least(text)) > most:
+            raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return Lengths(self.raw)
 
     @property
     def template(self) -> str | None:
@@ -125,6 +146,7 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
+        at_most: int | None = None,
         **variables: Any,
     ) -> ChatPrompt:
         """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
@@ -138,10 +160,11 @@ class Tokenizer:
             documents: for templates that answer from some.
             chat_template: the name of a template, where there are several. None is ``tool_use`` where there are tools
                 (and such a template), else ``default``.
+            at_most: tokens, beyond which it is refused before anything is encoded.
             variables: what else the template looks at, such as ``enable_thinking``.
 
         Raises ``ValueError`` if the checkpoint has no template, or it refuses the messages, or does not look at what is
-        given.
+        given; ``TooLong`` where these are certainly more than ``at_most`` tokens.
         """
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
@@ -158,17 +181,21 @@ class Tokenizer:
             )
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        ids = self._encode_marked(text, marks)
+        ids = self._encode_marked(text, marks, at_most)
         begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
 
-    def _encode_marked(self, text: str, marks: tuple[str, str]) -> list[int]:
+    def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
         """Token ids of a text, of which what stands between marks is plain."""
-        if marks[0] not in text:
-            return self.encode(text, add_special_tokens=False)
-        parts, tokenizers = re.split("|".join(map(re.escape, marks)), text), (self.raw, self._plain)
-        encoded = [tokenizers[n % 2].encode(part, add_special_tokens=False) for n, part in enumerate(parts)]
-        return [i for found in encoded for i in found.ids]
+        parts = re.split("|".join(map(re.escape, marks)), text)
+        if at_most is not None:
+            self.check_length("".join(parts), at_most)
+        found: list[list[int]] = [[] for _ in parts]
+        for first, tokenizer in enumerate((self.raw, self._plain)):
+            texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often
+            ids = dict(zip(texts, (encoding.ids for encoding in _encoded(tokenizer, texts))))
+            found[first::2] = [ids[text] for text in parts[first::2]]
+        return [i for ids_of_part in found for i in ids_of_part]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
@@ -183,29 +210,46 @@ class Tokenizer:
         return plain
 
     @cached_property
-    def _exact_specials(self) -> tuple[str, ...]:
-        """The texts of the special tokens, where a text without any of them has none of the tokens either: not where
-        they stand for other spellings too, or for what the vocabulary lacks."""
+    def _spelled_special(self) -> re.Pattern[str] | None:
+        """What is read as a special token where it stands in a text, the longest first as the tokenizer has it; None
+        where other things are too: other spellings, or what the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self._special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
-        vague = any(token.normalized or token.content in unknown for token in tokens)
-        return () if vague else tuple(token.content for token in tokens)
+        if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
+            return None
+        return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
         """``value`` with marks around everything in its texts that would be read as a special token."""
         if isinstance(value, str):
-            if self._exact_specials and not any(text in value for text in self._exact_specials):
-                return value
-            found = self.raw.encode(value, add_special_tokens=False)
+            if self._spelled_special is not None:
+                return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
+            [found] = _encoded(self.raw, [value], offsets=True)
             spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
-            for start, end in reversed(spans):
-                value = f"{value[:start]}{marks[0]}{value[start:end]}{marks[1]}{value[end:]}"
-            return value
+            pieces, last = [], 0
+            for start, end in spans:
+                pieces += [value[last:start], marks[0], value[start:end], marks[1]]
+                last = end
+            return "".join([*pieces, value[last:]])
         if isinstance(value, dict):
             return {self._marked(key, marks): self._marked(item, marks) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self._marked(item, marks) for item in value]
         return value
+
+
+def _encoded(
+    tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
+) -> Iterator[Encoding]:
+    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so that long
+    texts go by those; short ones do not, for after those calls it warns of every fork."""
+    if sum(map(len, texts)) < _LONG:
+        for text in texts:
+            yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    for start in range(0, len(texts), _TOGETHER):
+        yield from encode(texts[start : start + _TOGETHER], add_special_tokens=add_special_tokens)
 
 
 class TextStream:

@@ -12,6 +12,7 @@ from typing import Any
 
 from fly.job import News
 from fly.models.chat import Kind, Splitter, Thinking
+from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
 from fly.serve.rules import Speculation
@@ -31,7 +32,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._by_level = _byte_level() if "ByteLevel" in tokenizer.raw.to_str() else {}
+        self._by_level = byte_alphabet() if "ByteLevel" in tokenizer.raw.to_str() else {}
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
@@ -54,14 +55,6 @@ class Vocabulary:
                     data = [self._by_level[character] for character in piece]
             known = self._known[token] = text, data
         return known
-
-
-def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable bytes stand for themselves, the
-    others, in order, for the characters from 256 on (Radford et al. 2019)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
 
 
 @dataclass

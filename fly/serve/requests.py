@@ -6,6 +6,7 @@ and this one cannot give any meaning are not here, or allow their neutral value 
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -23,6 +24,8 @@ __all__ = [
     "TokenizeRequest",
 ]
 
+# A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
+Word = Annotated[str, Field(min_length=0)]
 _MOST = 1024  # entries of a small list or mapping
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,8 +43,11 @@ class _Body(BaseModel):
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
         """Named all at once, before anything else is looked at."""
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        if isinstance(data, dict) and (unknown := [name for name in data if name not in known]):
+        if (
+            not isinstance(data, dict) or data.keys() <= (known := _known(cls)).keys()
+        ):  # of which a body may have 100,000
+            return data
+        if unknown := [name for name in data if name not in known]:
             shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             raise PydanticCustomError(
                 "unknown_parameter",
@@ -49,6 +55,12 @@ class _Body(BaseModel):
                 {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
             )
         return data
+
+
+@functools.cache
+def _known(model: type[BaseModel]) -> dict[str, None]:
+    """The names of its fields, as clients know them, in their order."""
+    return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
 class SpeculationRequest(_Body):
@@ -111,14 +123,14 @@ class Generation(_Body):
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0)
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=_MOST)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=_MOST)] | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

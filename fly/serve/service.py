@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import secrets
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
@@ -20,6 +23,7 @@ from starlette.types import Receive
 from fly.errors import explain
 from fly.job import News, Request
 from fly.llm import LLM
+from fly.models.tokenizer import TooLong
 from fly.serve.answers import Vocabulary, error_body
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
@@ -28,7 +32,9 @@ from fly.serve.settings import Settings
 from fly.structured import StructuredError
 from fly.worker import Stopped
 
-__all__ = ["Answering", "ApiError", "Plain", "Prepared", "Service"]
+__all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
+
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -57,6 +63,10 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return Plain(self.body(), self.status, headers)
+
+
+class Left(Exception):
+    """The client has closed its connection: nobody waits for this answer any more."""
 
 
 class Plain(JSONResponse):
@@ -101,6 +111,9 @@ class Service:
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
+        # Endpoints that any text may be sent to have a thread of their own, so that completions need not wait for it.
+        self._preparing = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "fly-prepare")
+        self._reading = ThreadPoolExecutor(1, "fly-tokenize")
         self.draining = False
         self.open = 0  # requests that were let in and have not got all of their answer
         self.context: int = llm.engine.context
@@ -117,6 +130,24 @@ class Service:
         """Raises ``ApiError`` if this is another model."""
         if model is not None and model != self.name:
             raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
+
+    async def aside(self, work: Callable[[], T], receive: Receive, completion: bool = True) -> T:
+        """What ``work`` gives, which takes time and so runs in a thread; ``completion``: is part of one.
+
+        Raises ``Left`` when the client leaves: then work that still waits for its thread is never begun.
+        """
+        pool = self._preparing if completion else self._reading
+        working: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, work)
+        leaving = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Left
+            found: T = working.result()
+            return found
+        finally:
+            leaving.cancel()
+            working.cancel()
 
     def prepare(self, body: Generation) -> Prepared:
         """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
@@ -137,6 +168,11 @@ class Service:
             message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
             raise ApiError(400, message, "speculation.policy", "invalid_value") from None
         echoes = None
+        several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        if (count := several * (body.n or 1)) > self.settings.max_n:
+            name = "prompt" if (body.n or 1) == 1 else "n"
+            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
+            raise ApiError(400, message, name, "invalid_value")
         if isinstance(body, ChatRequest):
             name, prompts = "messages", [self.conversation(body)]
         else:
@@ -147,10 +183,6 @@ class Service:
                 echoes = [text for text in texts for _ in range(body.n or 1)]
         for tokens in prompts:
             self.check_prompt(tokens, name)
-        if (count := len(prompts) * (body.n or 1)) > self.settings.max_n:
-            name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
-            raise ApiError(400, message, name, "invalid_value")
         try:
             params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
         except ValidationError as error:
@@ -174,19 +206,29 @@ class Service:
         if isinstance(prompt, list):
             return prompt
         try:
+            self.tokenizer.check_length(prompt, self.context - 1)
             return self.tokenizer.encode(prompt)
+        except TooLong as error:
+            raise self._no_room(error, "prompt") from None
         except (TypeError, ValueError) as error:  # half a surrogate pair
             raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
     def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of its messages by the chat template."""
+        """Token ids of its messages by the chat template. Those of a chat must leave room for an answer."""
         generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
         try:
             variables = self.template_variables(body) if isinstance(body, ChatRequest) else {}
             messages = [message.for_template() for message in body.messages or ()]
-            return self.tokenizer.apply_chat_template(messages, generation, **variables)
+            at_most = self.context - 1 if isinstance(body, ChatRequest) else None
+            return self.tokenizer.apply_chat_template(messages, generation, at_most=at_most, **variables)
+        except TooLong as error:
+            raise self._no_room(error, "messages") from None
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
+
+    def _no_room(self, error: TooLong, name: str) -> ApiError:
+        message = f"{name}: too long for the model's context of {self.context} tokens: {error}"
+        return ApiError(400, message, name, "context_length_exceeded")
 
     def template_variables(self, body: ChatRequest) -> dict[str, Any]:
         """What a request gives the chat template besides its messages. Raises ``ApiError`` for what that does not look
@@ -246,6 +288,11 @@ class Service:
         return job
 
 
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Answering:
     """The news of one job while its client listens and its time lasts."""
 
@@ -257,8 +304,7 @@ class Answering:
         self._watch = asyncio.create_task(self._until_gone(receive))
 
     async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
         self.worker.cancel(self.job)
         self.job.queue.put_nowait([None])
 
