@@ -36,11 +36,14 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
     )
 
 
-def resolve_checkpoint(name: str | Path) -> Path:
+def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
     """Where the checkpoint lies that a name stands for (``find_checkpoint``); files from the hub are fetched where they
-    are not here yet. Raises ``CheckpointError``, also for what cannot be fetched (``fly.models.hub.fetch``)."""
+    are not here yet, those of a directory all but the weights if they are not wanted.
+
+    Raises ``CheckpointError``, also for what cannot be fetched (``fly.models.hub.fetch``).
+    """
     found = find_checkpoint(name)
-    return fetch(found) if isinstance(found, HubName) else found
+    return fetch(found, weights) if isinstance(found, HubName) else found
 
 
 def open_model(name: str | Path | Checkpoint) -> Checkpoint:

@@ -17,6 +17,7 @@ from fly.cli.options import (
     HeartbeatTimeout,
     K,
     Kernels,
+    MaxContext,
     Model,
 )
 from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
@@ -55,6 +56,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    max_context: MaxContext = None,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: ConfigFile = None,
