@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections import abc
 from dataclasses import replace
@@ -142,9 +143,9 @@ class LLM:
             executor = model.engine.runner.executor
         else:
             checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
-            if checkpoint is not None and max_context is not None:
-                if max_context > (most := checkpoint.config.max_position_embeddings):
-                    raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
+            most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
+            if max_context is not None and max_context > most:
+                raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
             executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
             if checkpoint is not None:
                 self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)

@@ -63,9 +63,7 @@ def show_model(name: str) -> None:
     held["int8 or w8a8"] = count + rest
     each = PagedKVCache.bytes_per_token(config, dtype)
     context = config.max_position_embeddings
-    grouped = (
-        f"{config.num_attention_heads} heads of {config.head_dim}, {config.num_key_value_heads} of keys and values"
-    )
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     window = f", of which {len([w for w in config.windows if w])} layers see {config.sliding_window} tokens"
     facts = {
         "at": str(checkpoint.path),

@@ -78,8 +78,8 @@ def fetch(name: HubName, weights: bool = True) -> Path:
             reason = "offline mode is on (HF_HUB_OFFLINE), and not all of it is in the cache; fetch it once without"
         else:
             reason = (
-                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}). There is no such "
-                "directory or file here, nor a bundled checkpoint of this name; check the name, or the network"
+                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}). There is no "
+                "such directory or file here, nor a bundled checkpoint of this name; check the network, or the name"
             )
         cause = error.__cause__ or error
         raise CheckpointError(f"{where}: {reason} ({type(cause).__name__}: {_first_line(cause)})") from error
