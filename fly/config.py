@@ -36,7 +36,7 @@ class Config(BaseModel):
     cache_tokens: int | None = Field(default=None, gt=0)
     cache_bytes: int | None = Field(default=None, gt=0)
     cache_share: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
-    context: int | None = Field(default=None, gt=0)
+    max_context: int | None = Field(default=None, gt=0)
     block_size: int | None = Field(default=None, gt=0)
     max_rows: int = Field(default=256, gt=0)
     step_tokens: int = Field(default=2048, gt=0)

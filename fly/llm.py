@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import sys
 import threading
 from collections import abc
 from functools import cached_property, partial
@@ -79,8 +80,8 @@ class LLM:
             device has free when the models are loaded, where that is less. A draft model that was given a size of its
             own is not counted. Where caches hold less than a full context, that is logged, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
-        context: tokens of a text at most, prompt and completion, where the model could have more: its tables and the
-            default caches are smaller then. Holds for a draft path too.
+        max_context: tokens of a text at most, prompt and completion, where the model could have more: its tables and
+            the default caches are smaller then. Holds for a draft path too.
         block_size: tokens a page of the target's cache; None is what suits the device.
         max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
         prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
@@ -115,7 +116,7 @@ class LLM:
         cache_tokens: int | None = None,
         cache_bytes: int | None = None,
         cache_share: float | None = None,
-        context: int | None = None,
+        max_context: int | None = None,
         block_size: int | None = None,
         max_rows: int = 256,
         step_tokens: int = 2048,
@@ -145,16 +146,16 @@ class LLM:
             executor = model.engine.runner.executor
         else:
             checkpoint = open_model(model) if isinstance(model, (str, Path, Checkpoint)) else None
-            if checkpoint is not None and context is not None and context > checkpoint.config.max_position_embeddings:
-                most = checkpoint.config.max_position_embeddings
-                raise ValueError(f"context {context} is more than the {most} tokens that {checkpoint.path} has")
-            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, context)
+            most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
+            if max_context is not None and max_context > most:
+                raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
+            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
             if checkpoint is not None:
                 self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
                 self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
-        if context is not None and context != executor.config.max_position_embeddings:
+        if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
-            raise ValueError(f"context {context}: this model is loaded already, with a context of {has}")
+            raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
         if deterministic:
             executor = executor.deterministic()
         config = executor.config
@@ -170,7 +171,7 @@ class LLM:
                 made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
             if made is None:
                 return None
-            made.resolve(partial(load_model, by=by, context=context))
+            made.resolve(partial(load_model, by=by, context=max_context))
             return translated(made, self.tokenizer, config.vocab_size)
 
         draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)

@@ -73,7 +73,7 @@ def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, 
     if tokens < context:
         _log.warning(
             "texts are of at most %d tokens, though the model's context is %d: %s hold no more, at %d bytes a token; "
-            "set cache_bytes, cache_share or context",
+            "set cache_bytes, cache_share or max_context",
             tokens,
             context,
             reason,

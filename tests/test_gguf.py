@@ -355,14 +355,14 @@ def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
     file = tmp_path / "tiny.gguf"
     write_gguf(source, file, Kind.F32)
     params, prompt = fly.SamplingParams(temperature=0.0, max_tokens=12), [[1, 2, 3]]
-    llm = fly.LLM(str(file), draft=str(file), device="cpu", context=64)
+    llm = fly.LLM(str(file), draft=str(file), device="cpu", max_context=64)
     wanted = fly.LLM("fly-tiny", dtype="float32", device="cpu")
     assert llm.generate(prompt, params)[0].token_ids[:4] == wanted.generate(prompt, params)[0].token_ids[:4]
     assert llm.engine.runner.executor.config.max_position_embeddings == 64
     assert llm.draft is not None and llm.draft.context is not None and llm.draft.context <= 64
     assert read_sampling_defaults(file).temperature == 0.0
-    with pytest.raises(ValueError, match=r"context 9999999 is more than the \d+ tokens"):
-        fly.LLM(str(file), context=9999999)
+    with pytest.raises(ValueError, match=r"max_context 9999999 is more than the \d+ tokens"):
+        fly.LLM(str(file), max_context=9999999)
 
 
 def test_struct_is_little_endian(tmp_path: Path) -> None:

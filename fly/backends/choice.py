@@ -98,7 +98,7 @@ def load(
     by: LoadExecutor = load_executor,
     context: int | None = None,
 ) -> Loaded:
-    """A model by name (``fly.bundled.resolve_checkpoint``), a checkpoint, or a loaded model as it is, on PyTorch where
+    """A model by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on PyTorch where
     it is no executor.
 
     Args:

@@ -20,7 +20,7 @@ from fly.bench.clock import clocked, take_turns
 from fly.bench.loaded import feeding, is_divided
 from fly.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
 from fly.bench.shapes import random_model, randomise
-from fly.bundled import resolve_checkpoint
+from fly.bundled import open_model
 from fly.bundled.tasks import problems
 from fly.drafts import SingleDraft
 from fly.executor import Executor
@@ -77,8 +77,8 @@ def check_here(
         draft_placement=placement,
     )
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())
-    large, raw = LlamaConfig.read(resolve_checkpoint(target))
-    small, _ = LlamaConfig.read(resolve_checkpoint(draft))
+    checkpoint = open_model(target)
+    large, raw, small = checkpoint.config, checkpoint.raw, open_model(draft).config
     kind = resolve_dtype(dtype, raw)
     sharded, timer = is_divided(llm.draft), _Timer(ranks)
     figures = (

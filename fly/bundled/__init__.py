@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import os
 from pathlib import Path
 
 from fly.errors import meant
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
-from fly.models.hub import fetch, hub_name
+from fly.models.hub import HubName, fetch, hub_name
 from fly.models.opening import open_checkpoint
 
-__all__ = ["BUNDLED", "is_here", "names_a_checkpoint", "open_model", "resolve_checkpoint"]
+__all__ = ["BUNDLED", "find_checkpoint", "is_here", "names_a_checkpoint", "open_model", "resolve_checkpoint"]
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
 
 
-def names_a_checkpoint(name: str) -> bool:
-    """Whether a text can be a checkpoint's name: a bundled one, a path that exists, or a name on the hub by its form.
-    Nothing is asked of the network."""
-    return name in BUNDLED or is_here(name) or hub_name(name) is not None
-
-
-def resolve_checkpoint(name: str | Path) -> Path:
-    """Where the checkpoint lies that a name stands for: a bundled one; a directory or a GGUF file that exists; or one
-    on the Hugging Face hub (``fly.models.hub``), whose files are fetched where they are not here yet.
+def find_checkpoint(name: str | Path) -> Path | HubName:
+    """What a name stands for: a bundled checkpoint; a directory or a GGUF file that exists; or, by its form alone, one
+    on the Hugging Face hub, which is not asked yet.
 
     Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
     """
@@ -34,12 +28,22 @@ def resolve_checkpoint(name: str | Path) -> Path:
     if is_here(name):
         return Path(name)
     if (wanted := hub_name(str(name))) is not None:
-        return fetch(wanted)
+        return wanted
     hint = meant(str(name), BUNDLED)
     raise CheckpointError(
         f"{str(name)!r} is neither a bundled checkpoint{hint}, nor a directory or .gguf file that exists, nor a name "
         f"on the Hugging Face hub (owner/name); bundled: {list(BUNDLED)}"
     )
+
+
+def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
+    """Where the checkpoint lies that a name stands for (``find_checkpoint``); files from the hub are fetched where they
+    are not here yet, those of a directory all but the weights if they are not wanted.
+
+    Raises ``CheckpointError``, also for what cannot be fetched (``fly.models.hub.fetch``).
+    """
+    found = find_checkpoint(name)
+    return fetch(found, weights) if isinstance(found, HubName) else found
 
 
 def open_model(name: str | Path | Checkpoint) -> Checkpoint:
@@ -49,7 +53,9 @@ def open_model(name: str | Path | Checkpoint) -> Checkpoint:
 
 def is_here(name: str | Path) -> bool:
     """Whether a checkpoint can be at this path: a directory, or a GGUF file."""
-    path = Path(name)
-    with suppress(OSError):  # a text that is too long for a path
-        return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
-    return False
+    return os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name))
+
+
+def names_a_checkpoint(name: str) -> bool:
+    """Whether a text can be a checkpoint's name. Nothing is asked of the network."""
+    return name in BUNDLED or is_here(name) or hub_name(name) is not None

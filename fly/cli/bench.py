@@ -19,7 +19,7 @@ from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.plan import Device as Processor
 from fly.bench.plot import check_plot, save_lines
 from fly.bench.policy import measure_decisions
-from fly.bundled import resolve_checkpoint
+from fly.bundled import open_model
 from fly.bundled.tasks import KINDS
 from fly.bundled.tasks import problems as draw_problems
 from fly.cli.options import (
@@ -306,7 +306,7 @@ def bench_plan(
             raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
 
         def sizes(name: str) -> LlamaConfig:
-            return MODELS[name] if name in MODELS else LlamaConfig.read(resolve_checkpoint(name))[0]
+            return MODELS[name] if name in MODELS else open_model(name).config
 
         common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
         small = None if draft == "none" else sizes(draft)

@@ -23,6 +23,7 @@ from fly.cli.options import (
     HeartbeatTimeout,
     K,
     Kernels,
+    MaxContext,
     Model,
     Policy,
 )
@@ -97,6 +98,7 @@ def generate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    max_context: MaxContext = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
     ] = False,

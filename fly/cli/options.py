@@ -35,7 +35,14 @@ def output(*names: str, help: str) -> Any:
     return typer.Option(*names, help=help, callback=check)
 
 
-Model = Annotated[str, typer.Option(help="Target: a checkpoint directory or a bundled name.")]
+Model = Annotated[
+    str,
+    typer.Option(help="Target: a bundled name, a directory, a GGUF file, or a name on the Hugging Face hub."),
+]
+MaxContext = Annotated[
+    int | None,
+    typer.Option(min=1, help="Tokens of a text at most, prompt and answer; less memory than the model's own context."),
+]
 DraftOption = Annotated[
     str,
     typer.Option(help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'."),

@@ -8,31 +8,87 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled import BUNDLED, CHECKPOINTS, resolve_checkpoint
+from fly.bundled import BUNDLED, CHECKPOINTS, open_model, resolve_checkpoint
+from fly.cache import PagedKVCache
 from fly.cli.bench import show_drafts
 from fly.cli.comparison import compare_on_bundled
 from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress, sentences
 from fly.drafts import draft_types, parse_draft
-from fly.models import LlamaConfig
+from fly.models.checkpoint import Checkpoint
+from fly.models.config import CheckpointError
+from fly.models.llama import skeleton
+from fly.models.loading import resolve_dtype
+from fly.models.opening import open_checkpoint
 from fly.policies import condition_types, parse_policy, policy_types
 from fly.policies.registry import PRESETS
 
 
 @command
-def models() -> None:
-    """List the bundled checkpoints."""
+def models(
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Tell of this one: a directory, a GGUF file or a name on the Hugging Face hub."),
+    ] = None,
+) -> None:
+    """List the bundled checkpoints, or tell what one is and what memory it takes; of one on the hub no weights are
+    fetched for that."""
+    if name is not None:
+        show_model(name)
+        return
     rows = []
-    for name in BUNDLED:
-        directory = resolve_checkpoint(name)
-        config, raw = LlamaConfig.read(directory)
+    for bundled in BUNDLED:
+        checkpoint = open_model(bundled)
+        config, size = checkpoint.config, sum(stored.nbytes for stored in checkpoint.tensors.values())
         layers = f"{config.num_hidden_layers} × {config.hidden_size}"
-        size = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         numbers = (str(config.max_position_embeddings), str(config.vocab_size), f"{size / 1e6:.1f} MB")
-        rows.append((name, layers, *numbers, str(raw.get("torch_dtype"))))
+        rows.append((bundled, layers, *numbers, str(checkpoint.raw.get("torch_dtype"))))
     print_list(rows, "name", "layers × width", "context", "tokens", "size", "dtype")
     console.print(f"[dim]in {escape(str(CHECKPOINTS))}; each has a README.md with its training and accuracy[/]")
+    note(
+        "also: a Hugging Face directory, a GGUF file, or a name on the hub (owner/name); 'fly models NAME' tells of one"
+    )
+
+
+def show_model(name: str) -> None:
+    """Print what a checkpoint is. Raises ``CheckpointError`` for one that is not supported."""
+    checkpoint = open_checkpoint(resolve_checkpoint(name, weights=False))
+    config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
+    count = sum(parameter.numel() for parameter in skeleton(config).parameters())
+    head = config.vocab_size * config.hidden_size
+    held = {str(dtype).removeprefix("torch."): count * dtype.itemsize}
+    # a table of embeddings that is not the head's as well stays as it is
+    rest = 0 if config.tie_word_embeddings else head * (dtype.itemsize - 1)
+    held["int8 or w8a8"] = count + rest
+    each = PagedKVCache.bytes_per_token(config, dtype)
+    context = config.max_position_embeddings
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    window = f", of which {len([w for w in config.windows if w])} layers see {config.sliding_window} tokens"
+    facts = {
+        "at": str(checkpoint.path),
+        "family": f"{config.family} ({checkpoint.raw['architectures'][0]})",
+        "layers": f"{config.num_hidden_layers} × {config.hidden_size}, feed-forward {config.intermediate_size}",
+        "attention": f"{heads} heads of {config.head_dim}, {kv_heads} of keys and values",
+        "parameters": f"{count / 1e6:,.1f} million" + (", head and embedding are one" * config.tie_word_embeddings),
+        "stored as": _kinds(checkpoint),
+        "computed in": str(dtype).removeprefix("torch."),
+        "vocabulary": f"{config.vocab_size} tokens" + ("" if checkpoint.has_tokenizer else ", no tokenizer"),
+        "context": f"{context} tokens{window if any(config.windows) else ''}",
+        "memory": "; ".join(f"{size / 1e9:.2f} GB in {kind}" for kind, size in held.items()),
+        "cache": f"{each / 1024:.1f} KiB a token, {each * context / 1e9:.2f} GB a full context",
+    }
+    print_list(((key, escape(value)) for key, value in facts.items()), "", sentences(escape(name)), show_header=True)
+
+
+def _kinds(checkpoint: Checkpoint) -> str:
+    """How the values of the tensors are stored, and in how many bytes."""
+    try:
+        tensors = checkpoint.tensors.values()
+    except CheckpointError as error:  # of the hub, without its weights
+        return f"– ({error})" if checkpoint.path.suffix == ".gguf" else "– (the weights are not here)"
+    kinds = dict.fromkeys(stored.kind for stored in sorted(tensors, key=lambda stored: -stored.nbytes))
+    return f"{', '.join(kinds)}; {sum(stored.nbytes for stored in tensors) / 1e9:.2f} GB"
 
 
 @command

@@ -18,6 +18,7 @@ from fly.cli.options import (
     HeartbeatTimeout,
     K,
     Kernels,
+    MaxContext,
     Model,
 )
 from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
@@ -68,6 +69,7 @@ def serve(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    max_context: MaxContext = None,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: ConfigFile = None,

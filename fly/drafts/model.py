@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from fly.bundled import resolve_checkpoint
+from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.constraints import constrains
 from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, pad, until_end
@@ -73,7 +73,8 @@ class SingleDraft(DraftStrategy):
         self._set_limits(k, confidence, entropy)
         self.model: object = model
         if isinstance(model, (str, Path)):
-            self.model = resolve_checkpoint(model)
+            found = find_checkpoint(model)
+            self.model = found if isinstance(found, Path) else str(found)  # what is on the hub is fetched when loaded
             resolve_dtype(dtype, {})  # what names none is refused at once
             resolve_device(device)
         self.options = {"dtype": dtype, "device": device, "kernels": kernels}

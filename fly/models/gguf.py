@@ -264,8 +264,11 @@ class GGUF(Checkpoint):
         if "token_embd.weight" not in found:
             raise CheckpointError(f"{path}: tensors are missing: token_embd.weight")
         sizes = {name: self._of(key) for name, key in _SIZES.items()}
-        if odd := [name for name, value in sizes.items() if not isinstance(value, int)]:
-            raise CheckpointError(f"{path}: {odd[0]} differs from layer to layer, which is not supported")
+        if odd := [name for name, value in sizes.items() if not isinstance(value, int) or value < 1]:
+            raise CheckpointError(f"{path}: {odd[0]} is {sizes[odd[0]]!r}; it must be one number for all layers")
+        layers = sizes["num_hidden_layers"]
+        if f"blk.{layers - 1}.attn_norm.weight" not in found:
+            raise CheckpointError(f"{path}: tensors are missing: of layer {layers - 1}, though it has {layers} layers")
         head_dim = self.head_dim
         for key in ("attention.value_length", "rope.dimension_count"):
             if self._of(key, head_dim) != head_dim:

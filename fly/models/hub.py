@@ -24,10 +24,8 @@ _FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
     "additional_chat_templates/*.jinja",
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "model-*-of-*.safetensors",
 )
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*-of-*.safetensors")
 _PART = r"[A-Za-z0-9][\w.-]*"
 _NAME = re.compile(rf"(?P<repo>{_PART}/{_PART})(@(?P<revision>[^\s@]+?))?(/(?P<file>(?:[^\s@/]+/)*[^\s@/]+\.gguf))?")
 
@@ -51,9 +49,9 @@ def hub_name(text: str) -> HubName | None:
     return HubName(match["repo"], match["revision"], match["file"])
 
 
-def fetch(name: HubName) -> Path:
+def fetch(name: HubName, weights: bool = True) -> Path:
     """Where the files of ``name`` lie, after those have been fetched that are not in the cache yet: a directory, or a
-    GGUF file.
+    GGUF file. Without ``weights`` a directory may hold everything else only.
 
     Raises ``CheckpointError`` naming the repository, why it cannot be had, and what to do.
     """
@@ -63,7 +61,7 @@ def fetch(name: HubName) -> Path:
     where = f"{name.repo!r} on the Hugging Face hub" + (f", revision {name.revision!r}" if name.revision else "")
     site = constants.ENDPOINT
     try:
-        folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=_patterns(name)))
+        folder = Path(snapshot_download(name.repo, revision=name.revision, allow_patterns=_patterns(name, weights)))
     except errors.GatedRepoError as error:
         advice = f"accept its terms at {site}/{name.repo}, and log in with 'hf auth login' or the variable HF_TOKEN"
         raise CheckpointError(f"{where} is gated: {advice}") from error
@@ -80,8 +78,8 @@ def fetch(name: HubName) -> Path:
             reason = "offline mode is on (HF_HUB_OFFLINE), and not all of it is in the cache; fetch it once without"
         else:
             reason = (
-                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}); check the "
-                "network, or give the path of a directory or GGUF file"
+                f"{site} cannot be reached, and not all of it is in the cache ({constants.HF_HUB_CACHE}). There is no "
+                "such directory or file here, nor a bundled checkpoint of this name; check the network, or the name"
             )
         cause = error.__cause__ or error
         raise CheckpointError(f"{where}: {reason} ({type(cause).__name__}: {_first_line(cause)})") from error
@@ -95,15 +93,16 @@ def fetch(name: HubName) -> Path:
         if not (folder / name.file).exists():
             raise CheckpointError(f"{where} has no file {name.file!r}{_instead(name)}")
         return folder / name.file
-    if not (folder / "config.json").exists() or not any(folder.glob("model*.safetensors")):
-        lacking = "weights in safetensors" if (folder / "config.json").exists() else "config.json"
+    described = (folder / "config.json").exists()
+    if not described or (weights and not any(folder.glob("model*.safetensors"))):
+        lacking = "weights in safetensors" if described else "config.json"
         raise CheckpointError(f"{where} has no {lacking}{_instead(name)}")
     return folder
 
 
-def _patterns(name: HubName) -> list[str]:
+def _patterns(name: HubName, weights: bool) -> list[str]:
     if name.file is None:
-        return list(_FILES)
+        return [*_FILES, *(_WEIGHTS if weights else ())]
     first = re.fullmatch(r"(?P<stem>.*)-00001-of-(?P<count>\d{5})\.gguf", name.file)
     parts = f"{_literal(first['stem'])}-?????-of-{first['count']}.gguf" if first else ""
     return [_literal(name.file), *([parts] if parts else [])]

@@ -1,0 +1,74 @@
+"""How large caches are where nobody says, by the memory that is free."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fly
+from fly import memory
+from fly.backends.torch import TorchExecutor
+from fly.cache import DEFAULT_BYTES
+from tests.toys import random_llama
+
+MODEL = TorchExecutor(random_llama(max_positions=512))
+
+
+@given(free=st.integers(10**6, 10**12), each=st.integers(1, 10**6), block=st.sampled_from([1, 4, 256]))
+def test_caches_fit_what_is_free(free: int, each: int, block: int) -> None:
+    """Half of it at most, 4 GiB at most, eight contexts at most; whole pages."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "free_memory", lambda device: free)
+        budget = min(free // 2, DEFAULT_BYTES)
+        if budget // each < block:
+            with pytest.raises(ValueError, match=f"hold no page of {block} tokens at {each} bytes a token"):
+                memory.cache_size(MODEL, each, block, None, None)
+            return
+        tokens = memory.cache_size(MODEL, each, block, None, None)
+        assert tokens * each <= budget and tokens <= 8 * 512
+        assert tokens == 8 * 512 or (tokens + block) * each > budget
+
+
+def test_a_cache_below_the_context_says_why(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 200_000)
+    model = random_llama(max_positions=512)  # 256 bytes a token
+    with caplog.at_level(logging.WARNING, "fly"):
+        llm = fly.LLM(model)
+        assert fly.LLM(model, cache_bytes=10**6).engine.runner.cache.allocator.num_blocks
+    (record,) = caplog.records
+    assert "at most 388 tokens, though the model's context is 512: half of the 0.0 GB free" in record.getMessage()
+    with pytest.raises(ValueError, match="400"):
+        llm.generate([[1] * 400], fly.SamplingParams(max_tokens=1))
+
+
+def test_the_context_is_capped_by_an_option(caplog: pytest.LogCaptureFixture) -> None:
+    llm = fly.LLM("fly-target", draft="fly-draft", device="cpu", max_context=100)
+    executor = llm.engine.runner.executor
+    assert executor.config.max_position_embeddings == 100 and llm.draft is not None and llm.draft.context == 100
+    assert llm.engine.runner.cache.keys.shape[1] == 800
+    prompt = [[5] * 90]
+    params = fly.SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True)
+    (capped,) = llm.generate(prompt, params)
+    (whole,) = fly.LLM("fly-target", device="cpu").generate(prompt, params)
+    assert len(capped.token_ids) == 10 and capped.token_ids == whole.token_ids[:10]
+    with pytest.raises(ValueError, match="max_context 5: this model is loaded already, with a context of 512"):
+        fly.LLM(random_llama(), max_context=5)
+    with pytest.raises(ValueError, match="context 0 must be at least 1"):
+        fly.LLM("fly-tiny", max_context=0)
+
+
+def test_free_memory_is_within_the_limit_of_the_group(tmp_path: Path) -> None:
+    cpu = torch.device("cpu")
+    assert memory.free_memory(cpu) > 0
+    assert memory._left_of_group(tmp_path) > 2**60  # no group, no limit
+    for name, text in {"memory.current": "900", "memory.stat": "anon 1\ninactive_file 50\n"}.items():
+        (tmp_path / name).write_text(text)
+    (tmp_path / "memory.max").write_text("max\n")
+    assert memory._left_of_group(tmp_path) > 2**60
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert memory._left_of_group(tmp_path) == 150
