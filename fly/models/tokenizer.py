@@ -120,7 +120,9 @@ class Tokenizer:
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless asked for."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
 
     def check_length(self, text: str, most: int) -> None:
         """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
-from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
+from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, Part, TokenizeRequest
 from fly.serve.service import Answering, ApiError, Left, Plain, Service
 
 __all__ = ["Service", "create_app"]
@@ -256,6 +256,9 @@ _ONLY_OURS = {
 }
 
 
+_UNKNOWN = ("unknown_parameter", "extra_forbidden")  # errors of a body, and of a part of a message
+
+
 class ErrorDetail(BaseModel):
     """What was wrong; ``param`` names the field, if it was one."""
 
@@ -312,8 +315,8 @@ def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:
         return not problem["type"].endswith("_type"), [(isinstance(part, int), part) for part in path(problem)]
 
     problems = error.errors()
-    first = next((p for p in problems if p["type"] == "unknown_parameter"), problems[0])
-    if first["type"] != "unknown_parameter":
+    first = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
+    if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
     return first, list(map(str, path(first)))
 
@@ -336,9 +339,11 @@ def _add_errors(app: FastAPI) -> None:
             message = f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
         elif problem["type"] == "value_error" and not where:
             where = [name] if (name := message.partition(":")[0]).isidentifier() else []
-        elif problem["type"] != "unknown_parameter" and where:
+        elif problem["type"] == "extra_forbidden":
+            message = f"unknown or unsupported: {where[-1]!r}; known: {', '.join(Part.__annotations__)}"
+        elif problem["type"] not in _UNKNOWN and where:
             message = f"{'.'.join(where)}: {message}"
-        code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
+        code = "unknown_parameter" if problem["type"] in _UNKNOWN else "invalid_value"
         return ApiError(400, message, ".".join(where) or None, code).response()
 
     @app.exception_handler(StarletteHTTPException)

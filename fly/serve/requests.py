@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from fly.types import SamplingParams
 
@@ -20,6 +21,7 @@ __all__ = [
     "DetokenizeRequest",
     "Generation",
     "Message",
+    "Part",
     "SpeculationRequest",
     "TokenizeRequest",
 ]
@@ -230,8 +232,11 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-class Part(_Body):
-    """A piece of a message. There are no images, sounds or files here."""
+class Part(TypedDict):
+    """A piece of a message. There are no images, sounds or files here. (No ``_Body``, since of these a request may have
+    100,000, and they are read in the event loop.)"""
+
+    __pydantic_config__ = _Body.model_config  # type: ignore[misc]  # as pydantic has it
 
     type: Literal["text"]
     text: str
@@ -253,7 +258,8 @@ class Message(_Body):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: text in one piece, and nothing that was not said."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
+        parts = self.content or ()
+        content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
         said = {
             "name": self.name,
             "tool_calls": self.tool_calls,
