@@ -21,6 +21,10 @@ from fly.models.loading import checkpoint_tensors
 __all__ = ["LlamaCpp", "Skipped", "import_library", "write_gguf"]
 
 
+# What llama.cpp calls a family.
+_ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
+
+
 class Skipped(Exception):
     """A peer cannot take part; the message says why."""
 
@@ -37,11 +41,18 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
     """Write ``model``'s weights in its dtype (norms in float32), without a tokenizer, in the format of llama.cpp; its
     matrices as Q8_0 if ``narrow``: 8 bits, and a scale for every 32 inputs.
 
-    Raises ``Skipped`` without the ``gguf`` package, and where Q8_0 does not divide a width.
+    Raises ``Skipped`` without the ``gguf`` package, for a family or options that this does not write, and where Q8_0
+    does not divide a width.
     """
     gguf = import_library("gguf", "llama.cpp")
     config = model.config
-    writer = gguf.GGUFWriter(path, "llama")
+    if (architecture := _ARCHITECTURES.get(config.family)) is None or any(config.windows):
+        raise Skipped(f"llama.cpp is skipped: nothing writes its file of a model of family {config.family!r} here yet")
+    if architecture != "llama" and config.rope_scaling.rope_type not in ("default", "dynamic"):
+        raise Skipped(
+            f"llama.cpp is skipped: nothing writes {config.rope_scaling.rope_type!r} of {config.family!r} yet"
+        )
+    writer = gguf.GGUFWriter(path, architecture)
     types = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
     stored_as = "Q8_0" if narrow else types[model.dtype]
     raw_type = gguf.GGMLQuantizationType[stored_as]
@@ -65,13 +76,15 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
     if config.rope_scaling.rope_type != "default":
         plain = rotary_frequencies(config.model_copy(update={"rope_scaling": RopeScaling()}))
         writer.add_tensor("rope_freqs.weight", (plain / rotary_frequencies(config)).numpy())
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], config.num_hidden_layers)
     for key, tensor in checkpoint_tensors(model):
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
         name = names.get_name(key, try_suffixes=(".weight", ".bias"))
         heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(key.split(".")[-2])
-        if heads is not None:  # its rotary embedding pairs neighbours, ours the halves of a head
+        if (
+            heads is not None and architecture == "llama"
+        ):  # its rotary embedding pairs neighbours, ours the halves of a head
             tensor = tensor.unflatten(0, (heads, 2, config.head_dim // 2)).transpose(1, 2).reshape(tensor.shape)
         own_type = {"raw_dtype": raw_type}
         if narrow and tensor.dim() == 2:
@@ -89,10 +102,14 @@ def write_gguf(model: Llama, path: Path, narrow: bool = False) -> None:
     writer.close()
 
 
-class LlamaCpp:
-    """A model of llama.cpp on one sequence, through its C interface: as little Python as can be around a call."""
+_CONTEXT = 4096  # tokens of a row, at most
 
-    def __init__(self, library: Any, path: Path, dtype: torch.dtype) -> None:
+
+class LlamaCpp:
+    """A model of llama.cpp, through its C interface: as little Python as can be around a call. ``cached`` is of the
+    first of ``rows`` sequences."""
+
+    def __init__(self, library: Any, path: Path, dtype: torch.dtype, rows: int = 1) -> None:
         self._c = library.llama_cpp if hasattr(library, "llama_cpp") else library
         c = self._c
         with _quiet():
@@ -103,7 +120,8 @@ class LlamaCpp:
             if not self._model:
                 raise Skipped(f"llama.cpp is skipped: it does not load {path.name}")
             options = c.llama_context_default_params()
-            options.n_ctx = c.llama_model_n_ctx_train(self._model)
+            options.n_ctx = rows * min(c.llama_model_n_ctx_train(self._model), _CONTEXT)
+            options.n_seq_max = rows
             options.n_batch = options.n_ubatch = 512
             options.n_threads = options.n_threads_batch = torch.get_num_threads()
             options.no_perf = True
@@ -115,7 +133,7 @@ class LlamaCpp:
         self._memory = c.llama_get_memory(self._context)
         self._greedy = c.llama_sampler_chain_init(c.llama_sampler_chain_default_params())
         c.llama_sampler_chain_add(self._greedy, c.llama_sampler_init_greedy())
-        self._batch = c.llama_batch_init(512, 0, 1)
+        self._batch, self._rows = c.llama_batch_init(512, 0, 1), rows
         self.cached: list[int] = []
 
     def keep(self, count: int) -> None:
@@ -151,6 +169,38 @@ class LlamaCpp:
         while len(new) < most and token not in ends:
             (token,) = self.feed([token])
             new.append(token)
+        return new
+
+    def decode_together(self, prompts: list[list[int]], most: int, ends: frozenset[int]) -> list[list[int]]:
+        """Greedy decoding of several prompts, a call for a token of each."""
+        if len(prompts) > self._rows:
+            raise ValueError(f"{len(prompts)} prompts, made for {self._rows}")
+        self.keep(0)
+        for row in range(self._rows):
+            self._c.llama_memory_seq_rm(self._memory, row, 0, -1)
+        texts, new = [list(prompt) for prompt in prompts], [list[int]() for _ in prompts]
+        fed = [(row, at, at == len(text) - 1) for row, text in enumerate(texts) for at in range(len(text))]
+        while fed:
+            asked = []
+            for first in range(0, len(fed), 512):
+                part, batch = fed[first : first + 512], self._batch
+                batch.n_tokens = len(part)
+                for i, (row, at, last) in enumerate(part):
+                    batch.token[i], batch.pos[i], batch.logits[i] = texts[row][at], at, last
+                    batch.n_seq_id[i], batch.seq_id[i][0] = 1, row
+                if error := self._c.llama_decode(self._context, batch):
+                    raise RuntimeError(f"llama_decode failed with {error}")
+                for i, (row, _, last) in enumerate(part):
+                    if last:
+                        asked.append((row, self._c.llama_sampler_sample(self._greedy, self._context, i)))
+            fed = []
+            for row, token in asked:
+                new[row].append(token)
+                texts[row].append(token)
+                if len(new[row]) < most and token not in ends:
+                    fed.append((row, len(texts[row]) - 1, True))
+        for row in range(self._rows):
+            self._c.llama_memory_seq_rm(self._memory, row, 0, -1)
         return new
 
     def speculate(self, prompt: list[int], most: int, draft: LlamaCpp, k: int, ends: frozenset[int]) -> list[int]:

@@ -1,7 +1,7 @@
 """Other libraries on the same checkpoints, prompts, draft length, dtype and threads, in the same run.
 
 Peers are optional (the ``peers`` extra); one that is not installed, or cannot run a checkpoint, is skipped by name.
-All decode greedily, one request at a time. Knows nothing of how results are shown.
+All decode greedily, one request at a time or several together. Knows nothing of how results are shown.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from fly.bench.clock import Timing, clocked
 from fly.bench.limits import dtype_name
 from fly.bench.llama_cpp import LlamaCpp, Skipped, import_library, write_gguf
 from fly.bench.loaded import narrow_kernels, rule_name
+from fly.bench.prompts import PROMPTS
 from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
-from fly.bundled import resolve_checkpoint
+from fly.bundled import BUNDLED, resolve_checkpoint
 from fly.bundled.tasks import Problem, check_many
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
@@ -41,14 +42,17 @@ __all__ = [
     "Contender",
     "Lineup",
     "Match",
+    "asked_of",
     "fly_contender",
     "line_up",
     "load_peers",
     "measure_matches",
+    "measure_prompts",
     "usual_amount",
 ]
 
 Decode = Callable[[list[int], int], list[int]]
+DecodeTogether = Callable[[list[list[int]], int], list[list[int]]]
 
 SURE, MOST_SURE = 0.4, 20
 """How transformers drafts if not asked otherwise: least probability, most tokens."""
@@ -67,17 +71,20 @@ class Checkpoints:
     directory: Path
     ends: frozenset[int]
     narrow: bool = False
+    rows: int = 1  # prompts that are decoded together
 
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who decodes: ``decode(prompt ids, most tokens)`` gives the new ids, with the end they end with."""
+    """Somebody who decodes: ``decode(prompt ids, most tokens)`` gives the new ids, with the end they end with, and
+    ``together`` (None: it cannot) those of several prompts at once."""
 
     name: str
     library: str
     speculative: bool
     decode: Decode
     lossy: bool = False
+    together: DecodeTogether | None = None
 
 
 @dataclass
@@ -122,39 +129,87 @@ def measure_matches(
     max_tokens: int,
     turns: int = 3,
     advance: Callable[[str], None] = lambda name: None,
+    rows: int = 1,
 ) -> list[Match]:
-    """Let every contender decode every prompt, ``turns`` times over, in turns of a few prompts after a warm-up.
+    """Let every contender decode every prompt, ``rows`` of them together, ``turns`` times over, in turns of a few
+    prompts after a warm-up.
 
     A few, since whoever comes next finds the caches of the processor full of another's weights, and for a moment its
     threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
-    completion.
+    completion, or every ``rows`` of them.
     """
     if not contenders or not prompts or turns < 1:
         raise ValueError(f"need contenders, prompts and turns, got {len(contenders)}, {len(prompts)} and {turns}")
+
+    def run(contender: Contender, some: Sequence[list[int]], most: int) -> list[list[int]]:
+        if rows > 1 and contender.together is not None:
+            return contender.together([list(prompt) for prompt in some], most)
+        return [contender.decode(list(prompt), most) for prompt in some]
+
     matches = [Match(contender) for contender in contenders]
+    parts = [prompts[first : first + rows] for first in range(0, len(prompts), rows)]
     for match in matches:
-        match.contender.decode(list(prompts[0]), 16)
+        run(match.contender, parts[0], 16)
     for turn in range(turns):
         for match in matches:
             match.seconds.append(0.0)
-        for match, prompt in in_turns(matches, prompts):
-            ids, seconds = clocked(partial(match.contender.decode, list(prompt), max_tokens))
+        for match, part in in_turns(matches, parts):
+            found, seconds = clocked(partial(run, match.contender, part, max_tokens))
             match.seconds[-1] += seconds
             if not turn:
-                match.outputs.append(ids)
+                match.outputs += found
             advance(match.contender.name)
     return matches
+
+
+def measure_prompts(
+    contenders: Sequence[Contender], vocabulary: int, lengths: Sequence[int], turns: int
+) -> dict[str, dict[int, Timing]]:
+    """Tokens a second that each library reads of prompts of these lengths, of random tokens that no cache has seen: by
+    the time to the first token after them, of those who decode step by step."""
+    rng = random.Random(1)
+    plain = [contender for contender in contenders if not contender.speculative]
+    found: dict[str, dict[int, Timing]] = {contender.library: {} for contender in plain}
+    for length in lengths:
+        rates: dict[str, list[float]] = {contender.library: [] for contender in plain}
+        for turn in range(turns + 1):
+            for contender in plain:
+                prompt = [rng.randrange(vocabulary) for _ in range(length)]
+                _, seconds = clocked(partial(contender.decode, prompt, 1))
+                if turn:  # the first makes room
+                    rates[contender.library].append(length / seconds)
+        for library, seen in rates.items():
+            found[library][length] = Timing(tuple(seen))
+    return found
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
     """Prompts, and most tokens of each, for a shape of so many parameters where nothing else is asked for.
 
-    One of 100 million or more gets fewer, and the fewer tokens the larger it is, so that three turns of all peers take
-    about four minutes on two cores.
+    One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
+    take about four minutes on two cores up to 270 million.
     """
     if parameters < 100e6:
         return 24, 400
-    return 8, max(16, round(17.5e9 / parameters))
+    return 8, max(64, round(17.5e9 / parameters))
+
+
+def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list[int]]]:
+    """Held-out problems, with their prompts, for a bundled checkpoint; some of ``PROMPTS`` alone for any other, which
+    was not trained on those problems."""
+    if model in BUNDLED:
+        problems = list(draw_problems(None, "heldout", 0, count))
+        return problems, [llm.chat_prompt(problem.prompt) for problem in problems]
+    return [], [prompt_of(llm, number) for number in range(count)]
+
+
+def prompt_of(llm: LLM, number: int) -> list[int]:
+    """One of ``PROMPTS``, as a conversation where the model has a template for those."""
+    text, tokenizer = PROMPTS[number % len(PROMPTS)], llm.tokenizer
+    if tokenizer is None:
+        rng = random.Random(number)
+        return [rng.randrange(llm.engine.runner.executor.config.vocab_size) for _ in range(32)]
+    return llm.chat_prompt(text) if tokenizer.template is not None else tokenizer.encode(text)
 
 
 @dataclass
@@ -170,6 +225,7 @@ class Lineup:
     prompts: list[list[int]]
     tokens: int
     problems: list[Problem] = field(default_factory=list)  # those of the prompts, if any
+    rows: int = 1  # prompts decoded together
 
     @property
     def precision(self) -> str:
@@ -182,7 +238,7 @@ class Lineup:
 
     def measure(self, turns: int, advance: Callable[[str], None] = lambda name: None) -> tuple[list[Match], bool]:
         """What everybody did (``measure_matches``), and whether answers are cut: then none is checked."""
-        matches = measure_matches(self.contenders, self.prompts, self.tokens, turns, advance)
+        matches = measure_matches(self.contenders, self.prompts, self.tokens, turns, advance, self.rows)
         cut = any(len(ids) == self.tokens for ids in matches[0].outputs)
         if self.problems and self.llm.tokenizer is not None and not cut:
             for match in matches:
@@ -202,12 +258,15 @@ def line_up(
     tokens: int | None = None,
     dtype: str = "auto",
     kernels: str = "auto",
+    rows: int = 1,
 ) -> Lineup:
-    """fly's settings and every peer on the checkpoints ``model`` and ``draft``, with held-out problems; or, if there is
-    a ``shape``, on a random model of that, autoregressive only, with random prompts.
+    """fly's settings and every peer on the checkpoints ``model`` and ``draft``, with held-out problems where the model
+    is a bundled one and ``PROMPTS`` where not; or, if there is a ``shape``, on a random model of that, autoregressive
+    only, with random prompts.
 
     ``problems`` and ``tokens``: how many prompts, and most tokens of each (None: ``usual_amount``). ``directory`` takes
-    files. Raises ``ValueError`` for a ``k`` that the model's context does not hold.
+    files. ``rows``: prompts that are decoded together. Raises ``ValueError`` for a ``k`` that the model's context does
+    not hold.
     """
     helper: Path | None = None
     if shape is None:
@@ -220,22 +279,22 @@ def line_up(
         source, config = directory / "model", shape_config(shape)
         number = resolve_dtype("bfloat16" if dtype == "auto" else dtype, {})
         save_model(random_model(config, number), source, number)
-    usual = usual_amount(0 if shape is None else matrix_parameters(config))
+    usual = usual_amount(matrix_parameters(config))
     count, most = usual[0] if problems is None else problems, usual[1] if tokens is None else tokens
     options: dict[str, Any] = {"dtype": number, "device": "cpu", "kernels": kernels}
     plain = LLM(source, **options)
-    settings, asked = [Setting("autoregressive", plain, 0)], []
+    settings, asked = [Setting("autoregressive", plain, 0)], list[Problem]()
     if helper is None:
         rng = random.Random(0)
         prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in range(count)]
     else:
-        asked = list(draw_problems(None, "heldout", 0, count))
-        prompts = [plain.chat_prompt(problem.prompt) for problem in asked]
+        asked, prompts = asked_of(plain, model, count)
         settings += _speculation(plain, helper, policy, k, options)
     narrow = narrow_kernels(kernels)
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
-    peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow))
-    return Lineup(config, number, narrow, plain, contenders + peers, skipped, prompts, most, asked)
+    peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
+    found = [each for each in contenders + peers if rows == 1 or each.together is not None]
+    return Lineup(config, number, narrow, plain, found, skipped, prompts, most, asked, rows)
 
 
 def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, options: dict[str, Any]) -> list[Setting]:
@@ -256,15 +315,18 @@ def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, opti
 def fly_contender(setting: Setting, ignore_eos: bool) -> Contender:
     """fly itself. What it has of earlier requests is forgotten before each, as no peer keeps prompts between them."""
 
-    def decode(prompt: list[int], max_tokens: int) -> list[int]:
+    def together(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         for allocator in setting.llm.scheduler.allocators():
             allocator.forget()
         params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        (output,) = setting.llm.generate([prompt], params, policy=setting.policy, k=setting.k)
-        return output.token_ids
+        outputs = setting.llm.generate(prompts, params, policy=setting.policy, k=setting.k)
+        return [output.token_ids for output in outputs]
+
+    def decode(prompt: list[int], max_tokens: int) -> list[int]:
+        return together([prompt], max_tokens)[0]
 
     lossy = setting.policy.guarantee is not Guarantee.LOSSLESS
-    return Contender(setting.name, "fly", setting.k > 0, decode, lossy)
+    return Contender(setting.name, "fly", setting.k > 0, decode, lossy, together)
 
 
 def load_peers(
@@ -275,16 +337,17 @@ def load_peers(
     directory: Path,
     ignore_eos: bool,
     narrow: bool = False,
+    rows: int = 1,
 ) -> tuple[list[Contender], list[str]]:
     """Every peer on the checkpoints ``target`` and ``draft``, and why those that are missing are.
 
     ``narrow``: in 8 bits, weights and activations, where a peer has that (llama.cpp's Q8_0). ``directory`` takes the
     files that a peer needs the weights in. Peers run on the CPU, with as many threads as PyTorch uses. ``draft`` None
-    leaves out what needs one; ``ignore_eos`` decodes on after an end.
+    leaves out what needs one; ``ignore_eos`` decodes on after an end. ``rows``: prompts that are decoded together.
     """
     config, _ = LlamaConfig.read(target)
     ends = frozenset() if ignore_eos else read_eos_ids(target, config.vocab_size)
-    given = Checkpoints(target, draft, k, dtype, directory, ends, narrow)
+    given = Checkpoints(target, draft, k, dtype, directory, ends, narrow, rows)
     contenders: list[Contender] = []
     reasons = []
     for load in (transformers, llama_cpp):
@@ -309,22 +372,28 @@ def transformers(given: Checkpoints) -> list[Contender]:
     model = load(given.target)
 
     @torch.inference_mode()
-    def run(prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-        ids = torch.tensor([prompt])
+    def together(prompts: list[list[int]], max_tokens: int, **options: Any) -> list[list[int]]:
+        longest, pad = max(map(len, prompts)), min(given.ends, default=0)
+        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
         output = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             max_new_tokens=max_tokens,
             do_sample=False,
-            pad_token_id=min(given.ends, default=0),
+            pad_token_id=pad,
             **({} if given.ends else {"min_new_tokens": max_tokens}),
             **options,
         )
-        new: list[int] = output[0, len(prompt) :].tolist()
-        return new
+        new = output[:, longest:].tolist()
+        ends = [next((at + 1 for at, token in enumerate(row) if token in given.ends), len(row)) for row in new]
+        return [row[:end] for row, end in zip(new, ends)]
+
+    def run(prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
+        return together([prompt], max_tokens, **options)[0]
 
     found = [
-        Contender("generate", "transformers", False, run),
+        Contender("generate", "transformers", False, run, together=together),
         Contender("prompt lookup", "transformers", True, partial(run, prompt_lookup_num_tokens=given.k)),
     ]
     if given.draft is not None:
@@ -350,10 +419,11 @@ def llama_cpp(given: Checkpoints) -> list[Contender]:
     def load(name: str, checkpoint: Path) -> LlamaCpp:
         file = given.directory / f"{name}.gguf"
         write_gguf(load_model(checkpoint, given.dtype, "cpu"), file, given.narrow)
-        return LlamaCpp(library, file, given.dtype)
+        return LlamaCpp(library, file, given.dtype, given.rows)
 
     model, kind = load("target", given.target), ", Q8_0" if given.narrow else ""
-    found = [Contender(f"decode{kind}", "llama.cpp", False, partial(model.decode, ends=given.ends))]
+    together = partial(model.decode_together, ends=given.ends)
+    found = [Contender(f"decode{kind}", "llama.cpp", False, partial(model.decode, ends=given.ends), together=together)]
     if given.draft is not None:
         speculate = partial(model.speculate, draft=load("draft", given.draft), k=given.k, ends=given.ends)
         found.append(Contender(f"speculative{kind}", "llama.cpp", True, speculate))

@@ -18,7 +18,6 @@ from fly.bench.clock import Timing, between, clocked, take_turns
 from fly.bench.limits import Limits, dtype_name
 from fly.bench.loaded import Subject, drafts_alone, forward_of, number_types
 from fly.bench.shapes import forward_bytes, forward_operations
-from fly.bundled.tasks import Problem
 from fly.cache import PagedKVCache
 from fly.eval import Setting, decode
 from fly.eval.timed import Times
@@ -29,6 +28,8 @@ from fly.types import SamplingParams
 
 __all__ = [
     "CONTEXT",
+    "LONGEST",
+    "PROMPTS",
     "Forward",
     "Forwards",
     "Rounds",
@@ -43,6 +44,10 @@ __all__ = [
 
 CONTEXT = 256
 """Stored tokens after which draft lengths and rows are compared."""
+PROMPTS = 512, 2048
+"""Tokens of prompts whose reading is timed."""
+LONGEST = 4096
+"""Tokens of the longest row that is timed, whatever context a model has."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +185,7 @@ def measure_models(
     swept: list[Forward] = []
     steps: dict[str, Forward] = {}
     for subject in subjects:
-        positions = subject.config.max_position_embeddings
+        positions = min(subject.config.max_position_embeddings, LONGEST)
         shapes = [
             *(Shape(1, CONTEXT, n) for n in sorted({1, 2, 4, 8, 16, 32, k + 1}) if CONTEXT + n <= positions),
             *(Shape(1, context, 1) for context in (64, 512, 896, 2048, 3968) if context < positions),
@@ -188,8 +193,10 @@ def measure_models(
             Shape(1, CONTEXT, k, drafting=True),
         ]
         room = 16 * (CONTEXT + k + 17) + positions  # its last page may not be full
-        *found, steps[subject.name] = Forwards(subject.name, subject.make(), room).measure(shapes, turns, advance)
-        swept += found
+        forwards = Forwards(subject.name, subject.make(), room)
+        *found, steps[subject.name] = forwards.measure(shapes, turns, advance)
+        prompts = [Shape(1, 0, length) for length in PROMPTS if length <= positions]
+        swept += found + (forwards.measure(prompts, min(turns, 5)) if prompts else [])
     return swept, steps
 
 
@@ -248,14 +255,13 @@ class Rounds:
 
 def measure_rounds(
     settings: Sequence[Setting],
-    problems: Sequence[Problem],
+    prompts: Sequence[list[int]],
     params: SamplingParams,
     turns: int = 3,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Rounds]:
-    """Decode every problem with every setting, one request at a time, ``turns`` times over, with clocks around the
+    """Decode every prompt with every setting, one request at a time, ``turns`` times over, with clocks around the
     models. Settings take turns, each after a warm-up. ``advance`` is called after every completion."""
-    prompts = [settings[0].llm.chat_prompt(problem.prompt) for problem in problems]
     measured = [Rounds(setting) for setting in settings]
     for _ in range(turns):
         results = decode(settings, prompts, params, lambda name: advance(), clocked=True, together=len(prompts))

@@ -7,6 +7,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
+import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -14,10 +15,13 @@ from rich.table import Table
 from fly.bench.clock import Timing
 from fly.bench.limits import Limits, dtype_name, measure_limits
 from fly.bench.loaded import NARROW, runs_compiled, settings_of, shape_subject, subjects_of, target_of
-from fly.bench.peers import MOST_SURE, SURE, Match, line_up
+from fly.bench.peers import MOST_SURE, SURE, Lineup, Match, asked_of, line_up, measure_prompts, usual_amount
 from fly.bench.plot import check_plot, save_lines
+from fly.bench.shapes import forward_operations, matrix_parameters
 from fly.bench.speed import (
     CONTEXT,
+    LONGEST,
+    PROMPTS,
     Forward,
     Rounds,
     context_slope,
@@ -27,7 +31,6 @@ from fly.bench.speed import (
     predict,
 )
 from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
-from fly.bundled.tasks import problems as draw_problems
 from fly.cli.options import Device, DraftLength, DraftOption, Dtype, Json, Kernels, Model, Policy, Turns, output
 from fly.cli.run import alone, kernels_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
@@ -53,7 +56,9 @@ def bench_speed(
             f"each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems that the rounds are timed on.")] = 12,
+    problems: Annotated[
+        int | None, typer.Option(min=1, help="Prompts that rounds are timed on. If not given 12, 8 of a large model.")
+    ] = None,
     turns: Turns = 15,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -101,14 +106,15 @@ def bench_speed(
         console.print()
 
     settings = settings_of(plain, fast, k, [rule])
-    asked = list(draw_problems(None, "heldout", 0, problems))
+    count, tokens = usual_amount(matrix_parameters(target.config))
+    _, asked = asked_of(plain, model, problems or min(count, 12))
     again = min(turns, 3)
     with progress(again * len(asked) * len(settings), "rounds") as advance:
-        rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=400), again, advance)
+        rounds = measure_rounds(settings, asked, SamplingParams(temperature=0.0, max_tokens=tokens), again, advance)
     single = [f for f in forwards if f.model == model and f.rows == 1 and f.context == CONTEXT]
     for each in rounds:
         each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
-    title = f"Rounds: {model}, {draft}, k {k}, {problems} problems, temperature 0, batch 1"
+    title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompts, temperature 0, batch 1"
     console.print(rounds_table(rounds, single, title))
     note(
         "ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
@@ -257,15 +263,16 @@ def bench_peers(
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="Held-out problems. If not given 24, and 8 for a --shape of 100M parameters or more."),
+        typer.Option(min=1, help="Prompts. If not given 24, and 8 for a model of 100M parameters or more."),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Most tokens a problem. If not given 400, and fewer for such a --shape (110M: 160).",
+            help="Most tokens a prompt. If not given 400, and fewer for such a model (110M: 160, 270M or more: 64).",
         ),
     ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by those who can.")] = 1,
     turns: Turns = 3,
     dtype: Dtype = "auto",
     kernels: Kernels = "auto",
@@ -279,15 +286,20 @@ def bench_peers(
     rule, cpu = parse_policy(policy, trusted=True), resolve_device("cpu")
     shape = None if shape == NO_SHAPE else shape
     with TemporaryDirectory() as temporary:
-        lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels)
+        lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
         limits = measure_limits(cpu)
-        with progress(turns * len(lineup.prompts) * len(lineup.contenders), "peers") as advance:
+        with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
             matches, cut = lineup.measure(turns, advance)
+        lengths = [length for length in PROMPTS if length < min(lineup.config.max_position_embeddings, LONGEST)]
+        with progress(1, "long prompts") as advance:
+            reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
+            advance()
         limits = limits.best(measure_limits(cpu))
     limit = limits.seconds(lineup.token_bytes(), 0, lineup.dtype)
     title = f"{shape or f'{model}, {draft}, k {k}'}, {lineup.precision}, {limits.threads} threads"
-    title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch 1"
+    title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch {rows}"
     console.print(peers_table(matches, title))
+    console.print(prompts_table(reading, limits, lineup))
     note(
         f"tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
         "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
@@ -302,6 +314,7 @@ def bench_peers(
     for reason in lineup.skipped:
         console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
     record = {"limits": limits.as_json(), "skipped": lineup.skipped, "title": title}
+    record["prompts"] = {name: {n: rate.as_json() for n, rate in rates.items()} for name, rates in reading.items()}
     write_json(json_, {**record, "contenders": [match.as_json(matches[0]) for match in matches]})
 
 
@@ -336,6 +349,30 @@ def peers_table(matches: Sequence[Match], title: str) -> Table:
         },
         text=("library", "decoding"),
         ends=lambda m: m is by_library[m.contender.library][-1],
+    )
+
+
+def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup: Lineup) -> Table:
+    """How fast each library reads long prompts, and what that is of the machine's rate of multiplying."""
+    config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else lineup.dtype
+    columns: dict[str, Callable[[str], str]] = {"library": lambda name: name}
+    for length in next(iter(reading.values())):
+        least = limits.seconds(0, forward_operations(config, 1, 0, length), products)
+
+        def shown(name: str, length: int = length) -> str:
+            return best_median(reading[name][length])
+
+        def over(name: str, length: int = length) -> str:
+            own = reading["fly"][length].high
+            return "" if name == "fly" else ratio(own, reading[name][length].high)
+
+        def share(name: str, length: int = length, least: float = least) -> str:
+            return f"{reading[name][length].high * least / length:.0%}"
+
+        columns |= {f"prompt of {length:,}\ntokens/s": shown, f"fly over\nthis, {length}": over}
+        columns[f"of matmul\n{length}"] = share
+    return table(
+        "Reading a prompt of random tokens, to the first token after it", list(reading), columns, text=("library",)
     )
 
 

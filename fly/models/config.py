@@ -284,11 +284,12 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
 
 def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
     """Which layers slide, and the window, which is none where no layer does."""
-    count = stated.get("num_hidden_layers")
+    none = {"layer_types": None, "sliding_window": None}
+    count, types = stated.get("num_hidden_layers"), stated.get("layer_types")
     if stated.get("sliding_window") is None or not isinstance(count, int):
-        return {"layer_types": None, "sliding_window": None}
-    types = stated.get("layer_types") or family.layer_types(stated, count)
-    return {"layer_types": types} if SLIDING in types else {"layer_types": None, "sliding_window": None}
+        return none if set(types or ()) <= {FULL} else {"layer_types": types}
+    types = list(types or family.layer_types(stated, count))
+    return none if types == [FULL] * count else {"layer_types": types}  # what is unknown is the field's to refuse
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:

@@ -1,7 +1,7 @@
 """Model families as data: what the one decoder (``fly.models.llama``) does for each. Knows nothing of tensors.
 
-A further family is one more ``Family`` here, and its name in tests/test_families.py, which holds it to transformers.
-What no description can say yet is a new field, and a branch where the decoder and the compiled kernels read it.
+A further family is one more ``Family`` here, which the tests then draw with all others, and hold to transformers. What
+no description can say yet is a new field, and a branch where the decoder and the compiled kernels read it.
 """
 
 from __future__ import annotations
