@@ -541,6 +541,17 @@ def test_the_server_tells_thinking_apart(
         assert "reasoning_content" not in ask(chat_template_kwargs={"think": False}).json()["choices"][0]["message"]
 
 
+def test_the_server_answers_as_long_as_the_checkpoint_says() -> None:
+    import httpx
+
+    with running() as server:
+        server.service.llm.default_params = sampling_defaults({"max_new_tokens": 3}, "x")[0]
+        for more, wanted in (({}, 3), ({"max_tokens": 5}, 5)):
+            body = {"model": "fly-tiny", "messages": MESSAGES, **more}
+            answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).json()
+            assert answer["usage"]["completion_tokens"] == wanted
+
+
 # --- generation_config.json ------------------------------------------------------------------------------
 
 

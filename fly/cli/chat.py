@@ -130,6 +130,8 @@ class Conversation:
                 while line.endswith("\\"):
                     line = line[:-1].rstrip() + "\n" + _read("… ").rstrip()
             except EOFError:
+                if sys.stdin.isatty():
+                    console.print()
                 break
             except KeyboardInterrupt:
                 console.print()
