@@ -343,6 +343,27 @@ def test_where_all_are_busy_others_are_told_and_health_goes_on() -> None:
         assert eventually(lambda: server.service.open == 0)
 
 
+def test_bodies_take_so_much_memory_and_no_more() -> None:
+    size = 40_000
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    body = {"prompt": "a " * (size // 2 - 100)}
+    with running(max_body=size, read_timeout=20) as server:
+        host, port = server.url.removeprefix("http://").split(":")
+        slow = [socket.create_connection((host, int(port)), timeout=20) for _ in range(66)]
+        for connection in slow:
+            connection.sendall(head % size + b" " * (size - 1))
+        app: Any = server.server.config.loaded_app
+        guard = app.app
+        assert eventually(lambda: guard._held > 64 * (size - 1) - 2**14)
+        got = httpx.post(f"{server.url}/tokenize", json=body)
+        assert got.status_code == 503 and got.headers["retry-after"] == "1"
+        assert httpx.post(f"{server.url}/tokenize", json={"prompt": "a"}).status_code == 200
+        for connection in slow:
+            connection.close()
+        assert eventually(lambda: guard._held == 0)
+        assert httpx.post(f"{server.url}/tokenize", json=body).status_code == 200
+
+
 def test_too_few_file_descriptors_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (64, 64))
     with pytest.raises(ValueError, match="ulimit -n"):
