@@ -179,6 +179,12 @@ def create_app(service: Service) -> ASGIApp:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
+        name = "messages" if body.prompt is None else "prompt"
+        size = sum(map(len, _texts(body)))
+        if size > _READ:
+            raise ApiError(
+                400, f"{name}: {size} characters; at most {_READ} are encoded at once", name, "invalid_value"
+            )
 
         def encode() -> list[int]:
             if body.prompt is None:
@@ -256,6 +262,7 @@ _ONLY_OURS = {
 }
 
 
+_READ = 2**20  # characters that /tokenize takes: some seconds and 200 MB
 _UNKNOWN = ("unknown_parameter", "extra_forbidden")  # errors of a body, and of a part of a message
 
 
@@ -272,6 +279,13 @@ class ErrorAnswer(BaseModel):
     """OpenAI's form of an error."""
 
     error: ErrorDetail
+
+
+def _texts(body: TokenizeRequest) -> list[str]:
+    """What is to be encoded."""
+    if body.prompt is not None:
+        return [body.prompt]
+    return [message.for_template()["content"] for message in body.messages or ()]
 
 
 def _model(service: Service) -> dict[str, Any]:
