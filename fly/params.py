@@ -72,6 +72,9 @@ class SamplingParams(BaseModel):
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
+    Requests that begin with the same tokens share what is cached of them if they have the same ``cache_salt``: one that
+    nobody else can guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
+
     ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
     every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
     are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
@@ -100,6 +103,7 @@ class SamplingParams(BaseModel):
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
     n: int = Field(default=1, ge=1)
+    cache_salt: str = ""
     structured: StructuredOutput | None = None
 
     @property

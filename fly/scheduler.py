@@ -217,7 +217,7 @@ class Scheduler:
     def _next_page(self, row: Sequence) -> object:
         """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
         allocator = self.engine.runner.cache.allocator
-        return (self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1])) or row.id
+        return (self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1], row.params.cache_salt)) or row.id
 
     def _unfed(self, row: Sequence) -> int:
         """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out
