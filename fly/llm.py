@@ -334,12 +334,13 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        client: str = "",
         *,
         streamed: bool = False,
     ) -> list[Request]:
         """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
         completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
-        Arguments and errors as there; from any thread."""
+        ``client`` is whose they are: clients share the engine. Arguments and errors as there; from any thread."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
@@ -353,7 +354,7 @@ class LLM:
         requests = []
         for number, asked in enumerate(zip(listed, every_params, every_policy, every_k)):
             row = self._row(*asked)
-            row.priority = priority
+            row.priority, row.client = priority, client
             try:
                 self.scheduler.check(row)
             except ValueError as error:
