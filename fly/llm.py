@@ -7,7 +7,6 @@ import asyncio
 import os
 import random
 import sys
-import threading
 from collections import abc
 from dataclasses import replace
 from functools import cached_property, partial
@@ -29,7 +28,7 @@ from fly.job import Job, Output, Request
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence
+from fly.request import BadWords, Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.stream import AsyncStream, Piece, Stream
@@ -188,7 +187,6 @@ class LLM:
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
-        self._compiling = threading.Lock()
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -412,7 +410,7 @@ class LLM:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),
+            bad=BadWords(ids for word in params.bad_words for ids in self._spellings(word)),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -421,17 +419,15 @@ class LLM:
         return row
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """Those of structured outputs."""
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Follows the grammar of a request, if it has one."""
-        if params.structured is None:
-            return None
-        with self._compiling:
-            return self._grammars.matcher(params)
+        return None if params.structured is None else self.grammars.matcher(params)
 
     def _spellings(self, word: str) -> list[tuple[int, ...]]:
         """How the tokenizer spells a word at the start of a text and inside it."""

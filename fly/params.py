@@ -32,6 +32,11 @@ class StructuredOutput(BaseModel):
         (kind,) = self._given()
         return kind
 
+    @property
+    def source(self) -> str:
+        """Its schema, expression or grammar; "" for any JSON object."""
+        return self.json_schema or self.regex or self.grammar or ""
+
     def _given(self) -> list[str]:
         return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
+__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -28,6 +28,28 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     while start and a[:start] != b[:start]:
         start, window = max(shorter - window, 0), 8 * window
     return next(i for i in range(start, shorter) if a[i] != b[i])
+
+
+class BadWords:
+    """Sequences of tokens that must not come up, found by the last token of a text."""
+
+    def __init__(self, words: abc.Iterable[tuple[int, ...]] = ()) -> None:
+        self.words = tuple(words)
+        self._always: set[int] = set()
+        self._after: dict[int, list[tuple[list[int], int]]] = {}
+        for *start, last in self.words:
+            if start:
+                self._after.setdefault(start[-1], []).append((start, last))
+            else:
+                self._always.add(last)
+
+    def __bool__(self) -> bool:
+        return bool(self._always or self._after)
+
+    def next(self, text: list[int]) -> list[int]:
+        """What must not follow ``text``, each once."""
+        started = self._after.get(text[-1], ()) if text else ()
+        return sorted(self._always.union(last for start, last in started if text[-len(start) :] == start))
 
 
 class Form(Protocol):
@@ -171,7 +193,7 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
     finish_reason: str | None = None
-    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
+    bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
     client: str = ""  # whose it is: clients share the engine
     parent: Sequence | None = None  # has the same prompt, and prefills it for both

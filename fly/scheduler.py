@@ -72,6 +72,7 @@ class Scheduler:
         if max_rows < 1 or step_tokens < 1:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
         self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
+        self.seconds: float = sys.maxsize  # after which a step begins no further round
         self.running: list[Sequence] = []  # by priority, then by arrival
         self._clients: dict[str, _Client] = {}  # those that have anything here
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
@@ -126,9 +127,8 @@ class Scheduler:
             if not self._stepping:
                 self._retire(row)
 
-    def step(self, seconds: float = sys.maxsize) -> dict[int, list[Token]]:
-        """One step of the engine, which begins no further round after ``seconds``. Returns the new tokens of every row
-        that got any, or ended, by its ``id``."""
+    def step(self) -> dict[int, list[Token]]:
+        """One step of the engine. Returns the new tokens of every row that got any, or ended, by its ``id``."""
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
@@ -140,7 +140,7 @@ class Scheduler:
         self._stepping = True
         try:
             if before:
-                self._run(step, seconds)
+                self._run(step)
         finally:
             self._stepping = False
         found = {}
@@ -159,9 +159,9 @@ class Scheduler:
                 self._retire(row)
         return found
 
-    def _run(self, step: _Step, seconds: float = sys.maxsize) -> None:
+    def _run(self, step: _Step) -> None:
         try:
-            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, seconds)
+            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
         except Exception as error:
             self._failed(error)
             # The engine leaves all as it was, so that whose fault it is shows when each goes alone.
@@ -175,7 +175,7 @@ class Scheduler:
                     )
                 for part in alone:
                     if not self._over(part):
-                        self._run(part, seconds)
+                        self._run(part)
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
             if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than can be foreseen
@@ -281,7 +281,9 @@ class Scheduler:
     def _next_page(self, row: Sequence) -> object:
         """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
         allocator = self.engine.runner.cache.allocator
-        return (self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1], row.params.cache_salt)) or row.id
+        return (
+            self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1], row.params.cache_salt)
+        ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
         """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out

@@ -315,7 +315,8 @@ class Worker:
         if self.scheduler:
             # tokens that somebody reads along leave as rounds end
             read = self._group is None and any(job.stepwise for job in self._open.values())
-            for id_, tokens in self.scheduler.step(self.interval if read else sys.maxsize).items():
+            self.scheduler.seconds = self.interval if read else sys.maxsize
+            for id_, tokens in self.scheduler.step().items():
                 if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
                     job, index = found
                     job.note(index, tokens)

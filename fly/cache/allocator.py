@@ -14,8 +14,8 @@ class OutOfBlocks(RuntimeError):
 
 
 class _Published(NamedTuple):
-    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at`` (its
-    salt, where there is none yet)."""
+    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``
+    (where there is none, its salt)."""
 
     pages: int
     at: int | str
@@ -44,8 +44,8 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, content known; the longest unused first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        # A page's content is the page before it (or the salt) and its own tokens. Contents are numbered, no number comes
-        # twice.
+        # A page's content is the page before it (or the salt), and its own tokens. Contents are numbered, no number
+        # comes twice.
         self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, a page that holds it
         self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # of each page that stands in there
         self._published: dict[Hashable, _Published] = {}
@@ -128,7 +128,8 @@ class BlockAllocator:
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
-        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones of its salt may share.
+        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones of this salt may
+        share.
 
         Raises ``ValueError`` if ``seq`` has no room for so many.
         """

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import signal
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
+from fly.cache import DEFAULT_BYTES
 from fly.cli.options import (
     CollectiveTimeout,
     ConfigFile,
@@ -18,6 +19,7 @@ from fly.cli.options import (
     K,
     Kernels,
     Model,
+    number,
 )
 from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -48,8 +50,24 @@ def serve(
         typer.Option(envvar="FLY_API_KEY", help="Requests must bear one of these; may be given several times."),
     ] = None,
     max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
+    max_open: Annotated[
+        int | None,
+        typer.Option(min=1, help="Completions that a client (a key; without keys an address) may have at once."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
     max_k: Annotated[int, typer.Option(min=0, help="Most tokens a request may have drafted a round.")] = 64,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most completions in one step of the engine.")] = 256,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the KV caches hold; eight full contexts otherwise.")
+    ] = None,
+    cache_bytes: Annotated[int, typer.Option(min=1, help="Most memory for the KV caches.")] = DEFAULT_BYTES,
+    share_prefixes: Annotated[
+        Literal["key", "all"],
+        typer.Option(help="Whose requests share what is cached of equal beginnings: those of one API key, or all."),
+    ] = "key",
+    stream_interval: Annotated[
+        float, number(0, 1, help="Seconds for which tokens are held back to send several rounds' at once.")
+    ] = 0.01,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
     dtype: Dtype = "auto",

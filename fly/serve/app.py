@@ -67,9 +67,10 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         service.open -= 1
         if answering is not None:
             answering.close()
+            service.left(prepared)
 
     try:
-        prepared = await asyncio.to_thread(service.prepare, body)
+        prepared = await service.prepared(body, service.client(request))
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
@@ -121,7 +122,7 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.llm.close)
+        await asyncio.to_thread(service.close)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},

@@ -5,16 +5,21 @@ waits for the engine but in coroutines, and leaves what takes time (tokenizers, 
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import re
 import secrets
-from collections import deque
+from collections import Counter, deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any
+from weakref import WeakValueDictionary
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.requests import HTTPConnection
 from starlette.types import Receive
 
 from fly.errors import explain
@@ -25,8 +30,11 @@ from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
-from fly.structured import StructuredError
+from fly.serve.trial import Trial
+from fly.structured import LIMITS, StructuredError
 from fly.worker import Stopped
+
+_PREPARE = 2  # threads that compile grammars
 
 __all__ = ["Answering", "ApiError", "Plain", "Prepared", "Service"]
 
@@ -75,6 +83,7 @@ class Prepared:
     echoes: list[str] | None
     speculation: Speculation
     top: int | None
+    client: str = ""
 
 
 class Service:
@@ -103,6 +112,14 @@ class Service:
         self.vocabulary = Vocabulary(self.tokenizer)
         self.draining = False
         self.open = 0  # requests that were let in and have not got all of their answer
+        self.held: Counter[str] = Counter()  # completions that each client has, waiting ones too
+        # Grammars and long lists of words are made ready by few threads, so that others find one for their prompts, and
+        # of one client one at a time, so that others get their turn.
+        self._preparing = ThreadPoolExecutor(_PREPARE, "fly-prepare")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._trial = Trial(llm.grammars.spelling, LIMITS)
+        llm.grammars.vet = self._trial
+        llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
         try:
             self.version = version("flyspec")
@@ -118,7 +135,38 @@ class Service:
         if model is not None and model != self.name:
             raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
 
-    def prepare(self, body: Generation) -> Prepared:
+    def client(self, request: HTTPConnection) -> str:
+        """Whose a request is: its key's (hashed); without keys its address's (of IPv6 the network, of which anybody has
+        a whole one)."""
+        if self.settings.api_keys:
+            key = request.headers.get("authorization", "").partition(" ")[2].strip()
+            return hashlib.sha256(key.encode()).hexdigest()
+        host = request.client.host if request.client else ""
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return host
+        if isinstance(address, IPv6Address):
+            mapped = address.ipv4_mapped
+            return str(ip_network((address, 64), strict=False) if mapped is None else mapped)
+        return host
+
+    def close(self) -> None:
+        """End the engine, and what prepares for it."""
+        self._preparing.shutdown(wait=False, cancel_futures=True)
+        self.llm.close()
+        self._trial.close()
+
+    async def prepared(self, body: Generation, client: str) -> Prepared:
+        """``prepare`` in a thread."""
+        if not body.takes_time:
+            return await asyncio.to_thread(self.prepare, body, client)
+        if (turn := self._turns.get(client)) is None:
+            turn = self._turns[client] = asyncio.Lock()
+        async with turn:
+            return await asyncio.get_running_loop().run_in_executor(self._preparing, self.prepare, body, client)
+
+    def prepare(self, body: Generation, client: str = "") -> Prepared:
         """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
         asked = body.speculation
@@ -152,7 +200,8 @@ class Service:
             message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
             raise ApiError(400, message, name, "invalid_value")
         try:
-            params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
+            most = self.max_tokens(body, prompts)
+            params = body.params(self.llm.default_params, self.seed(body), most, self.salt(body, client))
         except ValidationError as error:
             message = explain(error)
             param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
@@ -160,15 +209,20 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         try:
-            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, streamed=True)
+            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, client=client, streamed=True)
         except ValueError as error:
             raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
-        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top())
+        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top(), client)
 
     @staticmethod
     def seed(body: Generation) -> int:
         """Drawn here where the request leaves it open, so that the engine has nothing to draw."""
         return secrets.randbits(63) if body.seed is None else body.seed
+
+    def salt(self, body: Generation, client: str) -> str:
+        """What requests must have in common to share what is cached of their prompts."""
+        own = body.cache_salt or ""
+        return f"{client} {own}" if self.settings.api_keys and self.settings.share_prefixes == "key" else own
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -214,11 +268,17 @@ class Service:
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
-        worker, load = self.llm.worker, self.llm.worker.load
+        worker, load, count = self.llm.worker, self.llm.worker.load, len(prepared.requests)
+        own = self.held[prepared.client] + count
+        if (most := self.settings.max_open) is not None and own > most:
+            message = f"{own} completions of one client; at most {most} at once"
+            raise ApiError(429, message, code="client_limit", retry_after=max(1, min(60, round(self.metrics.seconds))))
         free = max(0, self.llm.scheduler.max_rows - load.running)
-        coming = worker.submitted - load.taken + len(prepared.requests)  # that the engine has not seen
+        coming = worker.submitted - load.taken + count  # that the engine has not seen
         waiting = load.waiting + max(0, coming - free)
-        if waiting > self.settings.max_waiting:
+        # whoever has no more than its part of the queue finds room, however many others wait
+        part = self.settings.max_waiting // len({*self.held, prepared.client})
+        if waiting > self.settings.max_waiting and own > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
             message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry_after)
@@ -227,7 +287,13 @@ class Service:
             worker.submit(job)
         except Stopped as error:
             raise ApiError(503, str(error), code="engine_stopped") from None
+        self.held[prepared.client] += count
         return job
+
+    def left(self, prepared: Prepared) -> None:
+        """The client has its answer, or has left."""
+        self.held.subtract({prepared.client: len(prepared.requests)})
+        self.held += Counter()  # drops those that have nothing
 
 
 class Answering:
