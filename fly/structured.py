@@ -211,6 +211,7 @@ class Matcher:
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+        self._wrong = ""  # why the last thing to fail did, where that is the library's limits
 
     def fresh(self) -> Matcher:
         """The same for another request, at its start."""
@@ -253,9 +254,9 @@ class Matcher:
 
     def _along(self, text: list[int], draft: list[int], parents: abc.Sequence[int]) -> dict[int, bytearray]:
         """What may follow each place that the grammar can reach, branch by branch."""
-        self._stuck = {}
+        self._stuck, self._wrong = {}, ""
         if not self._follow(text):
-            self._stuck[0] = f"the {len(text)} tokens so far are no beginning of such a text"
+            self._stuck[0] = self._wrong or f"the {len(text)} tokens so far are no beginning of such a text"
             return {}
         after: list[list[int]] = [[] for _ in range(len(draft) + 1)]
         for node, parent in enumerate(parents):
@@ -264,9 +265,13 @@ class Matcher:
         waiting = [(-1, len(text))]
         while waiting:
             node, depth = waiting.pop()
-            if node >= 0 and not self._step(depth - 1, draft[node]):
+            self._wrong = ""
+            if node < 0 or self._step(depth - 1, draft[node]):
+                found[node + 1], wrong = self._mask(depth)
+            elif wrong := self._wrong:
+                found[node + 1] = self._nothing()
+            else:
                 continue
-            found[node + 1], wrong = self._mask(depth)
             if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             waiting += [(child, depth + 1) for child in after[node + 1]]
@@ -288,7 +293,7 @@ class Matcher:
             self._text.append(token)
             return True
         if self._matcher.is_error():
-            self._restart()
+            self._give_up()
         return False
 
     def _mask(self, depth: int) -> tuple[bytearray, str]:
@@ -297,10 +302,9 @@ class Matcher:
             self._roll_back(depth)
             bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
             if self._matcher.is_error():
-                bits, may_end, wrong = bytearray(len(bits)), True, _one_line(self._matcher.get_error())
-                self._refuse()
-                self._restart()
-            for token in self._no_text:
+                self._give_up()
+                bits, may_end, wrong = self._nothing(), False, self._wrong
+            for token in () if wrong else self._no_text:
                 bits[token // 8] &= ~(1 << token % 8)
             if may_end:
                 _allow(bits, self._ends)
@@ -317,7 +321,16 @@ class Matcher:
             del self._text[depth:]
             self._masks = {length: mask for length, mask in self._masks.items() if length <= depth}
 
-    def _restart(self) -> None:
-        """Replace a matcher that is in error, which it never leaves, by one that has consumed the same."""
+    def _nothing(self) -> bytearray:
+        """The mask of a place that cannot be followed any further: only ends."""
+        bits = bytearray(len(self._start.deep_copy().compute_bitmask()))
+        _allow(bits, self._ends or self._last_ends)
+        return bits
+
+    def _give_up(self) -> None:
+        """The grammar proved to be beyond the limits: replace the matcher, which never leaves an error, by one that has
+        consumed the same."""
+        self._wrong = _one_line(self._matcher.get_error()).removesuffix(" <non-verbose/>")
+        self._refuse()
         self._matcher = self._start.deep_copy()
         self._matcher.try_consume_tokens(self._text)
