@@ -71,6 +71,9 @@ class Form(Protocol):
     def fresh(self) -> Form:
         """The same form, at its start."""
 
+    def close(self) -> None:
+        """Free what it holds; it is not asked again."""
+
 
 class Token(NamedTuple):
     """Provenance of one emitted token."""

@@ -233,6 +233,9 @@ class Scheduler:
         if not client.rows and not client.waiting:
             del self._clients[row.client]
         self.engine.release(row)
+        if row.matcher is not None:  # now, not when its error's traceback, which goes round to the row, is collected
+            row.matcher.close()
+            row.matcher = None
         self._stopped.pop(row.id, None)
         del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None

@@ -211,11 +211,16 @@ class Matcher:
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
-        self._wrong = ""  # why the last thing to fail did, where that is the library's limits
+        self._wrong = ""  # how it proved to be beyond the limits, once it has
 
     def fresh(self) -> Matcher:
         """The same for another request, at its start."""
         return Matcher(self._start, self._refuse, self._never, self._ends, self._last_ends)
+
+    def close(self) -> None:
+        """Free what it holds; it is not asked again."""
+        self._masks.clear()
+        del self._start, self._matcher
 
     def constrain(
         self,
@@ -254,7 +259,7 @@ class Matcher:
 
     def _along(self, text: list[int], draft: list[int], parents: abc.Sequence[int]) -> dict[int, bytearray]:
         """What may follow each place that the grammar can reach, branch by branch."""
-        self._stuck, self._wrong = {}, ""
+        self._stuck = {}
         if not self._follow(text):
             self._stuck[0] = self._wrong or f"the {len(text)} tokens so far are no beginning of such a text"
             return {}
@@ -265,7 +270,6 @@ class Matcher:
         waiting = [(-1, len(text))]
         while waiting:
             node, depth = waiting.pop()
-            self._wrong = ""
             if node < 0 or self._step(depth - 1, draft[node]):
                 found[node + 1], wrong = self._mask(depth)
             elif wrong := self._wrong:
@@ -328,9 +332,11 @@ class Matcher:
         return bits
 
     def _give_up(self) -> None:
-        """The grammar proved to be beyond the limits: replace the matcher, which never leaves an error, by one that has
-        consumed the same."""
+        """The grammar proved to be beyond the limits, which all that follow it share: replace the matcher, which never
+        leaves an error, by one that has consumed as much of the same as it can."""
         self._wrong = _one_line(self._matcher.get_error()).removesuffix(" <non-verbose/>")
         self._refuse()
         self._matcher = self._start.deep_copy()
-        self._matcher.try_consume_tokens(self._text)
+        consumed = self._matcher.try_consume_tokens(self._text)
+        del self._text[consumed:]
+        self._masks = {length: mask for length, mask in self._masks.items() if length <= consumed}

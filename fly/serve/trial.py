@@ -42,6 +42,7 @@ class Trial:
         """Raise ``ValueError`` if a grammar takes too much to compile. Whether it is any good is not looked at."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
+                self._end()
                 self._open()
             if self._ask(grammar) is None:
                 self._end()
@@ -53,6 +54,8 @@ class Trial:
         """End the process, and with it what is being tried."""
         if (process := self._process) is not None:
             process.kill()
+        with self._lock:
+            self._end()
 
     def _open(self) -> None:
         self.started += 1
