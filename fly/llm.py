@@ -410,7 +410,7 @@ class LLM:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=BadWords(ids for word in params.bad_words for ids in self._spellings(word)),
+            bad=BadWords(tuple(ids for word in params.bad_words for ids in self._spellings(word))),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)

@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
@@ -30,21 +31,26 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     return next(i for i in range(start, shorter) if a[i] != b[i])
 
 
+@dataclass(frozen=True)
 class BadWords:
     """Sequences of tokens that must not come up, found by the last token of a text."""
 
-    def __init__(self, words: abc.Iterable[tuple[int, ...]] = ()) -> None:
-        self.words = tuple(words)
-        self._always: set[int] = set()
-        self._after: dict[int, list[tuple[list[int], int]]] = {}
+    words: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def _always(self) -> set[int]:
+        return {word[0] for word in self.words if len(word) == 1}
+
+    @cached_property
+    def _after(self) -> dict[int, list[tuple[list[int], int]]]:
+        found: dict[int, list[tuple[list[int], int]]] = {}
         for *start, last in self.words:
             if start:
-                self._after.setdefault(start[-1], []).append((start, last))
-            else:
-                self._always.add(last)
+                found.setdefault(start[-1], []).append((start, last))
+        return found
 
     def __bool__(self) -> bool:
-        return bool(self._always or self._after)
+        return bool(self.words)
 
     def next(self, text: list[int]) -> list[int]:
         """What must not follow ``text``, each once."""

@@ -291,7 +291,7 @@ def speculations(draw_: st.DrawFn) -> tuple[Sequence, list[int], list[int]]:
     )
     prompt, text = draw_(st.lists(token, min_size=1, max_size=4)), draw_(st.lists(token, max_size=4))
     stops = draw_(st.frozensets(token, max_size=3))
-    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=BadWords(map(tuple, bad)))
+    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=BadWords(tuple(map(tuple, bad))))
     draft = draw_(st.lists(token, max_size=4))
     return row, draft, [draw_(st.integers(-1, i - 1)) for i in range(len(draft))]
 

@@ -244,7 +244,7 @@ def test_every_place_allows_what_the_language_does(
             0,
             6,
             frozenset([END, *params.stop_token_ids]),
-            bad=BadWords((token,) for token in bad),
+            bad=BadWords(tuple((token,) for token in bad)),
             matcher=matcher,
         )
         parents = [node - 1 if chain else choices[node] % (node + 1) - 1 for node in range(len(draft))]
