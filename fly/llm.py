@@ -6,7 +6,6 @@ from __future__ import annotations
 import asyncio
 import random
 import sys
-import threading
 from collections import abc
 from functools import cached_property, partial
 from numbers import Integral
@@ -32,7 +31,7 @@ from fly.models.generation import read_sampling_defaults
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Sequence
+from fly.request import BadWords, Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.stream import AsyncStream, Piece, Stream
@@ -193,7 +192,6 @@ class LLM:
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
-        self._compiling = threading.Lock()
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -357,12 +355,13 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        client: str = "",
         *,
         streamed: bool = False,
     ) -> list[Request]:
         """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
         completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
-        Arguments and errors as there; from any thread."""
+        ``client`` is whose they are: clients share the engine. Arguments and errors as there; from any thread."""
         listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
         if listed and isinstance(listed[0], int):
             raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
@@ -376,7 +375,7 @@ class LLM:
         requests = []
         for number, asked in enumerate(zip(listed, every_params, every_policy, every_k)):
             row = self._row(*asked)
-            row.priority = priority
+            row.priority, row.client = priority, client
             try:
                 self.scheduler.check(row)
             except ValueError as error:
@@ -438,7 +437,7 @@ class LLM:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=(*params.bad_words_ids, *bad_words),
+            bad=BadWords((*params.bad_words_ids, *bad_words)),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -447,17 +446,15 @@ class LLM:
         return row
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """Those of structured outputs."""
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Follows the grammar of a request, if it has one."""
-        if params.structured is None:
-            return None
-        with self._compiling:
-            return self._grammars.matcher(params)
+        return None if params.structured is None else self.grammars.matcher(params)
 
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         _check_policy(policy)

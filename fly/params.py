@@ -33,6 +33,11 @@ class StructuredOutput(BaseModel):
         (kind,) = self._given()
         return kind
 
+    @property
+    def source(self) -> str:
+        """Its schema, expression or grammar; "" for any JSON object."""
+        return self.json_schema or self.regex or self.grammar or ""
+
     def _given(self) -> list[str]:
         return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
 
@@ -74,6 +79,9 @@ class SamplingParams(BaseModel):
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
+    Requests that begin with the same tokens share what is cached of them if they have the same ``cache_salt``: one that
+    nobody else can guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
+
     ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
     every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
     are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
@@ -103,6 +111,7 @@ class SamplingParams(BaseModel):
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = Field(default=1, ge=1)
+    cache_salt: str = ""
     structured: StructuredOutput | None = None
 
     @property

@@ -68,9 +68,10 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         service.open -= 1
         if answering is not None:
             answering.close()
+            service.left(prepared)
 
     try:
-        prepared = await service.aside(lambda: service.prepare(body), request.receive)
+        prepared = await service.prepared(body, service.client(request), request.receive)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
@@ -106,7 +107,7 @@ async def read(service: Service, work: Callable[[], Response], request: Request)
     """What is done with a text aside from completing it."""
     service.open += 1
     try:
-        return await service.aside(work, request.receive, completion=False)
+        return await service.aside(work, request.receive, service.reading)
     except Left:
         return Response(status_code=499)
     finally:
@@ -137,7 +138,7 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.llm.close)
+        await asyncio.to_thread(service.close)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
