@@ -313,7 +313,8 @@ def test_configuration_files(tmp_path: Path) -> None:
 def test_a_model_is_told_of(tmp_path: Path) -> None:
     told = words(run("models", str(resolve_checkpoint("fly-target"))).output)
     assert "llama (LlamaForCausalLM)" in told and "1024 tokens" in told and "BF16" in told and "GB in bfloat16" in told
-    write_gguf(random_llama(layers=3, vocab_size=99, intermediate=64), tmp_path / "some.gguf", GGMLQuantizationType.Q8_0)
+    model = random_llama(layers=3, vocab_size=99, intermediate=64)
+    write_gguf(model, tmp_path / "some.gguf", GGMLQuantizationType.Q8_0)
     told = words(run("models", str(tmp_path / "some.gguf")).output)
     assert "3 × 32" in told and "Q8_0, F32" in told and "99 tokens, no tokenizer" in told
     shutil.copytree(resolve_checkpoint("fly-tiny"), tmp_path / "bad")
