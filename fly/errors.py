@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "meant", "origin"]
+__all__ = ["explain", "meant", "origin", "short"]
 
 
 def explain(error: ValidationError) -> str:
@@ -40,3 +40,9 @@ def origin(error: BaseException) -> str:
     theirs = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
+
+
+def short(value: object) -> str:
+    """What a value is written as, cut where that is long."""
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -44,6 +44,7 @@ Count = Annotated[int, Field(ge=0)]
 Amount = Annotated[float, Field(ge=0, allow_inf_nan=False)]  # any finite one
 Share = Annotated[float, Field(ge=0, le=1)]
 CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+_MOST = 2**31 - 1
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
 _KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
 # ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
@@ -256,9 +257,13 @@ def check_types(instance: Any) -> None:
 def check_type(name: str, value: object, hint: Any) -> None:
     """Whether the value of a parameter is what its annotation says (an integer may stand for a float).
 
-    An annotation that nothing can be checked against is passed over. Raises ``ValueError`` naming the parameter, the
-    value and the annotation.
+    Integers must fit 32 bits, or tensors could not hold what is reckoned with them. An annotation that nothing can be
+    checked against is passed over. Raises ``ValueError`` naming the parameter, the value and the annotation.
     """
+    for part in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(part, int) and not -_MOST <= part <= _MOST:
+            shown = f"of {part.bit_length()} bits" if part.bit_length() > 200 else f"{part}"
+            raise ValueError(f"{name} {shown}: integers are between -{_MOST} and {_MOST} here")
     try:
         config = ConfigDict(strict=True, arbitrary_types_allowed=True)
         TypeAdapter(_checkable(hint), config=config).validate_python(value)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
+from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.policies import AcceptancePolicy, Bound
 from fly.request import Sequence, Stats, Token
 from fly.types import Guarantee
 
-__all__ = ["Entry", "Job", "News", "Output", "Request"]
+__all__ = ["Entry", "Job", "News", "Output", "Request", "outputs_of"]
 
 
 @dataclass(frozen=True)
@@ -23,8 +24,10 @@ class Output:
 
     ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
     ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
-    model's context). ``provenance`` says of every token why it stands. ``policy`` decided, and promises ``guarantee``
-    (with its ``bound`` where that is ``BOUNDED``). ``others`` are the further completions where ``n`` asked for some.
+    model's context). Of a conversation with a model that thinks before it answers, ``reasoning`` is that thinking, and
+    ``text`` what came after it (see ``fly.models.chat.Splitter``). ``provenance`` says of every token why it stands.
+    ``policy`` decided, and promises ``guarantee`` (with its ``bound`` where that is ``BOUNDED``). ``others`` are the
+    further completions where ``n`` asked for some.
     """
 
     prompt_token_ids: list[int]
@@ -38,13 +41,15 @@ class Output:
     guarantee: Guarantee
     bound: Bound | None
     others: tuple[Output, ...] = ()
+    reasoning: str = ""
 
 
 @dataclass(frozen=True)
 class News:
     """What a step did for one request of a job, the ``index``-th.
 
-    ``pieces`` are the new tokens with the text that each settled, ``rest`` is the text that only the end settled.
+    ``pieces`` are the new tokens with the text that each settled, ``rest`` is the text that only the end settled; both
+    with the tags of thinking, if there is any.
     ``drafts`` are the step's rounds with a draft: how many tokens that had, and how many of them stand. Once it is
     over, ``output`` is what became of it, or ``error`` why it failed.
     """
@@ -65,12 +70,13 @@ class News:
 @dataclass(eq=False)
 class Request:
     """A row with its text: ``text`` follows its tokens where somebody reads along (``streamed``), or to find a stop
-    string."""
+    string. ``thinking``: how it may begin with thinking."""
 
     row: Sequence
     tokenizer: Tokenizer | None = None
     text: TextStream | None = None
     streamed: bool = False
+    thinking: Thinking | None = None
     _texts: list[str] = field(default_factory=list)
     _logprobs: int = 0  # those of which there were news
 
@@ -102,6 +108,7 @@ class Request:
             text = self.text.text
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
+        reasoning, text = Splitter.whole(self.thinking, text)
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],
             text=text,
@@ -113,7 +120,17 @@ class Request:
             policy=row.policy,
             guarantee=row.policy.guarantee,
             bound=row.policy.bound,
+            reasoning=reasoning,
         )
+
+
+def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:
+    """What became of them, further completions of a prompt with its first."""
+    outputs, samples = [], iter(requests)
+    for request in samples:
+        others = [next(samples).output() for _ in range(request.row.params.n - 1)]
+        outputs.append(replace(request.output(), others=tuple(others)))
+    return outputs
 
 
 Entry = list[News] | BaseException

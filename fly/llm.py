@@ -8,7 +8,6 @@ import random
 import sys
 import threading
 from collections import abc
-from dataclasses import replace
 from functools import cached_property, partial
 from numbers import Integral
 from pathlib import Path
@@ -24,10 +23,13 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
-from fly.job import Job, Output, Request
+from fly.errors import short
+from fly.job import Job, Output, Request, outputs_of
 from fly.memory import cache_size
+from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
-from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.models.generation import read_sampling_defaults
+from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
@@ -45,6 +47,7 @@ if TYPE_CHECKING:
 __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
 
 Prompt = str | abc.Sequence[int]
+Messages = abc.Sequence[abc.Mapping[str, Any]]
 
 
 class LLM:
@@ -149,7 +152,7 @@ class LLM:
             executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
             if checkpoint is not None:
                 self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
-                self.default_params = read_sampling_defaults(checkpoint)
+                self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
@@ -233,7 +236,7 @@ class LLM:
         requests = self.requests(prompts, params, policy, k, priority)
         if requests:
             self.worker.run(Job(requests))
-        return _outputs(requests)
+        return outputs_of(requests)
 
     async def agenerate(
         self,
@@ -249,7 +252,7 @@ class LLM:
         requests = self.requests(prompts, params, policy, k, priority)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
-        return _outputs(requests)
+        return outputs_of(requests)
 
     def stream(
         self,
@@ -290,16 +293,32 @@ class LLM:
         return requests
 
     def chat(
-        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Messages | str,
+        params: SamplingParams | None = None,
+        *,
+        tools: abc.Sequence[abc.Mapping[str, Any]] | None = None,
+        chat_template_kwargs: abc.Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Output:
-        """Answer a conversation through the checkpoint's chat template. ``options`` as in ``generate``."""
-        return self.generate([self.chat_prompt(messages)], params, **options)[0]
+        """Answer a conversation through the checkpoint's chat template. ``tools`` and ``chat_template_kwargs`` are for
+        the template (see ``chat_prompt``), ``options`` as in ``generate``. Where the model thinks before it answers,
+        ``reasoning`` has that, and ``text`` the answer."""
+        prompt = self.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
+        return self.generate([prompt], params, **options)[0]
 
     async def achat(
-        self, messages: abc.Sequence[dict[str, Any]], params: SamplingParams | None = None, **options: Any
+        self,
+        messages: Messages | str,
+        params: SamplingParams | None = None,
+        *,
+        tools: abc.Sequence[abc.Mapping[str, Any]] | None = None,
+        chat_template_kwargs: abc.Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> Output:
         """The same for coroutines."""
-        return (await self.agenerate([self.chat_prompt(messages)], params, **options))[0]
+        prompt = self.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
+        return (await self.agenerate([prompt], params, **options))[0]
 
     def close(self) -> None:
         """End the engine's thread. Calls that are open raise ``Stopped``, as all later ones do."""
@@ -322,12 +341,14 @@ class LLM:
         engine fails of."""
         self.worker.follow(lambda values: self.requests(*values))
 
-    def chat_prompt(self, messages: abc.Sequence[dict[str, Any]] | str) -> list[int]:
-        """Token ids of a conversation (or of one user message) by the checkpoint's chat template."""
+    def chat_prompt(self, messages: Messages | str, **variables: Any) -> list[int]:
+        """Token ids of a conversation (or of one user message) by the checkpoint's chat template, for ``generate`` and
+        ``stream``. ``variables`` are ``tools``, ``documents`` and whatever else the template looks at, such as
+        ``enable_thinking``. Errors as of ``Tokenizer.apply_chat_template``."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
-        conversation = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.tokenizer.apply_chat_template(conversation)
+        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.tokenizer.apply_chat_template(listed, **variables)
 
     def requests(
         self,
@@ -363,9 +384,13 @@ class LLM:
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             for other in others:  # a matcher goes by one text at a time
                 other.matcher = self._matcher(row.params)
+            # under a grammar nothing but the form is said
+            thinking = asked[0].thinking if isinstance(asked[0], ChatPrompt) and row.matcher is None else None
             for sample in (row, *others):
-                text = self._text_stream(sample) if streamed or sample.params.stop else None
-                requests.append(Request(sample, self.tokenizer, text, streamed))
+                text = None
+                if self.tokenizer is not None and (streamed or sample.params.stop or thinking):
+                    text = TextStream(self.tokenizer, sample.params.stop, thinking.tags if thinking else ())
+                requests.append(Request(sample, self.tokenizer, text, streamed, thinking))
         return requests
 
     def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
@@ -380,10 +405,10 @@ class LLM:
             if not isinstance(ids, abc.Sequence) or not (
                 set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
             ):
-                raise ValueError(f"prompt {_short(prompt)} is neither a text nor a list of token ids")
+                raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids")
             tokens = [int(token) for token in ids]
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params {_short(params)} are no SamplingParams")
+            raise ValueError(f"params {short(params)} are no SamplingParams")
         if not tokens:
             need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
             raise ValueError(f"an empty prompt has no token to go on from; give {need}")
@@ -394,14 +419,14 @@ class LLM:
                 f"prompt has {len(tokens)} tokens; the model's context of {config.max_position_embeddings} leaves no "
                 "room to answer"
             )
-        if bad := [token for token in params.stop_token_ids if not 0 <= token < config.vocab_size]:
-            raise ValueError(f"stop_token_ids {bad} are outside the vocabulary of {config.vocab_size}")
+        params.check_ids(config.vocab_size)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, which this model lacks; use stop_token_ids")
-        if bad := [token for token in params.logit_bias if not 0 <= token < config.vocab_size]:
-            raise ValueError(f"logit_bias names ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
-        if params.bad_words and self.tokenizer is None:
-            raise ValueError("bad_words need a tokenizer, which this model lacks; use logit_bias")
+        bad_words: list[tuple[int, ...]] = []
+        for word in params.bad_words:
+            if self.tokenizer is None:
+                raise ValueError("bad_words need a tokenizer, which this model lacks; use bad_words_ids")
+            bad_words += self.tokenizer.spellings(word)
         matcher = self._matcher(params)
         # under a grammar even a row that ignores them ends where nothing else may follow
         eos = frozenset() if params.ignore_eos and matcher is None else self.eos_ids
@@ -413,7 +438,7 @@ class LLM:
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=tuple(ids for word in params.bad_words for ids in self._spellings(word)),
+            bad=(*params.bad_words_ids, *bad_words),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -434,12 +459,6 @@ class LLM:
         with self._compiling:
             return self._grammars.matcher(params)
 
-    def _spellings(self, word: str) -> list[tuple[int, ...]]:
-        """How the tokenizer spells a word at the start of a text and inside it."""
-        assert self.tokenizer is not None
-        found = {tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
-        return sorted(ids for ids in found if ids)
-
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         _check_policy(policy)
         return policy.bind(self._token_id)
@@ -449,19 +468,6 @@ class LLM:
             raise ValueError(f"marker {text!r} is text, and this model has no tokenizer; use a token id")
         return self.tokenizer.token_id(text)
 
-    def _text_stream(self, row: Sequence) -> TextStream:
-        assert self.tokenizer is not None
-        return TextStream(self.tokenizer, row.params.stop)
-
-
-def _outputs(requests: list[Request]) -> list[Output]:
-    """What became of them, further completions of a prompt with its first."""
-    outputs, samples = [], iter(requests)
-    for request in samples:
-        others = [next(samples).output() for _ in range(request.row.params.n - 1)]
-        outputs.append(replace(request.output(), others=tuple(others)))
-    return outputs
-
 
 def _check_k(k: int) -> int:
     if not isinstance(k, int) or isinstance(k, bool) or k < 0:
@@ -469,14 +475,9 @@ def _check_k(k: int) -> int:
     return k
 
 
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
-
-
 def _check_policy(policy: object) -> None:
     if not isinstance(policy, AcceptancePolicy):
-        raise ValueError(f"policy {_short(policy)} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
+        raise ValueError(f"policy {short(policy)} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

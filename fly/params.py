@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sized
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -67,8 +68,9 @@ class SamplingParams(BaseModel):
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
     were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
     positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
-    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way. They hold
-    in this order, at every drafted position by the tokens before it, and nothing excuses a bad word.
+    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way, and
+    ``bad_words_ids`` sequences of token ids that never do. They hold in this order, at every drafted position by the
+    tokens before it, and nothing excuses a bad word.
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
@@ -99,6 +101,7 @@ class SamplingParams(BaseModel):
     repetition_penalty: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]] = Field(default_factory=dict)
     bad_words: tuple[str, ...] = ()
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = Field(default=1, ge=1)
     structured: StructuredOutput | None = None
 
@@ -106,12 +109,20 @@ class SamplingParams(BaseModel):
     def penalises(self) -> bool:
         """Whether logits depend on the text before them, or on the request, in any way but through the model."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
-        return any(penalties) or bool(self.logit_bias) or bool(self.bad_words)
+        return any(penalties) or bool(self.logit_bias) or bool(self.bad_words or self.bad_words_ids)
 
-    @field_validator("bad_words")
+    def check_ids(self, vocab_size: int) -> None:
+        """Raise ``ValueError`` for token ids that a vocabulary of ``vocab_size`` tokens has not."""
+        bad_words_ids = (token for ids in self.bad_words_ids for token in ids)
+        named = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias, "bad_words_ids": bad_words_ids}
+        for name, ids in named.items():
+            if outside := [token for token in ids if not 0 <= token < vocab_size]:
+                raise ValueError(f"{name} {outside[:5]} are outside the vocabulary of {vocab_size}")
+
+    @field_validator("bad_words", "bad_words_ids")
     @classmethod
-    def _bad_words_say_something(cls, value: tuple[str, ...]) -> tuple[str, ...]:
-        if "" in value:
+    def _bad_words_say_something(cls, value: tuple[Sized, ...]) -> tuple[Sized, ...]:
+        if not all(map(len, value)):
             raise ValueError("an empty bad word would forbid every output")
         return value
 

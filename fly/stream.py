@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 
 from fly.job import Entry, Job
+from fly.models.chat import Kind, Splitter
 from fly.request import Stats, Token
 from fly.worker import Worker
 
@@ -14,13 +15,15 @@ __all__ = ["AsyncStream", "Piece", "Stream"]
 
 
 class Piece(str):
-    """A piece of streamed text that knows the tokens it came with."""
+    """A piece of streamed text that knows the tokens it came with, and its ``kind``: ``"text"``, or ``"reasoning"``
+    where a model thinks before it answers a conversation."""
 
     tokens: tuple[Token, ...]
+    kind: Kind
 
-    def __new__(cls, text: str, tokens: tuple[Token, ...]) -> Piece:
+    def __new__(cls, text: str, tokens: tuple[Token, ...], kind: Kind = "text") -> Piece:
         piece = super().__new__(cls, text)
-        piece.tokens = tokens
+        piece.tokens, piece.kind = tokens, kind
         return piece
 
 
@@ -30,6 +33,7 @@ class _Pieces:
     def __init__(self, worker: Worker, job: Job) -> None:
         self._worker, self._job = worker, job
         self._row = job.requests[0].row
+        self._splitter = Splitter(job.requests[0].thinking)
         self._ready: deque[Piece] = deque()
         self._held: tuple[Token, ...] = ()  # that settled no text yet
         self._begun = self._over = False
@@ -68,13 +72,18 @@ class _Pieces:
         for news in entry:
             for token, text in news.pieces:
                 self._held += (token,)
-                if text:
-                    self._ready.append(Piece(text, self._held))
-                    self._held = ()
+                self._give(self._splitter.push(text))
             if news.over:
                 self._over, self._error = True, news.error
-                if news.error is None and (news.rest or self._held):
-                    self._ready.append(Piece(news.rest, self._held))
+                if news.error is None:
+                    found = self._splitter.finish(news.rest)
+                    self._give(found or [("text", "")] if self._held else found)
+
+    def _give(self, found: list[tuple[Kind, str]]) -> None:
+        """Settled text is ready; the first piece of it takes the tokens that were held."""
+        for kind, text in found:
+            self._ready.append(Piece(text, self._held, kind))
+            self._held = ()
 
     def _leave(self, wait: bool = False) -> None:
         going, self._over, self._error = self._begun and not self._over, True, None

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 import socket
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from fly import LLM
 from fly.serve import Server, Service, Settings
 
-__all__ = ["MODEL", "Running", "eventually", "running"]
+__all__ = ["MODEL", "Running", "Spawned", "eventually", "running", "spawned"]
 
 MODEL = "fly-tiny"
 
@@ -56,3 +62,40 @@ def running(draft: str = "ngram", options: dict[str, Any] | None = None, **setti
         server.should_exit = True
         thread.join(30)
     assert not thread.is_alive()
+
+
+@dataclass
+class Spawned:
+    """A server as a user starts it: a process of its own."""
+
+    process: subprocess.Popen[bytes]
+    log: Path
+    url: str = ""
+
+    def said(self) -> str:
+        """All that it has written."""
+        return self.log.read_text("utf-8")
+
+    @property
+    def address(self) -> tuple[str, int]:
+        host, _, port = self.url.removeprefix("http://").partition(":")
+        return host, int(port)
+
+
+@contextlib.contextmanager
+def spawned(*options: str, before: Callable[[], None] | None = None) -> Iterator[Spawned]:
+    """A process that serves the smallest model; ``before`` is called in it first of all."""
+    command = [sys.executable, "-m", "fly.serve", "--model", MODEL, "--draft", "ngram", "--port", "0", *options]
+    with tempfile.TemporaryDirectory() as directory, open(log := Path(directory) / "log", "wb") as file:
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, stderr=file, env=environment, preexec_fn=before)
+        server = Spawned(process, log)
+        try:
+            assert eventually(lambda: "running on" in server.said() or process.poll() is not None, 60)
+            found = re.search(r"running on (http://\S+)", server.said())
+            assert found is not None, server.said()
+            server.url = found[1]
+            yield server
+        finally:
+            process.kill()
+            process.wait()

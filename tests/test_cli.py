@@ -27,7 +27,7 @@ from tests.ggufs import write_gguf
 from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
-COMMANDS = {"generate", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
+COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
 
 
 def run(*arguments: str, **options: str) -> Result:

@@ -189,7 +189,8 @@ def test_generation_config_is_the_default(speaker: Path) -> None:
     torch.manual_seed(1)
     assert llm.generate(["a"], asked)[0].token_ids == llm.generate(["a"], asked)[0].token_ids
     (speaker / "generation_config.json").write_text(json.dumps({"eos_token_id": 2, "temperature": 0.6}))
-    again = LLM(speaker, dtype="float32")
+    with pytest.warns(UserWarning, match=r"generation_config\.json: temperature 0.6 without effect"):
+        again = LLM(speaker, dtype="float32")
     assert again.default_params == SamplingParams(temperature=0) and again.eos_ids == {2}
     for broken, words in (({"do_sample": True, "top_p": 7}, "top_p"), ({"eos_token_id": [VOCAB]}, str(VOCAB))):
         (speaker / "generation_config.json").write_text(json.dumps(broken))

@@ -23,8 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import fly.bundled
 from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
+from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -380,7 +381,8 @@ def test_sampling_defaults_are_greedy_unless_the_checkpoint_samples(tmp_path: Pa
     path = tmp_path / "generation_config.json"
     assert read_sampling_defaults(tmp_path).temperature == 0.0
     path.write_text(json.dumps({"do_sample": False, "temperature": 0.7}))
-    assert read_sampling_defaults(tmp_path).temperature == 0.0
+    with pytest.warns(UserWarning, match=r"temperature 0.7 without effect"):
+        assert read_sampling_defaults(tmp_path).temperature == 0.0
     path.write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": None}))
     defaults = read_sampling_defaults(tmp_path)
     assert (defaults.temperature, defaults.top_p) == (0.7, 0.9)

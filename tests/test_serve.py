@@ -547,7 +547,7 @@ def test_who_is_still_sending_a_body_that_is_too_long_gets_the_answer() -> None:
     with running(max_body=2000) as server:
         address = httpx.URL(server.url)
         with socket.create_connection((address.host, address.port or 80)) as client:
-            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 50000\r\n\r\n")
+            client.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000\r\n\r\n")
             for _ in range(5):
                 time.sleep(0.05)  # the refusal is long out: a connection closed now would be reset
                 client.sendall(b" " * 10_000)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fly.cli.bench import bench
+from fly.cli.chat import chat
 from fly.cli.comparison import demo, evaluate
 from fly.cli.completion import generate
 from fly.cli.registry import check, drafts, models, policies
@@ -38,7 +39,7 @@ def _main(
 ) -> None: ...
 
 
-for _command in (generate, serve, models, policies, drafts, check, demo):
+for _command in (generate, chat, serve, models, policies, drafts, check, demo):
     app.command()(_command)
 app.command("eval")(evaluate)
 app.add_typer(bench, name="bench")

@@ -27,10 +27,11 @@ from fly.cli.options import (
     Model,
     Policy,
 )
-from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, setup_of
-from fly.cli.show import console, note
+from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.show import console, errors, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Output, Piece
+from fly.models.chat import ChatPrompt, Splitter
 from fly.models.tokenizer import TextStream
 from fly.policies import AcceptancePolicy
 from fly.request import Stats
@@ -54,12 +55,15 @@ def generate(
     draft: DraftOption = "fly-draft",
     policy: Policy = "fly",
     k: K = 15,
-    max_tokens: Annotated[int, typer.Option(min=0)] = 256,
-    min_tokens: Annotated[int, typer.Option(min=0)] = 0,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    top_k: Annotated[int, typer.Option(min=0, help="0 is off.")] = 0,
-    top_p: Annotated[float, typer.Option(help="1 is off.")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="0 is off.")] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=0, help="Where not given, the checkpoint's (as all of sampling), or 256."),
+    ] = None,
+    min_tokens: Annotated[int | None, typer.Option(min=0)] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
+    top_k: Annotated[int | None, typer.Option(min=0, help="0 is off.")] = None,
+    top_p: Annotated[float | None, typer.Option(help="1 is off.")] = None,
+    min_p: Annotated[float | None, typer.Option(help="0 is off.")] = None,
     seed: Annotated[
         int | None, typer.Option(help="Same seed, same output (not with drafts that learn, such as adaptive).")
     ] = None,
@@ -67,7 +71,7 @@ def generate(
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos")] = False,
     presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
-    repetition_penalty: Annotated[float, typer.Option(help="Above 0; 1 is off.")] = 1.0,
+    repetition_penalty: Annotated[float | None, typer.Option(help="Above 0; 1 is off.")] = None,
     bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
     logit_bias: Annotated[
         list[str] | None,
@@ -109,21 +113,21 @@ def generate(
             "regex": regex,
             "grammar": _text_of("--grammar", grammar, r"\bstart\b[^:\n]*:", "grammar with a rule start"),
         }
-        params = SamplingParams(
-            **{
-                **options_of(context, SamplingParams.model_fields),
-                "stop": tuple(stop or ()),
-                "bad_words": tuple(bad_word or ()),
-                "logit_bias": _biases(logit_bias or []),
-                "structured": None if set(forms.values()) == {None} else StructuredOutput(**forms),
-            }
-        )
+        given = {
+            **options_of(context, SamplingParams.model_fields),
+            "stop": tuple(stop) if stop else None,
+            "bad_words": tuple(bad_word) if bad_word else None,
+            "logit_bias": _biases(logit_bias or []),
+            "structured": None if set(forms.values()) == {None} else StructuredOutput(**forms),
+        }
+        sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
         text = str(prompt)
         if prompt in (None, "-"):
             text = sys.stdin.read() if ranks is None else ranks.share(sys.stdin.read() if ranks.leads else None)
         llm = LLM.from_config(setup_of(context, config), ranks)
         if ranks is not None:
             loaded(ranks, quiet=not console.is_terminal)
+        params = sampling_of(given, llm.default_params)
         templated = not raw and llm.tokenizer is not None and llm.tokenizer.template is not None
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
@@ -168,7 +172,7 @@ def show_stream(
     """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
-    _show(request)
+    show(request)
     elapsed = time.perf_counter() - start
     console.print()
     return request.stats, elapsed
@@ -181,36 +185,57 @@ def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, flo
     elapsed = time.perf_counter() - start
     for number, output in enumerate(every := (first, *first.others), start=1):
         note(f"--- {number} of {len(every)} ---")
-        _show(pieces(output, llm.tokenizer))
+        show(pieces(output, llm.tokenizer, prompt))
         console.print()
     return sum((output.stats for output in every), Stats()), elapsed
 
 
-def pieces(output: Output, tokenizer: Any) -> Iterator[Piece]:
-    """The text of an output as a stream of it would have come."""
-    text, left, held = TextStream(tokenizer), len(output.text), []
+def pieces(output: Output, tokenizer: Any, prompt: Any = None) -> Iterator[Piece]:
+    """The text of an output as a stream of it would have come; ``prompt`` may say how it began with thinking."""
+    thinking = prompt.thinking if isinstance(prompt, ChatPrompt) else None
+    text, splitter = TextStream(tokenizer, shown=thinking.tags if thinking else ()), Splitter(thinking)
+    left, held = {"text": len(output.text), "reasoning": len(output.reasoning)}, []
     for number, token in enumerate(output.provenance, start=1):
         held.append(token)
-        piece = text.push(token.id) + (text.finish() if number == len(output.provenance) else "")
-        if piece := piece[:left]:  # nothing of a stop string
-            yield Piece(piece, tuple(held))
-            left, held = left - len(piece), []
+        found = splitter.push(text.push(token.id))
+        if number == len(output.provenance):
+            found += splitter.finish(text.finish())
+        for kind, piece in found:
+            if piece := piece[: left[kind]]:  # nothing of a stop string
+                yield Piece(piece, tuple(held), kind)
+                left[kind], held = left[kind] - len(piece), []
 
 
-def _show(texts: Iterable[Piece]) -> None:
-    """Print pieces of text as they come, on a terminal each in the colour of why it stands."""
+def show(texts: Iterable[Piece]) -> None:
+    """Print pieces of text as they come, on a terminal each in the colour of why it stands, thinking dimmed. Elsewhere
+    there is the text alone, to the letter."""
+    thought = ""
     for piece in texts:
+        if piece.kind == "reasoning":
+            thought += piece
+        elif thought and console.is_terminal:
+            console.print("\n")
+            thought = ""
         why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
         if console.is_terminal:
-            console.print(Text(str(piece), STYLES[why.name.lower()][0]), end="", soft_wrap=True)
-        else:  # to the letter
+            style = STYLES[why.name.lower()][0] + (" dim" if piece.kind == "reasoning" else "")
+            console.print(Text(str(piece), style), end="", soft_wrap=True)
+        elif piece.kind == "text":
             console.file.write(str(piece))
+            console.file.flush()
+    if thought and not console.is_terminal:
+        errors.print(f"[dim]({len(thought)} characters of thinking are not shown here)[/]", highlight=False)
+
+
+def show_colours() -> None:
+    """Print what the colours mean."""
+    for why, (style, meaning) in STYLES.items():
+        console.print(Text.assemble(("  " + why.ljust(11), style), (meaning, "dim")))
 
 
 def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
     """Print what the colours mean, and what the completion took."""
-    for why, (style, meaning) in STYLES.items():
-        console.print(Text.assemble(("  " + why.ljust(11), style), (meaning, "dim")))
+    show_colours()
     parts = [f"{stats.generated} tokens in {elapsed:.2f} s ({stats.generated / max(elapsed, 1e-9):,.0f} a second)"]
     if stats.drafted:
         parts.append(f"τ {stats.tau:.2f}")
@@ -229,6 +254,7 @@ def _as_json(output: Output) -> dict[str, Any]:
     counts = ("prompt_tokens", "generated", "rounds", "drafted", "accepted", "relaxed", "tau")
     return {
         "text": output.text,
+        "reasoning": output.reasoning,
         "token_ids": output.token_ids,
         "finish_reason": output.finish_reason,
         "policy": str(output.policy),

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterator
+import warnings
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -20,6 +21,7 @@ from fly.cli.show import errors
 from fly.config import Config
 from fly.errors import explain, origin
 from fly.llm import LLM
+from fly.types import SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
 
@@ -38,7 +40,9 @@ def command(run: _Command, alone: bool = False) -> _Command:
                 raise ValueError(
                     "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
                 )
-            return run(*arguments, **options)
+            with warnings.catch_warnings():
+                warnings.showwarning = _show_warning
+                return run(*arguments, **options)
         except (typer.Exit, typer.Abort):
             raise
         except BrokenPipeError:  # whoever read has seen enough; nothing more is to be flushed to them
@@ -58,6 +62,11 @@ def command(run: _Command, alone: bool = False) -> _Command:
         raise typer.Exit(2)
 
     return guarded  # type: ignore[return-value]
+
+
+def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A warning is one line, and not of the place in the code that gave it."""
+    errors.print(f"[yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
 alone = functools.partial(command, alone=True)
@@ -90,6 +99,11 @@ def setup_of(context: typer.Context, path: Path | None) -> Config:
 def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any]:
     """Those of a command's options that are ``fields`` of what it makes of them."""
     return {name: value for name, value in context.params.items() if name in fields}
+
+
+def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
+    """``default`` with what was given (which None is not). Raises ``ValidationError``."""
+    return SamplingParams.model_validate(default.model_dump() | {n: v for n, v in given.items() if v is not None})
 
 
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:

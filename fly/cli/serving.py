@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from typing import Annotated, Any
@@ -46,11 +47,23 @@ def serve(
     require_lossless: Annotated[bool, typer.Option("--require-lossless", help="Refuse any other policy.")] = False,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(envvar="FLY_API_KEY", help="Requests must bear one of these; may be given several times."),
+        typer.Option(help="Requests must bear one of these; may be given several times. Else $FLY_API_KEY."),
     ] = None,
+    allowed_host: Annotated[
+        list[str] | None,
+        typer.Option(help="A name to answer to besides its own ('*.example.org', '*'); may be given several times."),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(help="A page that may send requests ('https://example.org', '*'); may be given several times."),
+    ] = None,
+    max_connections: Annotated[int, typer.Option(min=16, help="Most connections open at the same time.")] = 1000,
+    access_log: Annotated[bool, typer.Option("--access-log", help="A line for every request, keys hashed.")] = False,
     max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
-    max_k: Annotated[int, typer.Option(min=0, help="Most tokens a request may have drafted a round.")] = 64,
+    max_k: Annotated[
+        int | None, typer.Option(min=0, help="Most tokens a request may have drafted a round; 64, or --k, otherwise.")
+    ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
     dtype: Dtype = "auto",
@@ -63,6 +76,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []
+    keys = _keys(api_key)
 
     def lost(message: str) -> None:
         """A rank is gone: whoever waits for an answer hears of it before this process ends."""
@@ -77,7 +91,12 @@ def serve(
         drain_timeout = drain_timeout if ranks is None else min(drain_timeout, 22.0)
         given = options_of(context, Settings.model_fields)
         # an option that may be repeated is empty, not None, in what click hands on
-        lists = {"api_keys": tuple(api_key or ()), "policies": None if policies is None else tuple(policies)}
+        lists = {
+            "api_keys": keys,
+            "policies": None if policies is None else tuple(policies),
+            "allowed_hosts": tuple(allowed_host or ()),
+            "cors_origins": tuple(cors_origin or ()),
+        }
         settings = Settings(**{**given, **lists, "drain_timeout": drain_timeout})
         setup = setup_of(context, config)
         llm = LLM.from_config(setup, ranks)
@@ -91,7 +110,27 @@ def serve(
             llm.lead()
         services.append(Service(llm, settings, draft=setup.draft, name=setup.model))
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
+        server = Server(services[0])
+        server.obey()
         try:
-            Server(services[0]).run()
+            server.run()
         finally:
             llm.close()
+        if server.lost:
+            raise typer.Exit(1)
+
+
+def _keys(given: list[str] | None) -> tuple[str, ...]:
+    """The keys of the command line, or else of the environment. Raises ``ValueError`` for what is no key: where one is
+    meant to be, nothing is served without."""
+    from fly.serve.settings import wrong_with_key
+
+    if not given and (key := os.environ.get("FLY_API_KEY")) is not None:
+        if wrong := wrong_with_key(key):
+            advice = "; unset the variable to serve without keys, and give several by --api-key"
+            raise ValueError(f"the environment variable FLY_API_KEY {wrong}{advice}")
+        return (key,)
+    for key in given or ():
+        if wrong := wrong_with_key(key):
+            raise ValueError(f"--api-key {wrong}; leave the option out to serve without keys")
+    return tuple(given or ())

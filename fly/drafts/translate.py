@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 from fly.cache import OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, Load, Wrapper, pad, until_end
+from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
 from fly.request import Sequence, common_prefix
@@ -35,16 +36,7 @@ _LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
 # In text here, a byte that is no part of a whole character is a lone surrogate (``surrogateescape``, PEP 383).
 _BYTES = re.compile("([\udc80-\udcff]+)")
 _UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """How byte-level BPE (GPT-2) writes bytes as characters: printable ones as they are, the others from 256 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 class _Speller:
@@ -415,7 +407,7 @@ def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:
     """Without what is said by the target's ids or about its tokens. The draft's distribution needs nothing of it: the
     target's has it, and decides."""
     off = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}}
-    return params.model_copy(update={**off, "bad_words": ()}) if params.penalises else params
+    return params.model_copy(update={**off, "bad_words": (), "bad_words_ids": ()}) if params.penalises else params
 
 
 def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> DraftStrategy:

@@ -2,30 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import jinja2
-import jinja2.meta
-from jinja2.sandbox import ImmutableSandboxedEnvironment
-from pydantic import ValidationError
+from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
 from tokenizers.decoders import DecodeStream
 
-from fly.errors import explain
+from fly.models.chat import ChatPrompt, ChatTemplate, Thinking, conversation, pick
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
+from fly.models.lengths import Lengths
 from fly.models.opening import open_checkpoint
-from fly.types import SamplingParams
 
-__all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
+__all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
-_EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
+_LONG = 2**14  # characters that take some ten milliseconds
+_TOGETHER = 1024  # texts encoded at a time: what they become takes a hundred times their memory
+# Special tokens that chat templates know by these names.
+_NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
@@ -44,20 +43,8 @@ def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozen
     return frozenset()
 
 
-def read_sampling_defaults(checkpoint: str | Path | Checkpoint) -> SamplingParams:
-    """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
-
-    Raises ``CheckpointError`` for values out of range.
-    """
-    checkpoint = open_checkpoint(checkpoint)
-    settings = checkpoint.settings("generation_config.json")
-    if not settings.get("do_sample"):
-        return SamplingParams(temperature=0.0)
-    names = ("temperature", "top_k", "top_p", "min_p")
-    try:
-        return SamplingParams(**{name: settings[name] for name in names if settings.get(name) is not None})
-    except ValidationError as error:
-        raise CheckpointError(f"{checkpoint.where('generation_config.json')}: {explain(error)}") from error
+class TooLong(ValueError):
+    """A text that certainly has more tokens than it may."""
 
 
 class Tokenizer:
@@ -72,21 +59,27 @@ class Tokenizer:
         if (raw := checkpoint.raw_tokenizer()) is None:
             raise CheckpointError(f"{checkpoint.where('tokenizer.json')}: not found; this checkpoint has no tokenizer")
         self.raw = raw
+        self.raw.no_padding()  # which are for training: a prompt is neither filled up nor cut in silence
+        self.raw.no_truncation()
         settings, self._source = checkpoint.settings("tokenizer_config.json"), checkpoint.where("tokenizer.json")
         try:
-            template = settings.get("chat_template")
-            if isinstance(template, list):  # several named templates; "default" is the conversation
-                template = {entry["name"]: entry["template"] for entry in template}.get("default")
-            if not isinstance(template, str | None):
-                raise TypeError(f"chat_template must be text, got {template!r}")
+            given = settings.get("chat_template")
+            if isinstance(given, list):  # several named templates; "default" is the conversation
+                given = {entry["name"]: entry["template"] for entry in given}
+            sources = {} if given is None else given if isinstance(given, dict) else {"default": given}
+            if bad := [source for source in sources.values() if not isinstance(source, str)]:
+                raise TypeError(f"chat_template must be text, got {bad[0]!r}")
+            extra = settings.get("extra_special_tokens")  # some that templates know by a name of their own
+            named = {**(extra if isinstance(extra, dict) else {}), **{name: settings.get(name) for name in _NAMED}}
             self._special_names = {
                 name: token["content"] if isinstance(token, dict) else token
-                for name, token in settings.items()
-                if name in ("bos_token", "eos_token", "pad_token", "unk_token") and token is not None
+                for name, token in named.items()
+                if token is not None
             }
         except (KeyError, TypeError) as error:
             raise CheckpointError(f"{checkpoint.where('tokenizer_config.json')}: {error!r}") from error
-        self.template: str | None = checkpoint.templates().get("default", template)
+        # files of their own stand before all of these
+        self.templates = {name: ChatTemplate(source) for name, source in (checkpoint.templates() or sources).items()}
 
     @staticmethod
     def load(checkpoint: str | Path | Checkpoint) -> Tokenizer | None:
@@ -106,6 +99,11 @@ class Tokenizer:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary; a marker must be exactly one")
         return ids[0]
 
+    def spellings(self, word: str) -> list[tuple[int, ...]]:
+        """How a word is spelled at the start of a text and inside it."""
+        found = {tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
+        return sorted(ids for ids in found if ids)
+
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
         if (largest := max(self.raw.get_vocab().values(), default=-1)) >= vocab_size:
@@ -117,56 +115,94 @@ class Tokenizer:
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text; with the tokenizer's own begin token where it adds one."""
-        return self.raw.encode(text, add_special_tokens=add_special_tokens).ids
+        [found] = _encoded(self.raw, [text], add_special_tokens)
+        return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of ``ids``; special tokens are left out unless asked for."""
-        return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        if len(ids) < _LONG:
+            return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
+        return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
+
+    def check_length(self, text: str, most: int) -> None:
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it
+        takes time."""
+        if (least := self._lengths.least(text)) > most:
+            raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")
+
+    @cached_property
+    def _lengths(self) -> Lengths:
+        return Lengths(self.raw)
+
+    @property
+    def template(self) -> str | None:
+        """The chat template of plain conversations, as it is written."""
+        found = self.templates.get("default")
+        return None if found is None else found.source
 
     def apply_chat_template(
-        self, messages: Iterable[dict[str, Any]], add_generation_prompt: bool = True, **variables: Any
-    ) -> list[int]:
+        self,
+        messages: Iterable[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        documents: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        at_most: int | None = None,
+        **variables: Any,
+    ) -> ChatPrompt:
         """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
 
         Control tokens come from the template alone: what spells one in a message or a variable is plain text.
 
-        Raises ``ValueError`` if the checkpoint has no template, or the template refuses the messages.
+        Args:
+            messages: dictionaries with a role and a content, and whatever else the template reads.
+            add_generation_prompt: whether the answer's turn is opened.
+            tools: JSON schemas of functions that the model may call.
+            documents: for templates that answer from some.
+            chat_template: the name of a template, where there are several. None is ``tool_use`` where there are tools
+                (and such a template), else ``default``.
+            at_most: tokens, beyond which it is refused before anything is encoded.
+            variables: what else the template looks at, such as ``enable_thinking``.
+
+        Raises ``ValueError`` if the checkpoint has no template, or it refuses the messages, or does not look at what is
+        given; ``TooLong`` where these are certainly more than ``at_most`` tokens.
         """
-        if self.template is None:
-            raise ValueError("this checkpoint has no chat template; give the prompt as plain text")
+        template = pick(self.templates, chat_template, bool(tools))
+        lists = {"tools": tools, "documents": documents}
+        given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
         # Nobody can foresee the marks, so nobody can set or end one.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         try:
-            text = self._compiled_template.render(
-                messages=self._marked(list(messages), marks),
-                add_generation_prompt=add_generation_prompt,
-                **{**self._special_names, **self._marked(variables, marks)},
+            if unread := sorted(given.keys() - template.variables):
+                known = sorted(template.variables - {"messages", "add_generation_prompt", *self._special_names})
+                raise ValueError(f"it does not look at {unread}; it knows {known}")
+            text = template.render(
+                {**self._special_names, **lists, "add_generation_prompt": add_generation_prompt}
+                | self._marked({**given, "messages": conversation(messages)}, marks)
             )
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
-        if marks[0] not in text:
-            return self.encode(text, add_special_tokens=False)
-        parts, tokenizers = re.split("|".join(map(re.escape, marks)), text), (self.raw, self._plain)
-        encoded = [tokenizers[n % 2].encode(part, add_special_tokens=False) for n, part in enumerate(parts)]
-        return [i for found in encoded for i in found.ids]
+        ids = self._encode_marked(text, marks, at_most)
+        begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
+        return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
+
+    def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
+        """Token ids of a text, of which what stands between marks is plain."""
+        parts = re.split("|".join(map(re.escape, marks)), text)
+        if at_most is not None:
+            self.check_length("".join(parts), at_most)
+        found: list[list[int]] = [[] for _ in parts]
+        for first, tokenizer in enumerate((self.raw, self._plain)):
+            texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often
+            ids = dict(zip(texts, (encoding.ids for encoding in _encoded(tokenizer, texts))))
+            found[first::2] = [ids[text] for text in parts[first::2]]
+        return [i for ids_of_part in found for i in ids_of_part]
 
     @cached_property
     def template_variables(self) -> frozenset[str]:
-        """What the chat template looks at, such as ``messages`` and ``tools``; empty without a template."""
-        tree = jinja2.Environment(extensions=_EXTENSIONS).parse(self.template or "")
-        return frozenset(jinja2.meta.find_undeclared_variables(tree))
-
-    @cached_property
-    def _compiled_template(self) -> jinja2.Template:
-        """The template as code, which takes a hundred times as long to make as to run."""
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=_EXTENSIONS)
-
-        def refuse(message: str) -> None:
-            raise jinja2.TemplateError(message)
-
-        environment.globals["raise_exception"] = refuse
-        environment.filters["tojson"] = lambda value, **options: json.dumps(value, ensure_ascii=False, **options)
-        return environment.from_string(self.template or "")
+        """What the chat templates look at, such as ``messages`` and ``tools``; empty without any."""
+        return frozenset[str]().union(*(template.variables for template in self.templates.values()))
 
     @cached_property
     def _plain(self) -> RawTokenizer:
@@ -176,24 +212,27 @@ class Tokenizer:
         return plain
 
     @cached_property
-    def _exact_specials(self) -> tuple[str, ...]:
-        """The texts of the special tokens, where a text without any of them has none of the tokens either: not where
-        they stand for other spellings too, or for what the vocabulary lacks."""
+    def _spelled_special(self) -> re.Pattern[str] | None:
+        """What is read as a special token where it stands in a text, the longest first as the tokenizer has it; None
+        where other things are too: other spellings, or what the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self._special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
-        vague = any(token.normalized or token.content in unknown for token in tokens)
-        return () if vague else tuple(token.content for token in tokens)
+        if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
+            return None
+        return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))
 
     def _marked(self, value: Any, marks: tuple[str, str]) -> Any:
         """``value`` with marks around everything in its texts that would be read as a special token."""
         if isinstance(value, str):
-            if self._exact_specials and not any(text in value for text in self._exact_specials):
-                return value
-            found = self.raw.encode(value, add_special_tokens=False)
+            if self._spelled_special is not None:
+                return self._spelled_special.sub(lambda found: f"{marks[0]}{found[0]}{marks[1]}", value)
+            [found] = _encoded(self.raw, [value], offsets=True)
             spans = [span for token, span in zip(found.ids, found.offsets) if token in self.control_ids]
-            for start, end in reversed(spans):
-                value = f"{value[:start]}{marks[0]}{value[start:end]}{marks[1]}{value[end:]}"
-            return value
+            pieces, last = [], 0
+            for start, end in spans:
+                pieces += [value[last:start], marks[0], value[start:end], marks[1]]
+                last = end
+            return "".join([*pieces, value[last:]])
         if isinstance(value, dict):
             return {self._marked(key, marks): self._marked(item, marks) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
@@ -201,15 +240,31 @@ class Tokenizer:
         return value
 
 
+def _encoded(
+    tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
+) -> Iterator[Encoding]:
+    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so that long
+    texts go by those; short ones do not, for after those calls it warns of every fork."""
+    if sum(map(len, texts)) < _LONG:
+        for text in texts:
+            yield tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        return
+    encode = tokenizer.encode_batch if offsets else tokenizer.encode_batch_fast
+    for start in range(0, len(texts), _TOGETHER):
+        yield from encode(texts[start : start + _TOGETHER], add_special_tokens=add_special_tokens)
+
+
 class TextStream:
     """Text of a growing list of tokens: never half a character, and cut exactly before the first stop string.
 
     ``push`` gives the text that is settled by one more token: characters that are whole and cannot be the
-    beginning of a stop string. ``finish`` gives the rest.
+    beginning of a stop string. ``finish`` gives the rest. Special tokens are left out but for those in ``shown``.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Iterable[str] = ()) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
+        ids = {tokenizer.raw.token_to_id(text): text for text in shown}
+        self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         self._decoder = DecodeStream(skip_special_tokens=True)
         self._ids: list[int] = []  # what the decoder has seen,
         self._decoded = 0  # and how many characters of it it has settled
@@ -232,17 +287,24 @@ class TextStream:
 
     def _decode(self, token: int) -> str:
         """What ``token`` settles of the decoded text."""
+        if token in self._shown:
+            before = self._unfinished()
+            self._restart()
+            return before + self._shown[token]
         try:
             settled = self._decoder.step(self._tokenizer.raw, token) or ""
         except Exception:  # bare, from the library
             # Where single bytes are tokens (``<0xF0>``), a run of bytes with one bad byte decodes to replacement
             # marks only, which takes back characters that were already given out. Start afresh after them.
             before = self._unfinished()
-            self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
+            self._restart()
             return before + self._decode(token)
         self._ids.append(token)
         self._decoded += len(settled)
         return settled
+
+    def _restart(self) -> None:
+        self._decoder, self._ids, self._decoded = DecodeStream(skip_special_tokens=True), [], 0
 
     def _unfinished(self) -> str:
         """Characters the decoder keeps to itself because bytes are missing, as replacement marks."""

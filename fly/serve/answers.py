@@ -6,10 +6,13 @@ import re
 import time
 import uuid
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fly.job import News
+from fly.models.chat import Kind, Splitter, Thinking
+from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
 from fly.serve.rules import Speculation
@@ -29,7 +32,7 @@ class Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._by_level = _byte_level() if "ByteLevel" in tokenizer.raw.to_str() else {}
+        self._by_level = byte_alphabet() if "ByteLevel" in tokenizer.raw.to_str() else {}
         self._known: dict[int, tuple[str, list[int]]] = {}
 
     def text(self, token: int) -> str:
@@ -54,20 +57,14 @@ class Vocabulary:
         return known
 
 
-def _byte_level() -> dict[str, int]:
-    """The byte that each character of a byte-level vocabulary stands for: printable bytes stand for themselves, the
-    others, in order, for the characters from 256 on (Radford et al. 2019)."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
-
-
 @dataclass
 class Choice:
     """One completion as it comes in."""
 
     index: int
+    splitter: Splitter
     text: str = ""
+    reasoning: str = ""
     tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # with its settled text and its block
     logprobs: list[dict[int, float]] = field(default_factory=list)
     blocks: int = 0
@@ -82,6 +79,7 @@ class Completion:
         chat: whether it is a chat completion.
         model: as the client calls it.
         speculation: what it was decoded by.
+        thinking: how the answers may begin with thinking, for each choice.
         explains: whether every token is accounted for.
         echoes: the text before each choice, where it is asked for.
         top: likely tokens to list at each place; None for no log-probabilities.
@@ -94,7 +92,7 @@ class Completion:
         speculation: Speculation,
         vocabulary: Vocabulary,
         fingerprint: str,
-        choices: int,
+        thinking: Sequence[Thinking | None],
         explains: bool = False,
         echoes: list[str] | None = None,
         top: int | None = None,
@@ -103,7 +101,7 @@ class Completion:
         self.created = int(time.time())
         self.chat, self.model, self.speculation, self.explains, self.top = chat, model, speculation, explains, top
         self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
-        self.choices = [Choice(index) for index in range(choices)]
+        self.choices = [Choice(index, Splitter(each)) for index, each in enumerate(thinking)]
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
         self._prompt_tokens: dict[int, int] = {}
@@ -114,12 +112,13 @@ class Completion:
         """Take in what a step did; the choice has what was not fetched (``chunk``) since."""
         choice = self.choices[news.index]
         for token, text in news.pieces:
-            choice.text += text
+            self._say(choice, choice.splitter.push(text))
             choice.tokens.append((token, text, choice.blocks))
         if news.pieces:
             choice.blocks += 1
         choice.logprobs += news.logprobs
-        choice.text += news.rest
+        if news.over:
+            self._say(choice, choice.splitter.finish(news.rest))
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
@@ -129,6 +128,14 @@ class Completion:
             self._drafted += stats.drafted
             self._accepted += stats.accepted
         return choice
+
+    @staticmethod
+    def _say(choice: Choice, found: list[tuple[Kind, str]]) -> None:
+        for kind, text in found:
+            if kind == "text":
+                choice.text += text
+            else:
+                choice.reasoning += text
 
     def ended(self) -> bool:
         """Whether every choice has come to its end."""
@@ -142,6 +149,7 @@ class Completion:
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt_tokens)},
             "completion_tokens_details": {
+                "reasoning_tokens": sum(choice.splitter.tokens for choice in self.choices),
                 "accepted_prediction_tokens": self._accepted,
                 "rejected_prediction_tokens": self._drafted - self._accepted,
             },
@@ -171,6 +179,8 @@ class Completion:
             body = self._choice(choice, reason)
             if self.chat:
                 body["message"] = {"role": "assistant", "content": text, "refusal": None}
+                if choice.reasoning:
+                    body["message"]["reasoning_content"] = choice.reasoning
             else:
                 body["text"] = self._echo(choice) + text
             choices.append(body)
@@ -188,14 +198,15 @@ class Completion:
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
         """What came in for a choice since the last chunk; None if there is nothing to show yet."""
         shown = choice.tokens if self.explains or self.top is not None else []
-        if not (choice.text or shown or choice.finish_reason):
+        if not (choice.text or choice.reasoning or shown or choice.finish_reason):
             return None
         body = self._choice(choice, choice.finish_reason)
         if self.chat:
-            body["delta"] = {"content": choice.text} if choice.text else {}
+            said = {"reasoning_content": choice.reasoning, "content": choice.text}
+            body["delta"] = {name: text for name, text in said.items() if text}
         else:
             body["text"] = choice.text
-        choice.text = ""
+        choice.text = choice.reasoning = ""
         choice.tokens, choice.logprobs = [], []
         return self._body([body], ".chunk")
 

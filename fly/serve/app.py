@@ -16,12 +16,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
-from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from fly.serve.service import Answering, ApiError, Plain, Service
+from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, Part, TokenizeRequest
+from fly.serve.service import Answering, ApiError, Left, Plain, Service
 
 __all__ = ["Service", "create_app"]
 
@@ -69,13 +70,14 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             answering.close()
 
     try:
-        prepared = await asyncio.to_thread(service.prepare, body)
+        prepared = await service.aside(lambda: service.prepare(body), request.receive)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
-            f"fly-{service.version}", len(job.requests), body.explains, prepared.echoes, prepared.top,
+            f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
+            prepared.top,
         )  # fmt: skip
         if streamed:
             if not await answering.begun():
@@ -90,11 +92,25 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
             for news in found:
                 completion.add(news)
         whole = Plain(completion.whole(prepared.prompt_tokens))
+    except Left:
+        close()
+        return Response(status_code=499)
     except BaseException:
         close()
         raise
     close()
     return whole
+
+
+async def read(service: Service, work: Callable[[], Response], request: Request) -> Response:
+    """What is done with a text aside from completing it."""
+    service.open += 1
+    try:
+        return await service.aside(work, request.receive, completion=False)
+    except Left:
+        return Response(status_code=499)
+    finally:
+        service.open -= 1
 
 
 async def chunks(
@@ -133,6 +149,7 @@ def create_app(service: Service) -> ASGIApp:
         description="Speculative decoding behind OpenAI's interface; every request may say how it is verified.",
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
+        redirect_slashes=False,  # to whatever the request calls this host
         lifespan=life,
     )
     _add_errors(app)
@@ -159,9 +176,15 @@ def create_app(service: Service) -> ASGIApp:
         return _model(service)
 
     @app.post("/tokenize", responses=errors)
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
+        name = "messages" if body.prompt is None else "prompt"
+        size = sum(map(len, _texts(body)))
+        if size > _READ:
+            raise ApiError(
+                400, f"{name}: {size} characters; at most {_READ} are encoded at once", name, "invalid_value"
+            )
 
         def encode() -> list[int]:
             if body.prompt is None:
@@ -171,17 +194,20 @@ def create_app(service: Service) -> ASGIApp:
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
-        tokens = await asyncio.to_thread(encode)
-        return {"count": len(tokens), "max_model_len": service.context, "tokens": tokens}
+        def told() -> Response:
+            tokens = encode()
+            return Plain({"count": len(tokens), "max_model_len": service.context, "tokens": tokens})
+
+        return await read(service, told, request)
 
     @app.post("/detokenize", responses=errors)
-    async def detokenize(body: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
         size = service.llm.engine.runner.executor.config.vocab_size
         if bad := [token for token in body.tokens if token >= size]:
             raise ApiError(400, f"tokens: {bad[0]} is outside the vocabulary of {size}", "tokens", "invalid_value")
-        return {"prompt": await asyncio.to_thread(service.tokenizer.decode, body.tokens, False)}
+        return await read(service, lambda: Plain({"prompt": service.tokenizer.decode(body.tokens, False)}), request)
 
     @app.get("/health", responses=errors)
     async def health() -> Response:
@@ -210,24 +236,34 @@ def create_app(service: Service) -> ASGIApp:
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def playground() -> Response:
-        return HTMLResponse(
-            (_HERE / "playground.html").read_text("utf-8"), headers={"content-security-policy": _ONLY_OURS}
-        )
+        return HTMLResponse((_HERE / "playground.html").read_text("utf-8"), headers=_ONLY_OURS)
 
     settings = service.settings
-    return Guard(
-        app,
-        keys=settings.api_keys,
-        max_body=settings.max_body,
-        read_timeout=settings.read_timeout,
-        write_timeout=settings.write_timeout,
-        refused=service.metrics.refused,
+    guarded = Guard(app, settings, service.metrics.refused)
+    if not settings.cors_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
     )
 
 
-_ONLY_OURS = (
-    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
-)
+# Of the playground: nothing from elsewhere is loaded, and no page from elsewhere frames it.
+_ONLY_OURS = {
+    "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-frame-options": "DENY",
+    "referrer-policy": "no-referrer",
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+}
+
+
+_READ = 2**20  # characters that /tokenize takes: some seconds and 200 MB
+_UNKNOWN = ("unknown_parameter", "extra_forbidden")  # errors of a body, and of a part of a message
 
 
 class ErrorDetail(BaseModel):
@@ -243,6 +279,13 @@ class ErrorAnswer(BaseModel):
     """OpenAI's form of an error."""
 
     error: ErrorDetail
+
+
+def _texts(body: TokenizeRequest) -> list[str]:
+    """What is to be encoded."""
+    if body.prompt is not None:
+        return [body.prompt]
+    return [message.for_template()["content"] for message in body.messages or ()]
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -286,8 +329,8 @@ def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:
         return not problem["type"].endswith("_type"), [(isinstance(part, int), part) for part in path(problem)]
 
     problems = error.errors()
-    first = next((p for p in problems if p["type"] == "unknown_parameter"), problems[0])
-    if first["type"] != "unknown_parameter":
+    first = next((p for p in problems if p["type"] in _UNKNOWN), problems[0])
+    if first["type"] not in _UNKNOWN:
         first = max((p for p in problems if path(p)[:1] == path(first)[:1]), key=rank)
     return first, list(map(str, path(first)))
 
@@ -301,21 +344,36 @@ def _add_errors(app: FastAPI) -> None:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         problem, where = _worst(error)
         message = problem["msg"].removeprefix("Value error, ")
+        kind = request.headers.get("content-type", "")
+        if isinstance(error.body, bytes) and error.body:  # the body was not even read as JSON
+            given = f"is {kind[:100]!r}" if kind else "is missing"
+            message = f"the header content-type {given}; a body is read where that is 'application/json'"
+            return ApiError(400, message, None, "invalid_content_type").response()
         if problem["type"] == "json_invalid":
             message = f"the body is no JSON: {problem['ctx']['error']} at character {problem['loc'][-1]}"
         elif problem["type"] == "value_error" and not where:
             where = [name] if (name := message.partition(":")[0]).isidentifier() else []
-        elif problem["type"] != "unknown_parameter" and where:
+        elif problem["type"] == "extra_forbidden":
+            message = f"unknown or unsupported: {where[-1]!r}; known: {', '.join(Part.__annotations__)}"
+        elif problem["type"] not in _UNKNOWN and where:
             message = f"{'.'.join(where)}: {message}"
-        code = "unknown_parameter" if problem["type"] == "unknown_parameter" else "invalid_value"
+        code = "unknown_parameter" if problem["type"] in _UNKNOWN else "invalid_value"
         return ApiError(400, message, ".".join(where) or None, code).response()
 
     @app.exception_handler(StarletteHTTPException)
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> Response:
-        response = ApiError(error.status_code, str(error.detail)).response()
+        message = str(error.detail)
+        if error.status_code == 400 and (cause := error.__cause__) is not None:  # FastAPI's, of a body
+            message = f"the body cannot be read as JSON: {cause}"
+        response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
+
+    @app.exception_handler(UnicodeEncodeError)
+    async def half_a_pair(request: Request, error: UnicodeEncodeError) -> Response:
+        """From pydantic, where a name that it is to tell us of is no Unicode."""
+        return ApiError(400, "the body has half a surrogate pair in the name of a field").response()
 
     @app.exception_handler(Exception)
     async def unforeseen(request: Request, error: Exception) -> Response:

@@ -6,10 +6,12 @@ and this one cannot give any meaning are not here, or allow their neutral value 
 
 from __future__ import annotations
 
+import functools
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
 
 from fly.types import SamplingParams
 
@@ -19,10 +21,13 @@ __all__ = [
     "DetokenizeRequest",
     "Generation",
     "Message",
+    "Part",
     "SpeculationRequest",
     "TokenizeRequest",
 ]
 
+# A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
+Word = Annotated[str, Field(min_length=0)]
 _MOST = 1024  # entries of a small list or mapping
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
@@ -40,8 +45,11 @@ class _Body(BaseModel):
     @classmethod
     def _only_known_fields(cls, data: Any) -> Any:
         """Named all at once, before anything else is looked at."""
-        known = [field.alias or name for name, field in cls.model_fields.items()]
-        if isinstance(data, dict) and (unknown := [name for name in data if name not in known]):
+        if (
+            not isinstance(data, dict) or data.keys() <= (known := _known(cls)).keys()
+        ):  # of which a body may have 100,000
+            return data
+        if unknown := [name for name in data if name not in known]:
             shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             raise PydanticCustomError(
                 "unknown_parameter",
@@ -49,6 +57,12 @@ class _Body(BaseModel):
                 {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
             )
         return data
+
+
+@functools.cache
+def _known(model: type[BaseModel]) -> dict[str, None]:
+    """The names of its fields, as clients know them, in their order."""
+    return {field.alias or name: None for name, field in model.model_fields.items()}
 
 
 class SpeculationRequest(_Body):
@@ -111,14 +125,14 @@ class Generation(_Body):
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: str | Annotated[list[str], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0)
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True, max_length=_MOST)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=_MOST)] | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -218,8 +232,11 @@ class CompletionRequest(Generation):
         return self.logprobs
 
 
-class Part(_Body):
-    """A piece of a message. There are no images, sounds or files here."""
+class Part(TypedDict):
+    """A piece of a message. There are no images, sounds or files here. (No ``_Body``, since of these a request may have
+    100,000, and they are read in the event loop.)"""
+
+    __pydantic_config__ = _Body.model_config  # type: ignore[misc]  # as pydantic has it
 
     type: Literal["text"]
     text: str
@@ -233,6 +250,7 @@ class Message(_Body):
     name: str | None = None
     tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: str | None = None
     refusal: None = None
     audio: None = None
     function_call: None = None
@@ -240,8 +258,14 @@ class Message(_Body):
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: text in one piece, and nothing that was not said."""
-        content = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        said = {"name": self.name, "tool_calls": self.tool_calls, "tool_call_id": self.tool_call_id}
+        parts = self.content or ()
+        content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+        said = {
+            "name": self.name,
+            "tool_calls": self.tool_calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
 
@@ -251,7 +275,8 @@ Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_
 
 
 class ChatRequest(Generation):
-    """``/v1/chat/completions``. ``tools`` go to the chat template; what the model says of them is its text."""
+    """``/v1/chat/completions``. ``tools`` go to the chat template, as do ``chat_template_kwargs``; what the model says
+    of tools is its text."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
@@ -260,6 +285,7 @@ class ChatRequest(Generation):
     tools: Tools | None = None
     tool_choice: Literal["none", "auto"] | None = None
     parallel_tool_calls: Literal[True] | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST)] | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")

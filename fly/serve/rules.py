@@ -48,11 +48,12 @@ class Rules:
         enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
             policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
             None is every rule that is installed. ``exact`` and the default policy are always enabled.
-        max_k: most tokens that may be drafted a round.
+        max_k: most tokens that may be drafted a round; None is 64, or ``k`` where that is more.
         require_lossless: whether policies that promise less are refused.
 
     Raises:
-        ValueError: an entry is neither, or the default policy is not lossless where it has to be.
+        ValueError: an entry is neither, the default policy is not lossless where it has to be, or ``k`` is above
+            ``max_k``.
     """
 
     def __init__(
@@ -61,11 +62,13 @@ class Rules:
         k: int,
         draft: str,
         enabled: tuple[str, ...] | None = None,
-        max_k: int = 64,
+        max_k: int | None = None,
         require_lossless: bool = False,
     ) -> None:
         self.policy, self.k, self.draft = policy, k, draft
-        self.max_k, self.require_lossless = max(max_k, k), require_lossless
+        self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
+        if k > self.max_k:
+            raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower --k as well")
         self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]

@@ -2,27 +2,56 @@
 
 from __future__ import annotations
 
+import copy
+import functools
+import logging
+import os
+import signal
+import socket
 import time
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
 from fly.serve.app import create_app
+from fly.serve.connections import Connection, Crowd, Sparing, room_for
 from fly.serve.service import Service
 
 __all__ = ["Server"]
 
 
+_SPARING = Sparing()  # of what clients can cause at will
+
+
+def _log_config() -> dict[str, Any]:
+    """uvicorn's, with our own lines beside it: warnings, and those of the access log."""
+    config: dict[str, Any] = copy.deepcopy(uvicorn.config.LOGGING_CONFIG)
+    config["loggers"]["fly.serve"] = {"handlers": ["default"], "level": "INFO"}
+    return config
+
+
 class Server(uvicorn.Server):
     """Serves until a signal. On the first SIGTERM or SIGINT it is no longer ready and refuses new requests (503), but
-    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over, or at a second signal."""
+    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over. A second signal ends the
+    process at once, with status 1 if requests were ``lost`` by it, else 0."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings
         self._deadline: float | None = None  # until when it drains
+        self.lost = 0  # requests that it did not wait for
+        limit, at_a_time = room_for(settings.max_connections)
+        self.crowd = Crowd(limit, settings.read_timeout)
+        for name in ("asyncio", "uvicorn.error", "fly.serve.guard"):
+            logging.getLogger(name).addFilter(_SPARING)
         super().__init__(
             uvicorn.Config(
                 create_app(service),
+                http=functools.partial(Connection, self.crowd),  # type: ignore[arg-type]  # called, and nothing else
+                backlog=at_a_time,
+                loop="asyncio",
+                ws="none",
+                log_config=_log_config(),
                 host=settings.host,
                 port=settings.port,
                 log_level=log_level,
@@ -32,16 +61,38 @@ class Server(uvicorn.Server):
             )
         )
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        # asyncio accepts as many at a time as may queue, and few are to be accepted at a time; many may queue.
+        for server in self.servers:
+            for each in server.sockets:
+                with each.dup() as listener:
+                    listener.listen(2048)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for connection in list(self.crowd.waiting):  # whoever has asked for nothing yet gets nothing
+            connection.give_up()
+        await super().shutdown(sockets)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.service.draining:
-            self.force_exit = self.should_exit = True
+            lost = self.lost + self.service.open
+            # Nothing is waited for, threads that are busy least of all. (A log may be locked by what this interrupts.)
+            os.write(2, f"fly: ended at once by a second signal; requests lost: {lost}\n".encode())
+            os._exit(1 if lost else 0)
         self.service.draining = True
+
+    def obey(self) -> None:
+        """Heed signals from now on until the process ends, and not only while it serves."""
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, self.handle_exit)
 
     async def on_tick(self, counter: int) -> bool:
         if self.service.draining:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.service.settings.drain_timeout
             if time.monotonic() > self._deadline and not self.should_exit:
+                self.lost += self.service.open
                 error = RuntimeError("the server ends, and this request took too long to wait for")
                 self.service.llm.worker.fail(error)
                 self.should_exit = True

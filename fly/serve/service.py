@@ -6,12 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import secrets
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
@@ -20,6 +23,7 @@ from starlette.types import Receive
 from fly.errors import explain
 from fly.job import News, Request
 from fly.llm import LLM
+from fly.models.tokenizer import TooLong
 from fly.serve.answers import Vocabulary, error_body
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
@@ -28,7 +32,9 @@ from fly.serve.settings import Settings
 from fly.structured import StructuredError
 from fly.worker import Stopped
 
-__all__ = ["Answering", "ApiError", "Plain", "Prepared", "Service"]
+__all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
+
+T = TypeVar("T")
 
 
 class ApiError(Exception):
@@ -57,6 +63,10 @@ class ApiError(Exception):
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
         return Plain(self.body(), self.status, headers)
+
+
+class Left(Exception):
+    """The client has closed its connection: nobody waits for this answer any more."""
 
 
 class Plain(JSONResponse):
@@ -101,6 +111,9 @@ class Service:
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
+        # Endpoints that any text may be sent to have a thread of their own, so that completions need not wait for it.
+        self._preparing = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "fly-prepare")
+        self._reading = ThreadPoolExecutor(1, "fly-tokenize")
         self.draining = False
         self.open = 0  # requests that were let in and have not got all of their answer
         self.context: int = llm.engine.context
@@ -117,6 +130,24 @@ class Service:
         """Raises ``ApiError`` if this is another model."""
         if model is not None and model != self.name:
             raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
+
+    async def aside(self, work: Callable[[], T], receive: Receive, completion: bool = True) -> T:
+        """What ``work`` gives, which takes time and so runs in a thread; ``completion``: is part of one.
+
+        Raises ``Left`` when the client leaves: then work that still waits for its thread is never begun.
+        """
+        pool = self._preparing if completion else self._reading
+        working: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, work)
+        leaving = asyncio.create_task(_until_left(receive))
+        try:
+            await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise Left
+            found: T = working.result()
+            return found
+        finally:
+            leaving.cancel()
+            working.cancel()
 
     def prepare(self, body: Generation) -> Prepared:
         """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
@@ -137,6 +168,11 @@ class Service:
             message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
             raise ApiError(400, message, "speculation.policy", "invalid_value") from None
         echoes = None
+        several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
+        if (count := several * (body.n or 1)) > self.settings.max_n:
+            name = "prompt" if (body.n or 1) == 1 else "n"
+            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
+            raise ApiError(400, message, name, "invalid_value")
         if isinstance(body, ChatRequest):
             name, prompts = "messages", [self.conversation(body)]
         else:
@@ -147,10 +183,6 @@ class Service:
                 echoes = [text for text in texts for _ in range(body.n or 1)]
         for tokens in prompts:
             self.check_prompt(tokens, name)
-        if (count := len(prompts) * (body.n or 1)) > self.settings.max_n:
-            name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
-            raise ApiError(400, message, name, "invalid_value")
         try:
             params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
         except ValidationError as error:
@@ -174,23 +206,44 @@ class Service:
         if isinstance(prompt, list):
             return prompt
         try:
+            self.tokenizer.check_length(prompt, self.context - 1)
             return self.tokenizer.encode(prompt)
+        except TooLong as error:
+            raise self._no_room(error, "prompt") from None
         except (TypeError, ValueError) as error:  # half a surrogate pair
             raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
     def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of its messages by the chat template."""
-        variables: dict[str, Any] = {}
-        if isinstance(body, ChatRequest) and body.tools is not None:
-            if "tools" not in self.tokenizer.template_variables:
-                raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
-            variables["tools"] = body.tools
+        """Token ids of its messages by the chat template. Those of a chat must leave room for an answer."""
         generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
         try:
+            variables = self.template_variables(body) if isinstance(body, ChatRequest) else {}
             messages = [message.for_template() for message in body.messages or ()]
-            return self.tokenizer.apply_chat_template(messages, generation, **variables)
+            at_most = self.context - 1 if isinstance(body, ChatRequest) else None
+            return self.tokenizer.apply_chat_template(messages, generation, at_most=at_most, **variables)
+        except TooLong as error:
+            raise self._no_room(error, "messages") from None
         except (TypeError, ValueError) as error:
             raise ApiError(400, f"messages: {error}", "messages", "invalid_value") from None
+
+    def _no_room(self, error: TooLong, name: str) -> ApiError:
+        message = f"{name}: too long for the model's context of {self.context} tokens: {error}"
+        return ApiError(400, message, name, "context_length_exceeded")
+
+    def template_variables(self, body: ChatRequest) -> dict[str, Any]:
+        """What a request gives the chat template besides its messages. Raises ``ApiError`` for what that does not look
+        at."""
+        given, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
+        if body.tools is None and not given:
+            return {}
+        looks_at = self.tokenizer.template_variables
+        if body.tools is not None and "tools" not in looks_at:
+            raise ApiError(400, "tools: this model's chat template takes none", "tools", "unsupported_parameter")
+        if unread := sorted(given.keys() - (looks_at - _OWN)):
+            known = sorted(looks_at - _OWN)
+            message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
+            raise ApiError(400, message, name, "invalid_value")
+        return given | ({} if body.tools is None else {"tools": body.tools})
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
         """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
@@ -201,14 +254,19 @@ class Service:
             raise ApiError(400, message, name, "context_length_exceeded")
 
     def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
-        """As the request says, or (as OpenAI has it) 16 for completions, and what the context holds for chats."""
+        """As the request says, or the checkpoint, or (as OpenAI has it) 16 for completions, and what the context holds
+        for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
         if wanted is not None and most is not None and wanted > most:
             name = "max_completion_tokens" if getattr(body, "max_completion_tokens", None) is not None else "max_tokens"
             raise ApiError(400, f"{name}: {wanted} exceeds this server's limit of {most}", name, "invalid_value")
         room = self.context - max(map(len, prompts))
         if wanted is None:
-            wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
+            default = self.llm.default_params
+            if "max_tokens" in default.model_fields_set:
+                wanted = max(default.max_tokens, body.min_tokens or 0)
+            else:
+                wanted = room if isinstance(body, ChatRequest) else max(16, body.min_tokens or 0)
             wanted = wanted if most is None else min(wanted, most)
         return min(wanted, room)
 
@@ -230,6 +288,11 @@ class Service:
         return job
 
 
+async def _until_left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
 class Answering:
     """The news of one job while its client listens and its time lasts."""
 
@@ -241,8 +304,7 @@ class Answering:
         self._watch = asyncio.create_task(self._until_gone(receive))
 
     async def _until_gone(self, receive: Receive) -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        await _until_left(receive)
         self.worker.cancel(self.job)
         self.job.queue.put_nowait([None])
 
@@ -288,6 +350,7 @@ class Answering:
         self.worker.cancel(self.job)
 
 
+_OWN = {"messages", "tools", "add_generation_prompt"}  # of a template's variables, those that are asked for otherwise
 _OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "response_format"}
 
 

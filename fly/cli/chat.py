@@ -1,0 +1,339 @@
+"""``fly chat``: a conversation in a terminal, with commands between the turns."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from pydantic import ValidationError
+from rich.markup import escape
+
+from fly.bundled import BUNDLED
+from fly.cli.completion import show, show_colours
+from fly.cli.options import ConfigFile, Device, Dtype, K, Kernels, MaxContext, Policy
+from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
+from fly.cli.show import console, errors
+from fly.config import Config
+from fly.errors import explain, meant
+from fly.llm import LLM, Piece, Stream
+from fly.policies import parse_policy
+from fly.types import SamplingParams
+
+MOST = 1024  # tokens of an answer, where nobody says
+
+
+@alone
+def chat(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Target: a checkpoint directory or a bundled name; fly-target otherwise."),
+    ] = None,
+    named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
+    draft: Annotated[
+        str | None, typer.Option(help="Who proposes, as in 'fly generate'; fly-draft for fly-target, else none.")
+    ] = None,
+    policy: Policy = "fly",
+    k: K = 15,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help=f"Most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise.")
+    ] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the checkpoint's otherwise.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own otherwise.")] = None,
+    chat_template_kwargs: Annotated[
+        str | None, typer.Option(help="What else the chat template looks at, as JSON.", metavar='{"NAME": VALUE}')
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    max_context: MaxContext = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
+    ] = False,
+    config: ConfigFile = None,
+) -> None:
+    """Talk with a model; colours show why each token stands. /help lists the commands, Ctrl+C stops an answer, Ctrl+D
+    ends."""
+    if named is not None:
+        if model not in (None, named):
+            raise ValueError(f"two models, {model!r} and --model {named!r}; give one")
+        context.params["model"] = named
+        context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
+    if config is None:  # which else would say
+        target = context.params["model"] = context.params["model"] or BUNDLED[0]
+        context.params["draft"] = draft or (BUNDLED[1] if target == BUNDLED[0] else "none")
+    given = options_of(context, SamplingParams.model_fields)
+    sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
+    variables = _variables(chat_template_kwargs)
+    setup = setup_of(context, config)
+    with console.status(f"loading {escape(setup.model)}") if console.is_terminal else contextlib.nullcontext():
+        llm = LLM.from_config(setup)
+    if llm.tokenizer is None or not llm.tokenizer.templates:
+        raise ValueError(f"{setup.model} has no chat template; 'fly generate' completes plain text")
+    default = llm.default_params
+    if "max_tokens" not in default.model_fields_set:
+        default = default.model_copy(update={"max_tokens": MOST})
+    conversation = Conversation(llm, setup, sampling_of(given, default), system, variables)
+    try:
+        conversation.run()
+    finally:
+        conversation.llm.close()
+
+
+def _variables(text: str | None) -> dict[str, Any]:
+    try:
+        found = {} if text is None else json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--chat-template-kwargs {text!r} is no JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"--chat-template-kwargs {text!r} must be a JSON object")
+    return found
+
+
+class Conversation:
+    """A conversation and what it runs on; every command leaves what was said as it is, but for those that drop it.
+
+    Args:
+        llm: answers; another one does after ``/draft``.
+        setup: what it was made of.
+        params: how answers are sampled.
+        system: the system prompt, None for the template's own.
+        variables: what else the chat template looks at.
+    """
+
+    def __init__(
+        self, llm: LLM, setup: Config, params: SamplingParams, system: str | None, variables: dict[str, Any]
+    ) -> None:
+        self.llm, self.setup, self.params, self.system, self.variables = llm, setup, params, system, variables
+        self.policy, self.k = llm.policy, llm.k
+        self.turns: list[dict[str, str]] = []  # of user and assistant, in turns
+        self._saved: set[Path] = set()
+        self.commands: dict[str, Callable[[str], None]] = {
+            "/policy": self._policy, "/k": self._k, "/draft": self._draft, "/temperature": self._temperature,
+            "/system": self._system, "/drop": self._drop, "/reset": self._reset, "/save": self._save,
+            "/help": self._help, "/quit": self._quit,
+        }  # fmt: skip
+
+    def run(self) -> None:
+        """Read, answer, until there is no more to read."""
+        self._tell(f"{self.setup.model} · {self._settings()} · kernels {kernels_of(self.llm)} · /help lists commands")
+        while True:
+            try:
+                line = _read("» ").strip()
+                while line.endswith("\\"):
+                    line = line[:-1].rstrip() + "\n" + _read("… ").rstrip()
+            except EOFError:
+                if sys.stdin.isatty():
+                    console.print()
+                break
+            except KeyboardInterrupt:
+                console.print()
+                self._tell("Ctrl+D or /quit ends")
+                continue
+            try:
+                if line.startswith("/") and not line.startswith("//"):
+                    self._obey(line)
+                elif line:
+                    self._answer(line.removeprefix("/"))
+            except EOFError:
+                break
+            except KeyboardInterrupt:
+                self._tell("stopped")
+            except Exception as error:  # a slip, or somebody's plug-in: the conversation goes on
+                message = explain(error) if isinstance(error, ValidationError) else str(error)
+                kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
+                errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
+
+    def messages(self) -> list[dict[str, str]]:
+        """All that was said, the system prompt included."""
+        return [*([{"role": "system", "content": self.system}] if self.system is not None else []), *self.turns]
+
+    def _answer(self, text: str) -> None:
+        """Answer what the user says. What nothing was answered to is not kept."""
+        said = [*self.messages(), {"role": "user", "content": text}]
+        prompt, most = self.llm.chat_prompt(said, **self.variables), self.llm.engine.context
+        if len(prompt) >= most:
+            raise ValueError(
+                f"the conversation takes {len(prompt)} tokens, and the context holds {most}: nothing was sent. "
+                f"/drop N forgets its oldest N turns (of {len(self.turns) // 2}), /reset all of it"
+            )
+        stream = self.llm.stream(prompt, self.params, policy=self.policy, k=self.k)
+        heard, stopped = _Heard(stream), False
+        try:
+            show(heard)
+        except KeyboardInterrupt:
+            stopped = True
+        finally:
+            stream.close()
+        console.print()
+        kept = not stopped or bool(heard.said["text"] or heard.said["reasoning"])
+        if kept:
+            answer = {"role": "assistant", "content": heard.said["text"]}
+            if heard.said["reasoning"]:
+                answer["reasoning_content"] = heard.said["reasoning"]
+            self.turns += [{"role": "user", "content": text}, answer]
+        ending = []
+        if stopped:
+            ending.append("stopped" if kept else "stopped before it said anything, so the question is not kept")
+        elif stream.finish_reason == "length":
+            full = len(prompt) + stream.stats.generated >= most
+            limit = f"--max-tokens {self.params.max_tokens}"
+            ending.append(f"the context of {most} tokens is full: /drop N or /reset" if full else f"cut by {limit}")
+        if kept and heard.said["reasoning"] and not heard.said["text"]:
+            ending.append("it was still thinking")
+        self._tell(" · ".join([*heard.figures(), *ending]))
+
+    def _obey(self, line: str) -> None:
+        """Do what a command says."""
+        name, _, text = line.partition(" ")
+        if (run := self.commands.get(name)) is None:
+            hint = meant(name, self.commands)
+            raise ValueError(
+                f"{name} is no command{hint}; choices: {' '.join(self.commands)} (// begins a text with /)"
+            )
+        run(text.strip())
+
+    def _policy(self, text: str) -> None:
+        """TEXT: which drafted tokens stand, as 'exact' or 'fly(theta=0.3) & after(2)'; without it, say which."""
+        if text:
+            policy = parse_policy(text, trusted=True)
+            assert self.llm.tokenizer is not None
+            policy.bind(self.llm.tokenizer.token_id)
+            self.policy = policy
+        self._tell(f"policy {self.policy} ({self.policy.guarantee.value})")
+
+    def _k(self, text: str) -> None:
+        """N: most tokens drafted a round; 0 drafts none."""
+        if text:
+            if not (text.isascii() and text.isdigit()):
+                raise ValueError(f"/k {text!r} must be an integer of at least 0")
+            self.k = int(text)
+        self._tell(f"k {self.k}" + (" (there is no draft: /draft)" if self.llm.draft is None and self.k else ""))
+
+    def _draft(self, text: str) -> None:
+        """TEXT: who proposes, as 'none', 'ngram', 'fly-draft' or 'ngram+fly-draft'. What is cached is made anew."""
+        if text:
+            setup = self.setup.model_copy(update={"draft": text})
+            own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}
+            llm = LLM(**{**own, "model": self.llm})
+            self.llm.close()
+            self.llm, self.setup = llm, setup
+        self._tell(f"draft {self.setup.draft}")
+
+    def _temperature(self, text: str) -> None:
+        """X: 0 is greedy."""
+        if text:
+            try:
+                value = float(text)
+            except ValueError:
+                raise ValueError(f"/temperature {text!r} is no number") from None
+            self.params = sampling_of({"temperature": value}, self.params)
+        self._tell(f"temperature {self.params.temperature:g}")
+
+    def _system(self, text: str) -> None:
+        """TEXT: the system prompt, from the next answer on; "" is none of ours."""
+        if text:
+            self.system = None if text == '""' else text
+        self._tell("no system prompt but the template's own" if self.system is None else f"system: {self.system}")
+
+    def _drop(self, text: str) -> None:
+        """N: forget the oldest N turns; 1 otherwise."""
+        turns = len(self.turns) // 2
+        if not (text or "1").isdecimal() or not 1 <= int(text or 1) <= turns:
+            raise ValueError(f"/drop {text or 1} must be in 1..{turns}, the number of turns there are")
+        del self.turns[: 2 * int(text or 1)]
+        self._tell(f"{len(self.turns) // 2} turns are left")
+
+    def _reset(self, text: str) -> None:
+        """forget all turns; the settings stay."""
+        if text:
+            raise ValueError(f"/reset takes nothing, got {text!r}")
+        self.turns.clear()
+        self._tell(f"nothing was said yet · {self._settings()}")
+
+    def _save(self, text: str) -> None:
+        """FILE: write the conversation and its settings, as JSON."""
+        if not text:
+            raise ValueError("/save needs the name of a file")
+        path = Path(text).expanduser()
+        if path.exists() and path.resolve() not in self._saved:
+            raise ValueError(f"{text} exists already; give another name")
+        record = {
+            "model": self.setup.model,
+            "draft": self.setup.draft,
+            "policy": str(self.policy),
+            "k": self.k,
+            "params": self.params.model_dump(exclude_defaults=True),
+            "chat_template_kwargs": self.variables,
+            "messages": self.messages(),
+        }
+        path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        self._saved.add(path.resolve())
+        self._tell(f"saved {len(self.turns) // 2} turns to {text}")
+
+    def _help(self, text: str) -> None:
+        """list the commands, and what the colours mean."""
+        for name, run in self.commands.items():
+            self._tell(f"  {name:13}{' '.join((inspect.getdoc(run) or '').split())}")
+        self._tell("  a line that ends with \\ goes on in the next; // begins a text with /")
+        self._tell("  Ctrl+C stops an answer and keeps what was said; Ctrl+D ends")
+        if console.is_terminal:
+            show_colours()
+
+    def _quit(self, text: str) -> None:
+        """end."""
+        raise EOFError
+
+    def _settings(self) -> str:
+        return f"draft {self.setup.draft} · policy {self.policy} · k {self.k} · temperature {self.params.temperature:g}"
+
+    @staticmethod
+    def _tell(text: str) -> None:
+        """Say something that is no answer; beside those where they go to a file."""
+        (console if console.is_terminal else errors).print(escape(text), style="dim", highlight=False, soft_wrap=True)
+
+
+class _Heard:
+    """The pieces of an answer as they come, and what they add up to."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.said = {"text": "", "reasoning": ""}
+        self._stream, self._started = stream, time.perf_counter()
+        self._first: float | None = None
+
+    def __iter__(self) -> Iterator[Piece]:
+        for piece in self._stream:
+            self._first = self._first or time.perf_counter()
+            self.said[piece.kind] += piece
+            yield piece
+
+    def figures(self) -> list[str]:
+        """What it took until now."""
+        elapsed, stats = time.perf_counter() - self._started, self._stream.stats
+        found = [
+            f"τ {stats.tau:.2f}",
+            f"{stats.generated / max(elapsed, 1e-9):,.1f} tokens/s",
+            f"{stats.relaxed / max(stats.generated, 1):.0%} relaxed",
+            f"cached {stats.cached} of {stats.prompt_tokens} prompt tokens",
+        ]
+        return found if self._first is None else [*found, f"first after {self._first - self._started:.2f} s"]
+
+
+def _read(prompt: str) -> str:
+    """A line of the user's, edited where they type it. Raises ``EOFError`` where there are no more."""
+    if not sys.stdin.isatty():
+        if not (line := sys.stdin.readline()):
+            raise EOFError
+        return line.rstrip("\n")
+    with contextlib.suppress(ImportError):  # there is none on some systems
+        import readline  # noqa: F401  (makes input() edit lines and remember them)
+    # Given to input() itself: it has to know how wide it is. Zero-width parts stand between marks.
+    return input(f"\x01\x1b[1;34m\x02{prompt}\x01\x1b[0m\x02" if console.is_terminal else prompt)

@@ -1,0 +1,213 @@
+"""What a family's makers mean by a chat: their Jinja templates, and thinking told from the answer. No tokens here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+import jinja2
+import jinja2.ext
+import jinja2.meta
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+__all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking", "conversation", "pick"]
+
+Kind = Literal["text", "reasoning"]
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # what callers and templates call a message's thinking
+
+
+class Tags(NamedTuple):
+    """What stands before and after the thinking of a family's models."""
+
+    open: str
+    close: str
+
+
+# Families differ in how they write it; a template that mentions either tag belongs to a model that thinks.
+TAGS = (Tags("<think>", "</think>"), Tags("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True)
+class Thinking:
+    """How an answer may begin with thinking. ``begun``: the prompt has opened it already."""
+
+    tags: Tags
+    begun: bool = False
+
+
+class ChatPrompt(list[int]):
+    """Token ids of a conversation. ``thinking``: how its answer may begin with thinking; None where it does not."""
+
+    def __init__(self, ids: Iterable[int], thinking: Thinking | None = None) -> None:
+        super().__init__(ids)
+        self.thinking = thinking
+
+
+class Splitter:
+    """Tells the thinking of an answer from its text, as the answer comes in, in pieces of any size.
+
+    Thinking is what stands between the tags where the answer begins with the first of them (or the prompt ended with
+    it), without the newlines around it; text is the rest, without the newlines after the thinking. An answer that ends
+    before the second tag is thinking alone. Nothing of a tag is given out. Without ``thinking`` all is text.
+    """
+
+    def __init__(self, thinking: Thinking | None) -> None:
+        self._thinking = thinking
+        self._held = ""  # perhaps the beginning of a tag, or newlines that nothing may follow
+        # "start": may open; "think": inside; "answer": behind it, nothing said yet; "text": for good
+        self._state = "text" if thinking is None else "think" if thinking.begun else "start"
+        self._fresh = True  # nothing of the thinking was given out yet
+        self._pushed = 0
+        self.tokens = 0  # pushed while it thought, tags included
+
+    def push(self, text: str, tokens: int = 1) -> list[tuple[Kind, str]]:
+        """What more text, of so many tokens, settles of either kind, in order; nothing empty."""
+        self._pushed += tokens
+        self._held += text
+        found = [piece for piece in self._settle() if piece[1]]
+        if self._state == "think":
+            self.tokens = self._pushed
+        return found
+
+    def finish(self, rest: str = "") -> list[tuple[Kind, str]]:
+        """What the last piece settles, and what was held back: nothing more comes."""
+        found = self.push(rest, 0)
+        kind: Kind = "reasoning" if self._state == "think" else "text"
+        thought = self._held.strip("\n") if self._fresh else self._held.rstrip("\n")
+        left, self._held = thought if kind == "reasoning" else self._held, ""
+        return [*found, (kind, left)] if left else found
+
+    def _settle(self) -> Iterator[tuple[Kind, str]]:
+        if self._state == "start":
+            assert self._thinking is not None
+            begins, tag = self._held.lstrip(), self._thinking.tags.open
+            if begins.startswith(tag):
+                self._state, self._held = "think", begins[len(tag) :]
+                self.tokens = self._pushed
+            elif not tag.startswith(begins):  # nor may it still become one
+                self._state = "text"
+        if self._state == "think":
+            assert self._thinking is not None
+            thought, close, after = self._held.partition(tag := self._thinking.tags.close)
+            if close:
+                self._state, self._held, self.tokens = "answer", after, self._pushed
+                yield "reasoning", thought.strip("\n") if self._fresh else thought.rstrip("\n")
+                self._fresh = False
+            else:
+                keep = len(thought) - next(n for n in range(len(tag), -1, -1) if thought.endswith(tag[:n]))
+                settled = thought[:keep].rstrip("\n")
+                self._held = self._held[len(settled) :]
+                settled = settled.lstrip("\n") if self._fresh else settled
+                self._fresh = self._fresh and not settled
+                yield "reasoning", settled
+        if self._state == "answer":
+            self._held = self._held.lstrip("\n")
+            self._state = "text" if self._held else "answer"
+        if self._state == "text":
+            settled, self._held = self._held, ""
+            yield "text", settled
+
+    @staticmethod
+    def whole(thinking: Thinking | None, answer: str) -> tuple[str, str]:
+        """The thinking of an answer, and its text."""
+        pieces = Splitter(thinking).finish(answer)
+        reasoning, text = ("".join(piece for kind, piece in pieces if kind == k) for k in ("reasoning", "text"))
+        return reasoning, text
+
+
+class ChatTemplate:
+    """A template in a sandbox, with what transformers gives those of its models: the functions ``raise_exception`` and
+    ``strftime_now``, a ``tojson`` that writes plain JSON, ``break`` and ``continue``, ``generation`` blocks."""
+
+    def __init__(self, source: str) -> None:
+        self.source = source
+
+    def render(self, variables: Mapping[str, Any]) -> str:
+        """The text it makes of ``variables``, as those that it looks at are called. Raises whatever it likes, for it is
+        a program."""
+        return self._compiled.render(variables)
+
+    @cached_property
+    def variables(self) -> frozenset[str]:
+        """What it looks at, such as ``messages`` and ``tools``. Raises ``ValueError`` if it is no template."""
+        try:
+            return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
+        except jinja2.TemplateError as error:
+            raise ValueError(str(error)) from error
+
+    @property
+    def tags(self) -> Tags | None:
+        """Those of the thinking that it knows of."""
+        return next((tags for tags in TAGS if any(tag in self.source for tag in tags)), None)
+
+    @cached_property
+    def _compiled(self) -> jinja2.Template:
+        """As code, which takes a hundred times as long to make as to run."""
+        return _environment().from_string(self.source)
+
+
+class _Generation(jinja2.ext.Extension):
+    """``{% generation %}`` marks what the model has said, for those who train it; here it is what stands in it."""
+
+    tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("_said"), [], [], body).set_lineno(line)
+
+    def _said(self, caller: Callable[[], str]) -> str:
+        return caller()
+
+
+def _environment() -> jinja2.Environment:
+    made = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", _Generation]
+    )
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def tojson(
+        value: Any,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+    made.globals["raise_exception"] = refuse
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.filters["tojson"] = tojson
+    return made
+
+
+def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -> ChatTemplate:
+    """The template of a name; without one ``tool_use`` where there are ``tools`` (and such a template), else
+    ``default``. Raises ``ValueError`` naming the choices."""
+    wanted = name or ("tool_use" if tools and "tool_use" in templates else "default")
+    if (found := templates.get(wanted)) is not None:
+        return found
+    if not templates:
+        raise ValueError("this checkpoint has no chat template; give the prompt as plain text")
+    missing = "no chat template 'default'" if name is None else f"no chat template {name!r}"
+    raise ValueError(f"this checkpoint has {missing}; choices: {sorted(templates)}")
+
+
+def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages as templates read them: a message's thinking (``reasoning_content``, or ``thinking``, or ``reasoning``)
+    goes by the first two of these names. Raises ``ValueError`` for what is no message."""
+    found = []
+    for message in messages:
+        if not isinstance(message, Mapping):
+            raise ValueError(f"message {message!r} is no dictionary with a role and a content")
+        said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
+        found.append(dict(message) if said is None else {"thinking": said, **message, "reasoning_content": said})
+    return found

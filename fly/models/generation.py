@@ -1,0 +1,116 @@
+"""What the makers say of sampling: ``generation_config.json``, every field honoured or named. No tensors here."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from fly.errors import explain
+from fly.models.checkpoint import Checkpoint
+from fly.models.config import CheckpointError
+from fly.models.opening import open_checkpoint
+from fly.types import SamplingParams
+
+__all__ = ["read_sampling_defaults", "sampling_defaults"]
+
+# By transformers' names -> by ours. What is said of drawing holds where the checkpoint draws at all.
+_DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
+_ALWAYS = {
+    "repetition_penalty": "repetition_penalty",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "stop_strings": "stop",
+}
+_IDS = ("suppress_tokens", "bad_words_ids")
+# Those that change no text: of formats, caches, other ways to draft, beams (``num_beams`` says whether there are any);
+# ids that go by the tokenizer and its template, or are read elsewhere (``read_eos_ids``).
+_SILENT = {
+    *("_from_model_config", "transformers_version", "generation_kwargs", "trust_remote_code"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
+    *("use_cache", "cache_implementation", "cache_config", "max_cache_len", "return_legacy_cache", "low_memory"),
+    *("compile_config", "disable_compile", "prefill_chunk_size", "continuous_batching_config"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "return_dict_in_generate"),
+    *("is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold"),
+    *("prompt_lookup_num_tokens", "max_matching_ngram_size", "assistant_early_exit", "assistant_lookbehind"),
+    *("target_lookbehind", "assistant_ensemble_weight", "speculation_type", "use_mtp"),
+    *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
+    *("renormalize_logits", "remove_invalid_values"),
+}
+# Values that ask for nothing, besides none, zero and empty; some are what transformers takes where a file is silent.
+_NEUTRAL: Mapping[str, Any] = {
+    "temperature": 1,
+    "top_p": 1,
+    "top_k": 50,
+    "max_length": 20,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "typical_p": 1,
+    "encoder_repetition_penalty": 1,
+    "guidance_scale": 1,
+    "top_h": 1,
+}
+
+
+def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int | None = None) -> SamplingParams:
+    """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
+
+    One warning names all that it asks for and does not get. Raises ``CheckpointError`` for values out of range, token
+    ids outside a vocabulary of ``vocab_size`` among them.
+    """
+    checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
+    params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)
+    if ignored:
+        warnings.warn(f"{checkpoint.where(name)}: {'; '.join(ignored)}", stacklevel=3)
+    return params
+
+
+def sampling_defaults(
+    settings: Mapping[str, Any], source: str, vocab_size: int | None = None
+) -> tuple[SamplingParams, list[str]]:
+    """Settings, of a ``source`` that errors name, as parameters; and, in words, those that are not honoured."""
+    asked = {name: value for name, value in settings.items() if value is not None and name not in _SILENT}
+    draws = asked.pop("do_sample", False)
+    given: dict[str, Any] = {} if draws else {"temperature": 0.0}
+    if draws:
+        given |= {name: asked.pop(name) for name in _DRAWING if name in asked}
+    given |= {ours: asked.pop(theirs) for theirs, ours in _ALWAYS.items() if theirs in asked}
+    try:
+        listed = {name: asked.pop(name) for name in _IDS if name in asked}
+        bad = [*([i] for i in listed.get("suppress_tokens", ())), *listed.get("bad_words_ids", ())]
+        if bad:
+            given["bad_words_ids"] = tuple(map(tuple, bad))
+        params = SamplingParams(**given)
+    except ValidationError as error:
+        raise CheckpointError(f"{source}: {explain(error)}") from error
+    except TypeError as error:
+        raise CheckpointError(f"{source}: {', '.join(listed)} must be lists of token ids ({error})") from error
+    try:
+        params.check_ids(sys.maxsize if vocab_size is None else vocab_size)
+    except ValueError as error:
+        raise CheckpointError(f"{source}: {', '.join(listed)}: {error}") from None
+    return params, _unmet(asked)
+
+
+def _unmet(asked: dict[str, Any]) -> list[str]:
+    """What is left of settings and asks for something, in words."""
+
+    def shown(names: list[str]) -> str:
+        return ", ".join(f"{name} {asked[name]!r}" for name in names)
+
+    found = [name for name, value in asked.items() if value and value != _NEUTRAL.get(name)]
+    drawing = [name for name in found if name in _DRAWING]
+    lengths = [name for name in found if name in ("max_length", "min_length")]
+    others = [name for name in found if name not in (*drawing, *lengths)]
+    words = []
+    if drawing:
+        words.append(f"{shown(drawing)} without effect, since do_sample is not true")
+    if lengths:
+        words.append(f"{shown(lengths)} ignored: max_tokens and min_tokens count the answer alone")
+    if others:
+        words.append(f"{shown(others)} not supported, and ignored")
+    return words
