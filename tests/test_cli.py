@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from typer.testing import CliRunner, Result
 
 import fly
@@ -22,6 +23,8 @@ from fly.cli import show
 from fly.cli.completion import pieces
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
+from tests.ggufs import write_gguf
+from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
 COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
@@ -305,6 +308,24 @@ def test_configuration_files(tmp_path: Path) -> None:
         from fly.config import Config
 
         Config.read(shipped)
+
+
+def test_a_model_is_told_of(tmp_path: Path) -> None:
+    told = words(run("models", str(resolve_checkpoint("fly-target"))).output)
+    assert "llama (LlamaForCausalLM)" in told and "1024 tokens" in told and "BF16" in told and "GB in bfloat16" in told
+    model = random_llama(layers=3, vocab_size=99, intermediate=64)
+    write_gguf(model, tmp_path / "some.gguf", GGMLQuantizationType.Q8_0)
+    told = words(run("models", str(tmp_path / "some.gguf")).output)
+    assert "3 × 32" in told and "Q8_0, F32" in told and "99 tokens, no tokenizer" in told
+    shutil.copytree(resolve_checkpoint("fly-tiny"), tmp_path / "bad")
+    config = json.loads((tmp_path / "bad" / "config.json").read_text())
+    for change, message in [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'] is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq' are not supported"),
+    ]:
+        (tmp_path / "bad" / "config.json").write_text(json.dumps(config | change))
+        result = run("models", str(tmp_path / "bad"))
+        assert result.exit_code == 2 and message in words(result.output)
 
 
 def test_models_and_policies_are_listed() -> None:
