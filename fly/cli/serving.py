@@ -75,7 +75,7 @@ def serve(
     ] = None,
     cache_bytes: Annotated[
         int | None,
-        typer.Option(min=1, help="Most memory for the KV caches; 4 GiB, or half of what is free, otherwise."),
+        typer.Option(min=1, help="Most memory for the KV caches; 4 GiB or half of what is free if not given."),
     ] = None,
     share_prefixes: Annotated[
         Literal["key", "all"],
