@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -31,9 +32,10 @@ _LETTERS = {Why.MATCH: "m", Why.RELAXED: "r", Why.CORRECTION: "c", Why.BONUS: "b
 
 @dataclass(frozen=True)
 class Turn:
-    """One completion that a plan asks for."""
+    """One completion that a plan asks for; its problem is the ``number``-th of the task."""
 
     key: Key
+    number: int
     task: Task
     problem: Problem
     way: Way
@@ -54,7 +56,7 @@ def turns_of(plan: Plan) -> Iterator[Turn]:
                     for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
                         for turn in range(len(problem.turns)):
                             key = Key(task.name, problem.id, turn, seed, temperature, way.label)
-                            yield Turn(key, task, problem, way)
+                            yield Turn(key, number, task, problem, way)
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
@@ -71,7 +73,11 @@ def check_folder(plan: Plan, folder: Path) -> None:
     by the other would be mixed up.
     """
     fields = plan.model_dump(mode="json")
-    digests = {name: task.digest for name, (task, _) in plan.loaded_tasks().items()}
+    loaded = plan.loaded_tasks()
+    tasks = {
+        name: {"digest": task.digest, "scorer": task.scorer.kind, "scores": task.scorer.scores}
+        for name, (task, _) in loaded.items()
+    }
     path = folder / "plan.yaml"
     if path.exists():
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -83,14 +89,14 @@ def check_folder(plan: Plan, folder: Path) -> None:
         ]
         changed += [
             f"task {name}: its file or its data have changed"
-            for name, digest in digests.items()
-            if before["tasks"].get(name, digest) != digest
+            for name, facts in tasks.items()
+            if before["tasks"].get(name, facts) != facts
         ]
         if changed:
             raise ValueError(f"{folder} was begun with other settings; {'; '.join(changed)}. Give a new folder.")
-        digests = {**before["tasks"], **digests}
+        tasks = {**before["tasks"], **tasks}
     folder.mkdir(parents=True, exist_ok=True)
-    text = yaml.safe_dump({"plan": fields, "tasks": digests}, sort_keys=False, allow_unicode=True)
+    text = yaml.safe_dump({"plan": fields, "tasks": tasks}, sort_keys=False, allow_unicode=True)
     fresh = path.with_suffix(".new")
     fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
@@ -143,9 +149,8 @@ def decode_run(
         complete(setting, [0, 1, 2, 3], warm, clocked=True)
     base = next(iter(settings.values())).llm
     around = environment(base, plan.model)
-    writes = ranks is None or ranks.leads
-    with Appender(folder / "records.jsonl" if writes else Path("/dev/null")) as file:
-        if around["id"] not in records.environments:
+    with nullcontext() if ranks is not None and not ranks.leads else Appender(folder / "records.jsonl") as file:
+        if file is not None and around["id"] not in records.environments:
             file.write(around)
             records.environments[around["id"]] = around
         for turn in todo:
@@ -167,9 +172,10 @@ def decode_run(
                 done = complete(setting, prompt, params, clocked=True)
             except ValueError as error:
                 raise ValueError(f"task {task.name!r}, problem {turn.problem.id}: {error}") from None
-            record = _record(key, done, around["id"], setting.llm)
+            record = _record(turn, done, around["id"], setting.llm)
             records.completions[key] = record
-            file.write(record)
+            if file is not None:
+                file.write(record)
             advance(record)
 
 
@@ -191,14 +197,17 @@ def _row_seed(key: Key) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _record(key: Key, done: Completion, around: str, llm: LLM) -> dict[str, Any]:
+def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, Any]:
     """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
     ``ends`` where the text of each ends, ``relaxed`` for each relaxed one its place, clause, and the target's choice."""
-    output, stats = done.output, done.output.stats
+    key, output, stats = turn.key, done.output, done.output.stats
     counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
     return {
         "kind": "completion",
         **key._asdict(),
+        "number": turn.number,
+        "group": turn.problem.group,
+        "turns": len(turn.problem.turns),
         "text": output.text,
         "token_ids": output.token_ids,
         "why": "".join(_LETTERS[token.why] for token in output.provenance),
