@@ -25,6 +25,7 @@ import sys
 import sysconfig
 import tempfile
 import types
+from collections.abc import Callable
 
 _MAX_CODE_CHARS = 1_000_000
 _MEGABYTE = 1 << 20
@@ -99,7 +100,7 @@ def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
             if small and (refused := refusal(expression)):
                 return False, f"test: {refused}"
             if eval(compile(expression, "test", "eval"), space) is not True:
-                return False, f"failed: {test}"
+                return False, f"failed: {test}"[:300]
     except BaseException as error:  # whatever the program does, somebody waits for an answer
         return False, f"{type(error).__name__}: {error}"[:300]
     return True, ""
@@ -291,14 +292,15 @@ def _escapes() -> list[str]:
             os._exit(0)
         return os.waitpid(child, 0)
 
-    def raised() -> object:
-        return resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    def raised() -> None:
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-    def signalled() -> object:
-        return os.kill(os.getppid(), 0)
+    def signalled() -> None:
+        os.kill(os.getppid(), 0)
 
+    attempts: list[Callable[[], object]] = [listed, read, wrote, connected, forked, raised, signalled]
     found = []
-    for attempt in (listed, read, wrote, connected, forked, raised, signalled):
+    for attempt in attempts:
         try:
             attempt()
         except (OSError, ValueError):
@@ -340,7 +342,7 @@ def _in_a_child(act, scratch: str, language: str, timeout_s: float, memory: int)
         if not ready:
             return False, "timed out"
         said = os.read(answer, 4096)
-        return tuple(json.loads(said)) if said else (False, "the process died")  # type: ignore[return-value]
+        return tuple(json.loads(said)) if said else (False, "the process died")
     finally:
         os.close(answer)
         os.kill(child, signal.SIGKILL)
@@ -366,7 +368,7 @@ def serve() -> None:
             if language != "small" and refused is None:
                 refused = why_not()
                 if not refused:
-                    ok, refused = _in_a_child(_probe, scratch, language, 10.0, memory)
+                    _, refused = _in_a_child(_probe, scratch, language, 10.0, memory)
             if language != "small" and refused:
                 result: tuple[bool | None, str] = (None, refused)
             else:

@@ -76,9 +76,9 @@ class Asked(BaseModel):
 class Plan(BaseModel):
     """A run's settings, in a YAML or JSON file or from the command line. Unknown fields are errors.
 
-    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single ways
-    (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it at
-    every temperature with every seed. ``limit`` is how many problems of each task that says nothing else.
+    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
+    ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
+    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

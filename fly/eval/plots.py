@@ -38,7 +38,7 @@ class _Frame:
 
     def __init__(self, x: tuple[float, float], y: tuple[float, float], x_name: str, y_name: str, title: str) -> None:
         self.x, self.y = x, y
-        self.parts = [Markup('<title>{}</title>').format(title)]
+        self.parts = [Markup("<title>{}</title>").format(title)]
         for value in _ticks(*x):
             at = self.across(value)
             self.line(at, _TOP, at, _HIGH - _BOTTOM, "grid")
@@ -50,7 +50,9 @@ class _Frame:
         self.text((_LEFT + _WIDE - _RIGHT) / 2, _HIGH - 8, x_name, "middle")
         middle = (_TOP + _HIGH - _BOTTOM) / 2
         self.parts.append(
-            Markup('<text transform="translate(14 {:.1f}) rotate(-90)" text-anchor="middle">{}</text>').format(middle, y_name)
+            Markup('<text transform="translate(14 {:.1f}) rotate(-90)" text-anchor="middle">{}</text>').format(
+                middle, y_name
+            )
         )
 
     def across(self, x: float) -> float:
@@ -64,7 +66,9 @@ class _Frame:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> None:
         stroke = Markup(' stroke="{}"').format(colour) if colour else ""
         self.parts.append(
-            Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"{}/>').format(kind, x1, y1, x2, y2, stroke)
+            Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"{}/>').format(
+                kind, x1, y1, x2, y2, stroke
+            )
         )
 
     def text(self, x: float, y: float, text: str, anchor: str) -> None:
@@ -88,7 +92,9 @@ class _Frame:
             for n, name in enumerate(names)
         )
         inside = Markup("\n").join(self.parts)
-        return Markup('<svg viewBox="0 0 {} {}" role="img">{}</svg><p class="keys">{}</p>').format(_WIDE, _HIGH, inside, keys)
+        return Markup('<svg viewBox="0 0 {} {}" role="img">{}</svg><p class="keys">{}</p>').format(
+            _WIDE, _HIGH, inside, keys
+        )
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -141,5 +147,3 @@ def curves(found: Sequence[Curve], x_name: str, y_name: str) -> Markup:
         for place, height in enumerate(curve.heights, start=1):
             frame.dot(place, height, colour, f"{curve.name}, {place}: {height:.2f}")
     return frame.drawn([curve.name for curve in found])
-
-

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -26,10 +27,10 @@ Cells = Mapping[str, Callable[[Row], str]]
 _NONE = "–"
 
 LEGEND = (
-    "over AR, over exact: tokens a second over autoregressive decoding, and over the fastest exact speculation of the run "
-    "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v measured · "
-    "τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches at which the "
-    "target was undecided · Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
+    "over AR, over exact: tokens a second over autoregressive decoding, and over the run's fastest exact speculation "
+    "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v measured "
+    "· τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches at which "
+    "the target was undecided · Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
     "problems right more often without the rule, or with it · p: exact McNemar (sign) test of lost against won · same: "
     "answers that are AR's to the token · first: median place of the first other token · length: tokens over AR's. "
     "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
@@ -129,7 +130,9 @@ def as_json(found: Report) -> dict[str, Any]:
         "tables": [
             {
                 **{key: _clean(value) for key, value in vars(table).items() if key not in ("rows", "cases")},
-                "rows": [{**_clean(asdict(row)), "tokens_per_second": row.speed, "gate": row.gate} for row in table.rows],
+                "rows": [
+                    {**_clean(asdict(row)), "tokens_per_second": row.speed, "gate": row.gate} for row in table.rows
+                ],
             }
             for table in found.tables
         ],
@@ -219,11 +222,11 @@ def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str
             }
             for index, turns in enumerate(seeds.values())
         ],
-        "tstamp": first["at"],
+        "tstamp": datetime.fromisoformat(first["at"]).timestamp(),
     }
 
 
 def round_lengths(why: str) -> list[int]:
-    """The tokens of each round. The first token came with the prompt; a round ends with a correction or a bonus, or where
-    the answer does."""
+    """The tokens of each round. The first token came with the prompt; a round ends with a correction or a bonus, or
+    where the answer does."""
     return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

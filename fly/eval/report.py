@@ -37,10 +37,10 @@ def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
 
         S = τ / (K̄·c + v)
 
-    τ tokens a round, K̄ drafted tokens a round (``drafted``), c and v as exact speculation measured them in the same run,
-    with the same draft and length. It keeps the rule apart from its implementation: what lies between S and the measured
-    speed is the decision's cost, and what else a round does beside the models. (Leviathan et al. 2023, with a v for the
-    verification, which costs more than one token's forward.)
+    τ tokens a round, K̄ drafted tokens a round (``drafted``), c and v as exact speculation measured them in the same
+    run, with the same draft and length. It keeps the rule apart from its implementation: what lies between S and the
+    measured speed is the decision's cost, the prompts, and what else a round does beside the models. (Leviathan et al.
+    2023, with a v for the verification, which costs more than one token's forward.)
     """
     return tau / (drafted * costs.c + costs.v)
 
@@ -129,12 +129,14 @@ class Report:
 
 
 def report(folders: Sequence[Path], by_group: bool = False, cases: int = 6) -> Report:
-    """Read runs and compare. ``by_group``: tables for each group of problems too; ``cases``: problems of each task whose
-    texts are shown side by side.
+    """Read runs and compare. ``by_group``: tables for each group of problems too; ``cases``: problems of each task
+    whose texts are shown side by side.
 
     Raises ``ValueError`` for a folder that is no run, or has no completions.
     """
-    tables, environments, notes = [], [], []
+    tables: list[Table] = []
+    environments: list[dict[str, Any]] = []
+    notes: list[str] = []
     for folder in folders:
         path = folder / "plan.yaml"
         if not path.exists():
@@ -157,7 +159,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
     keys = [key for key in records.completions if key.way in ways]
     for name, temperature in dict.fromkeys((key.task, key.temperature) for key in keys):
         units: dict[tuple[str, int], Unit] = {}
-        for key in sorted((key for key in keys if (key.task, key.temperature) == (name, temperature))):
+        for key in sorted(key for key in keys if (key.task, key.temperature) == (name, temperature)):
             units.setdefault((key.problem, key.seed), {}).setdefault(key.way, []).append(key)
         whole: dict[str, list[Unit]] = {}
         for (problem, _), unit in units.items():
@@ -168,8 +170,9 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
             continue
         problems = sorted(whole.values(), key=lambda each: records.completions[each[0][ways[0]][0]]["number"])
         groups: dict[str, list[list[Unit]]] = {"": problems}
-        for problem in problems if by_group else ():
-            groups.setdefault(records.completions[problem[0][ways[0]][0]]["group"], []).append(problem)
+        for each in problems if by_group else ():
+            if group := records.completions[each[0][ways[0]][0]]["group"]:
+                groups.setdefault(group, []).append(each)
         for group, part in groups.items():
             rows, best = _Comparison(plan, records, part).table()
             scored = [_last(unit, way) in records.scores for each in part for unit in each for way in ways]
@@ -206,9 +209,7 @@ class _Comparison:
 
     def of(self, way: str) -> list[list[Record]]:
         """The completions of each problem."""
-        return [
-            [self.records.completions[key] for unit in problem for key in unit[way]] for problem in self.problems
-        ]
+        return [[self.records.completions[key] for unit in problem for key in unit[way]] for problem in self.problems]
 
     def sums(self, way: str, value: Callable[[Record], float]) -> list[float]:
         """For each problem, the sum over its completions."""
@@ -291,7 +292,10 @@ class _Comparison:
         firsts, count = [], 0
         for problem in self.problems:
             for unit in problem:
-                ours, theirs = self.records.completions[unit[label][0]], self.records.completions[unit[AUTOREGRESSIVE][0]]
+                ours, theirs = (
+                    self.records.completions[unit[label][0]],
+                    self.records.completions[unit[AUTOREGRESSIVE][0]],
+                )
                 if ours["temperature"]:
                     return  # other draws, so other tokens
                 count += 1
@@ -384,13 +388,17 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
     """What a reader of the tables should know."""
     notes = []
     if len(records.environments) > 1:
-        kinds = [f"{e['machine']}, {e['kernels']}, torch {e['torch']}, fly {e['fly']}" for e in records.environments.values()]
+        kinds = [
+            f"{e['machine']}, {e['kernels']}, torch {e['torch']}, fly {e['fly']}" for e in records.environments.values()
+        ]
         notes.append(f"{folder}: made by {len(kinds)} different setups, whose times do not compare: {'; '.join(kinds)}")
     for table in tables:
         if table.group:
             continue
         if table.unfinished:
-            notes.append(f"{table.task}: {table.unfinished} problems lack some way and are left out; the run is not over")
+            notes.append(
+                f"{table.task}: {table.unfinished} problems lack some way and are left out; the run is not over"
+            )
         if table.unscored:
             notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")
         for row in table.rows:

@@ -199,7 +199,7 @@ def _row_seed(key: Key) -> int:
 
 def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, Any]:
     """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
-    ``ends`` where the text of each ends, ``relaxed`` for each relaxed one its place, clause, and the target's choice."""
+    ``ends`` where the text of each ends, ``excused`` for each relaxed one its place, clause, the target's choice."""
     key, output, stats = turn.key, done.output, done.output.stats
     counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
     return {
@@ -266,5 +266,3 @@ def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: No
             file.write({**key._asdict(), "right": score.right, "found": score.found})
             advance()
     return left
-
-

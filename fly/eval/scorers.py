@@ -55,7 +55,9 @@ class Programs:
     def __exit__(self, *_: object) -> None:
         self._stack.close()
 
-    def run(self, code: str, tests: list[str], language: Language, timeout_s: float = 5.0, memory_mb: int = 1024) -> Score:
+    def run(
+        self, code: str, tests: list[str], language: Language, timeout_s: float = 5.0, memory_mb: int = 1024
+    ) -> Score:
         """Whether a program runs to its end, and the expressions ``tests`` are True then."""
         limits = timeout_s, memory_mb << 20
         if limits not in self._open:
@@ -260,7 +262,7 @@ class Own(_Scorer):
     def _call(self) -> Callable[[str, Row], Any]:
         module, _, name = self.function.partition(":")
         try:
-            return getattr(importlib.import_module(module), name)  # type: ignore[no-any-return]
+            return getattr(importlib.import_module(module), name)
         except (ImportError, AttributeError) as error:
             raise ValueError(f"scorer {self.function!r} cannot be imported: {error}") from None
 

@@ -26,8 +26,8 @@ def wilson(right: float, n: int) -> Estimate:
     """The share ``right / n`` with Wilson's score interval (Wilson 1927).
 
     ``right`` need not be whole: where each of n problems was answered several times, it is the sum of their shares,
-    which makes the interval wider than it need be rather than too narrow. Raises ``ValueError`` for n < 1 or a ``right``
-    outside [0, n].
+    which makes the interval wider than it need be rather than too narrow. Raises ``ValueError`` for n < 1 or a
+    ``right`` outside [0, n].
     """
     if n < 1 or not 0 <= right <= n:
         raise ValueError(f"{right:g} of {n} is no share")
@@ -50,9 +50,10 @@ def sign_test(lost: int, won: int) -> float:
 def bootstrap_ratio(above: Sequence[Sequence[float]], below: Sequence[Sequence[float]]) -> Estimate:
     """A product or quotient of sums over the same problems, with the interval of the percentile bootstrap.
 
-    The value is the product of the sums of each series in ``above``, over the product of those in ``below``; the interval
-    comes of drawing problems with replacement, each with its numbers in all series, so that what a hard or long problem
-    does to all of them cancels out. Samples in which a divisor is 0 are left out; NaN where nothing is left.
+    The value is the product of the sums of each series in ``above``, over the product of those in ``below``; the
+    interval comes of drawing problems with replacement, each with its numbers in all series, so that what a hard or
+    long problem does to all of them cancels out. Samples in which a divisor is 0 are left out; NaN where nothing is
+    left.
     """
     top, bottom = np.asarray(above, dtype=float), np.asarray(below, dtype=float)
     n = top.shape[1]

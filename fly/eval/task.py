@@ -47,13 +47,13 @@ class Task(BaseModel):
 
     ``only`` says "True" of the problems that count, ``id`` names one and ``group`` is its kind.
 
-    Where problems come from is one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to the
-    task's), ``rows`` (in the file itself) and ``generated``.
+    Where problems come from is one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to
+    the task's), ``rows`` (in the file itself) and ``generated``.
 
     ``prompt`` is the user's message (or the text to go on from, where ``chat`` is false). ``turns`` names a field with
-    several messages, to be asked in one conversation; the prompt is then the template of each, with ``turn``. ``answer``
-    is what the scorer compares with. ``solution`` is a whole answer known to be right: of the ``shots`` first
-    ``examples``, which stand before every problem, and for ``fly eval --references``.
+    several messages, to be asked in one conversation; the prompt is then the template of each, with ``turn``.
+    ``answer`` is what the scorer compares with. ``solution`` is a whole answer known to be right: of the ``shots``
+    first ``examples``, which stand before every problem, and for ``fly tasks NAME --references``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
@@ -124,7 +124,9 @@ class Task(BaseModel):
 
     @cached_property
     def _examples(self) -> list[Mapping[str, Any]]:
-        rows = read_rows(Path(self.examples), f"task {self.name!r}") if isinstance(self.examples, str) else self.examples
+        rows = (
+            read_rows(Path(self.examples), f"task {self.name!r}") if isinstance(self.examples, str) else self.examples
+        )
         if len(rows) < self.shots:
             raise ValueError(f"task {self.name!r}: shots {self.shots} are more than the {len(rows)} examples")
         return list(rows[: self.shots])
@@ -276,10 +278,9 @@ def read_rows(path: Path, what: str) -> list[dict[str, Any]]:
     Raises ``ValueError`` naming ``what`` it was for, the file and the line.
     """
     try:
-        opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8")
-        with opened as file:
-            text = file.read()
-    except (OSError, UnicodeError) as error:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (OSError, EOFError, UnicodeError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise ValueError(f"{what}: {str(path)!r} cannot be read: {reason}") from None
     if text.lstrip().startswith("["):
