@@ -18,7 +18,7 @@ from fly.cli.run import alone
 from fly.cli.show import console
 from fly.eval.plan import Plan
 from fly.llm import LLM
-from fly.policies import AcceptancePolicy, parse_policy
+from fly.policies import parse_policy
 from fly.types import SamplingParams
 
 
@@ -46,11 +46,11 @@ def demo(
     console.print()
     legend(llm, stats, elapsed)
     console.print()
-    compare_on_bundled(rule, problems, k, split, seed, True, dtype=dtype, kernels=kernels)
+    compare_on_bundled(policy, problems, k, split, seed, True, dtype=dtype, kernels=kernels)
 
 
 def compare_on_bundled(
-    rule: AcceptancePolicy,
+    rule: str,
     count: int,
     k: int,
     split: str = "heldout",

@@ -23,8 +23,8 @@ from fly.cli.show import console, note, print_list, progress, sentences, table, 
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.plan import Plan
 from fly.eval.records import Records, read_records
-from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
-from fly.eval.report import Report, report
+from fly.eval.render import LEGEND, Cells, as_html, as_json, as_markdown, columns, write_spec_bench
+from fly.eval.report import Report, Row, report
 from fly.eval.run import Turn, check_folder, decode_run, remaining, score_run
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
@@ -106,7 +106,8 @@ def _score_references(asked: Task, run_code: bool) -> None:
 def evaluate(
     context: typer.Context,
     plan: Annotated[
-        Path | None, typer.Argument(help="A YAML or JSON file of the settings; options given here win.")
+        Path | None,
+        typer.Argument(help="A YAML or JSON file of the settings, or a run's folder, to go on; options win."),
     ] = None,
     task: _TaskOption = None,
     policy: Annotated[
@@ -158,6 +159,8 @@ def evaluate(
            if plan is None or _typed(context, name)},
     }  # fmt: skip
     fields = {} if plan is None else Plan.read(plan)
+    if out is None and plan is not None and plan.is_dir():
+        out = plan
     wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
         found = run_plan(wanted, folder, ranks)
@@ -258,11 +261,21 @@ def show_report(found: Report) -> None:
     for each in found.tables:
         console.print(f"[bold]{escape(each.title)}[/]", soft_wrap=True)
         for cells in columns(each).values():
-            shown = {heading: (lambda row, cell=cell: escape(cell(row))) for heading, cell in cells.items()}
-            console.print(table("", each.rows, shown, wrapped=("decoding",), show_edge=False, padding=(0, 1, 0, 0)))
+            console.print(table("", each.rows, _narrow(cells), wrapped=("decoding",), show_edge=False))
     note(escape(LEGEND))
     for line in found.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
+
+
+def _narrow(cells: Cells) -> dict[str, Callable[[Row], str]]:
+    """The same cells on two lines: headings of several words, and below each estimate its interval."""
+
+    def narrow(heading: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        if heading == "decoding":
+            return lambda row: escape(cell(row))
+        return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
+
+    return {heading.replace(" ", "\n"): narrow(heading, cell) for heading, cell in cells.items()}
 
 
 @alone

@@ -13,8 +13,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from fly.cache import DEFAULT_BYTES
 from fly.errors import explain
 from fly.eval.task import Task, load_task
-from fly.policies import AcceptancePolicy, Exact, FLy, PolicyField
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import Relaxed
+from fly.policies.registry import load_policy
 
 __all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "rule_name"]
 
@@ -41,6 +42,20 @@ class Way:
         return self.k > 0 and self.policy == Exact()
 
 
+def _rule(value: object) -> str:
+    """The text of a policy, once it can be read. It stays as it was written: ``module:Class`` names what it imports."""
+    text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
+    parse_policy(text, trusted=True)
+    return text
+
+
+def _parsed(text: str) -> AcceptancePolicy:
+    return parse_policy(text, trusted=True)
+
+
+_Rule = Annotated[str, BeforeValidator(_rule)]
+
+
 def _listed(value: object) -> object:
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
@@ -54,7 +69,7 @@ class _Extra(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: PolicyField = Field(default_factory=Exact)
+    policy: _Rule = "exact"
     k: int | None = Field(default=None, ge=1)
     draft: str | None = None
 
@@ -74,7 +89,8 @@ class Asked(BaseModel):
 
 
 class Plan(BaseModel):
-    """A run's settings, in a YAML or JSON file or from the command line. Unknown fields are errors.
+    """A run's settings, in a YAML or JSON file or from the command line, which the user trusts: a policy may name a
+    ``module:Class``, which is imported. Unknown fields are errors.
 
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
@@ -86,7 +102,7 @@ class Plan(BaseModel):
     model: str = "fly-target"
     drafts: _one_or_several(str) = ("fly-draft",)  # type: ignore[valid-type]
     k: _one_or_several(Annotated[int, Field(ge=1)]) = (15,)  # type: ignore[valid-type]
-    policies: _one_or_several(PolicyField) = Field(default_factory=lambda: (FLy(),))  # type: ignore[valid-type]
+    policies: _one_or_several(_Rule) = ("fly",)  # type: ignore[valid-type]
     settings: tuple[_Extra, ...] = ()
     temperatures: _one_or_several(Annotated[float, Field(ge=0, allow_inf_nan=False)]) = (0.0,)  # type: ignore[valid-type]
     seeds: _one_or_several(int) = (0,)  # type: ignore[valid-type]
@@ -131,10 +147,10 @@ class Plan(BaseModel):
         wanted: list[tuple[str, int, AcceptancePolicy]] = []
         for draft in self.drafts:
             for k in self.k:
-                wanted += [(draft, k, rule) for rule in (Exact(), *self.policies)]
+                wanted += [(draft, k, rule) for rule in (Exact(), *map(_parsed, self.policies))]
         for extra in self.settings:
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
-            wanted += [(draft, k, Exact()), (draft, k, extra.policy)]
+            wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
         unique = list(dict.fromkeys(wanted))
         rules = list(dict.fromkeys(rule for _, _, rule in unique))
         counts = Counter(map(rule_name, rules))
@@ -161,21 +177,20 @@ class Plan(BaseModel):
 
     @staticmethod
     def of(fields: dict[str, Any], where: str = "") -> Plan:
-        """A plan that the user trusts: its policies may name a ``module:Class``, which is imported.
-
-        Raises ``ValueError`` naming ``where`` it came from and every field that is wrong.
-        """
+        """A plan of these fields. Raises ``ValueError`` naming ``where`` it came from and every field that is wrong."""
         try:
-            return Plan.model_validate(fields, context={"trusted": True})
+            return Plan.model_validate(fields)
         except ValidationError as error:
             raise ValueError(f"{where}{explain(error)}; fields: {list(Plan.model_fields)}") from error
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any]:
-        """The fields of a plan's file, unchecked. Paths of tasks and of their data in it are relative to it."""
+        """The fields of a plan's file, or of the plan in a run's folder, unchecked. Paths of tasks and of their data in
+        a file are relative to it."""
         path = Path(path)
+        saved = path / "plan.yaml" if path.is_dir() else path
         try:
-            fields = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+            fields = yaml.safe_load(saved.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ValueError(f"plan {str(path)!r} cannot be read: {reason}") from error
@@ -183,6 +198,8 @@ class Plan(BaseModel):
             raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
         if not isinstance(fields, dict):
             raise ValueError(f"{path}: a plan is a mapping of fields, not {fields!r}")
+        if path.is_dir():
+            return dict(fields["plan"])
         if "tasks" in fields:
             tasks = fields["tasks"] if isinstance(fields["tasks"], list) else [fields["tasks"]]
             fields["tasks"] = [_placed(each, path.absolute().parent) for each in tasks]

@@ -28,9 +28,10 @@ _NONE = "–"
 
 LEGEND = (
     "over AR, over exact: tokens a second over autoregressive decoding, and over the run's fastest exact speculation "
-    "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v measured "
-    "· τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches at which "
-    "the target was undecided · Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
+    "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v "
+    "measured · τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches "
+    "at which the target was undecided · "
+    "Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
     "problems right more often without the rule, or with it · p: exact McNemar (sign) test of lost against won · same: "
     "answers that are AR's to the token · first: median place of the first other token · length: tokens over AR's. "
     "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
