@@ -21,6 +21,7 @@ class Point:
     """A way to decode, by two estimates."""
 
     name: str
+    colour: str
     x: Estimate
     y: Estimate
 
@@ -30,6 +31,7 @@ class Curve:
     """Heights at 1, 2, 3, ..."""
 
     name: str
+    colour: str
     heights: Sequence[float]
 
 
@@ -86,10 +88,10 @@ class _Frame:
             )
         )
 
-    def drawn(self, names: Sequence[str]) -> Markup:
+    def drawn(self, named: Sequence[Point | Curve]) -> Markup:
         keys = Markup("").join(
-            Markup('<span class="key"><i style="background:{}"></i>{}</span>').format(COLOURS[n % len(COLOURS)], name)
-            for n, name in enumerate(names)
+            Markup('<span class="key"><i style="background:{}"></i>{}</span>').format(each.colour, each.name)
+            for each in named
         )
         inside = Markup("\n").join(self.parts)
         return Markup('<svg viewBox="0 0 {} {}" role="img">{}</svg><p class="keys">{}</p>').format(
@@ -128,22 +130,22 @@ def pareto(points: Sequence[Point], x_name: str, y_name: str) -> Markup:
     ys = [y for point in points for y in point.y]
     frame = _Frame(_room(xs), _room(ys), x_name, y_name, f"{y_name} against {x_name}")
     frame.path([(point.x.value, point.y.value) for point in front(points)], "front")
-    for number, point in enumerate(points):
-        colour = COLOURS[number % len(COLOURS)]
+    for point in points:
+        colour = point.colour
         at, up = frame.across(point.x.value), frame.up(point.y.value)
         frame.line(frame.across(point.x.low), up, frame.across(point.x.high), up, "bar", colour)
         frame.line(at, frame.up(point.y.low), at, frame.up(point.y.high), "bar", colour)
         frame.dot(point.x.value, point.y.value, colour, f"{point.name}: {point.x.value:.2f}, {point.y.value:.3f}")
-    return frame.drawn([point.name for point in points])
+    return frame.drawn(points)
 
 
 def curves(found: Sequence[Curve], x_name: str, y_name: str) -> Markup:
     """Lines over 1, 2, 3, ..., whose heights are shares."""
     longest = max(len(curve.heights) for curve in found)
     frame = _Frame((0.5, longest + 0.5), (0.0, 1.0), x_name, y_name, f"{y_name} by {x_name}")
-    for number, curve in enumerate(found):
-        colour = COLOURS[number % len(COLOURS)]
+    for curve in found:
+        colour = curve.colour
         frame.path(list(enumerate(curve.heights, start=1)), "curve", colour)
         for place, height in enumerate(curve.heights, start=1):
             frame.dot(place, height, colour, f"{curve.name}, {place}: {height:.2f}")
-    return frame.drawn([curve.name for curve in found])
+    return frame.drawn(found)

@@ -16,7 +16,7 @@ import jinja2
 import yaml
 
 from fly.eval.plan import AUTOREGRESSIVE, Plan
-from fly.eval.plots import Curve, Point, curves, pareto
+from fly.eval.plots import COLOURS, Curve, Point, curves, pareto
 from fly.eval.records import read_records
 from fly.eval.report import Report, Row, Table
 from fly.eval.statistics import Estimate
@@ -157,12 +157,13 @@ def as_html(found: Report, title: str) -> str:
     """One page that holds all it needs: tables, plots, and texts side by side with every relaxed token marked."""
     shown = []
     for table in found.tables:
+        coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
         points = [
-            Point(row.way, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
-            for row in table.rows
+            Point(row.way, colour, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
+            for row, colour in coloured
             if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
         ]
-        drawn = [Curve(row.way, row.curve) for row in table.rows if row.curve]
+        drawn = [Curve(row.way, colour, row.curve) for row, colour in coloured if row.curve]
         shown.append(
             {
                 "table": table,

@@ -95,6 +95,7 @@ class Case:
     """Answers to one problem by several ways, as texts with the places of relaxed tokens."""
 
     problem: str
+    asked: str
     answers: list[tuple[str, bool | None, list[tuple[str, str]]]]  # way, right, pieces of text and why each was relaxed
 
 
@@ -367,7 +368,8 @@ def _cases(plan: Plan, records: Records, problems: list[list[Unit]], count: int)
             key = unit[way.label][-1]
             right = records.scores.get(key, {}).get("right")
             answers.append((way.label, right, pieces_of(records.completions[key])))
-        found.append(Case(_last(unit, AUTOREGRESSIVE).problem, answers))
+        plain = _last(unit, AUTOREGRESSIVE)
+        found.append(Case(plain.problem, records.completions[plain]["asked"], answers))
     return found
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 
-from fly.eval.plan import Plan, Way
+from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
 from fly.eval.records import Appender, Key, Records, read_records
 from fly.eval.scorers import Programs
 from fly.eval.task import Problem, Task
@@ -208,6 +208,7 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
         "number": turn.number,
         "group": turn.problem.group,
         "turns": len(turn.problem.turns),
+        **({"asked": turn.problem.turns[key.turn]} if key.way == AUTOREGRESSIVE else {}),
         "text": output.text,
         "token_ids": output.token_ids,
         "why": "".join(_LETTERS[token.why] for token in output.provenance),
