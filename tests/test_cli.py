@@ -24,7 +24,7 @@ from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
-COMMANDS = {"generate", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
+COMMANDS = {"generate", "serve", "models", "policies", "drafts", "tasks", "check", "demo", "bench", "eval", "report"}
 
 
 def run(*arguments: str, **options: str) -> Result:
@@ -417,10 +417,10 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
 def test_rules_are_compared_on_the_bundled_tasks(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     rules = ("--policy", "fly", "--policy", "fly(theta=0.9)", "--policy", "exact")
-    options = ("--model", "fly-tiny", "--draft", "ngram", "--problems", "2", "--kind", "text", "--json", str(path))
+    options = ("--model", "fly-tiny", "--draft", "ngram", "--problems", "2", "--json", str(path))
     shown = run("eval", *rules, *options)
-    assert shown.exit_code == 0 and "2 heldout text problems" in words(shown.output), shown.output
-    found = json.loads(path.read_text())
-    assert [each["k"] for each in found] == [0, 15, 15, 15] and found[0]["decoding"] == "autoregressive"
-    assert len({each["decoding"] for each in found}) == 4 and all(each["problems"] == 2 for each in found)
+    assert shown.exit_code == 0 and "bundled-middle · temperature 0 · 2 problems" in words(shown.output), shown.output
+    (table,) = json.loads(path.read_text())["tables"]
+    assert [row["k"] for row in table["rows"]] == [0, 15, 15, 15] and table["rows"][0]["way"] == "autoregressive"
+    assert len({row["way"] for row in table["rows"]}) == 4 and all(row["problems"] == 2 for row in table["rows"])
     assert run("eval", "--draft", "none").exit_code == 2

@@ -102,9 +102,7 @@ def _word_change(rng: Random) -> _Change:
 def _filter(rng: Random, level: int) -> Made:
     """Filter a list, change what is left, and collect, add up, count or look for it."""
     words = rng.random() < 0.4
-    large = level == 2 or (level == 1 and rng.random() < 0.5)
-    reworded = level == 2 or (level == 1 and not large)
-    phrase, test, holds = (_word_condition if words else _number_condition)(rng, large)
+    phrase, test, holds = (_word_condition if words else _number_condition)(rng, level == 2)
     operation = rng.choice(
         ("list", "list", "count", "first", "any", "join" if words else "sum", "longest" if words else "max")
     )
@@ -162,7 +160,7 @@ def _filter(rng: Random, level: int) -> Made:
         f"            {update}",
         f"    return {result}",
     ]
-    prompt = rng.choice(_prompts(reworded, f"{function}({argument})", f"{goal}, in `{argument}`"))
+    prompt = rng.choice(_prompts(level > 0, f"{function}({argument})", f"{goal}, in `{argument}`"))
     doc = f"{rng.choice(RETURN)} {goal}"
     note = rng.choice((f'    """{doc}."""' if '"' not in doc else f"    # {doc}.", f"    # {doc}."))
     lead = _lead(rng, function, f"through `{argument}`")
@@ -246,8 +244,8 @@ def _made(key: str, prompt: str, lead: str, code: list[str], tests: list[str]) -
 
 
 def make(rng: Random, level: int) -> Made:
-    """A function to write; at ``level`` 1 with larger constants or asked in other words, at 2 both, and combinations
-    that training never has."""
+    """A function to write; at ``level`` 1 asked in other words than in training, at 2 also with larger constants and
+    combinations that training never has."""
     if level == 1:
         return _filter(rng, level)
     return _scalar(rng, level == 2) if rng.random() < 0.2 else _filter(rng, level)

@@ -8,10 +8,9 @@ lie several tokens apart, with a continuation that does not depend on the choice
 
 A problem's *content key* (its numbers, operations and constants, but not its wording) decides by hash
 whether it belongs to ``train`` or to ``heldout``; the two splits never share a prompt.  ``middle`` takes one step out
-of what training has (longer lists, larger constants, or a question in other words), which the bundled target solves
-about half the time.  ``ood`` uses
-the same words, but longer chains and lists than ``train`` ever has, larger constants, combinations of
-operations that never occur together, and questions worded in other ways.
+of what training has (longer lists, or a question in other words), which the bundled target solves two times in
+five.  ``ood`` uses the same words, but longer chains and lists than ``train`` ever has, larger constants,
+combinations of operations that never occur together, and questions worded in other ways.
 """
 
 from __future__ import annotations
