@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import ast
 import ctypes
+import functools
 import json
 import os
 import platform
@@ -312,7 +313,10 @@ def _escapes() -> list[str]:
 # --- the process -----------------------------------------------------------------------------------------
 
 
-def _in_a_child(act, scratch: str, language: str, timeout_s: float, memory: int) -> tuple[bool, str]:  # type: ignore[no-untyped-def]
+_Result = tuple[bool | None, str]  # whether all went well, and why not; None: it was not even tried
+
+
+def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout_s: float, memory: int) -> _Result:
     """What ``act()`` gives in a process that has isolated itself first; or that it took too long, or died."""
     answer, out = os.pipe()
     child = os.fork()
@@ -329,9 +333,10 @@ def _in_a_child(act, scratch: str, language: str, timeout_s: float, memory: int)
             os.closerange(4, 64)
             try:
                 isolate(scratch, language, int(timeout_s) + 2, memory)
+            except (OSError, ValueError) as error:
+                result: _Result = None, f"a process cannot be isolated: {error}"
+            else:
                 result = act()
-            except BaseException as error:
-                result = False, f"cannot isolate: {error}"
             os.write(3, json.dumps(result).encode()[:4000])
             code = 0
         finally:
@@ -342,7 +347,10 @@ def _in_a_child(act, scratch: str, language: str, timeout_s: float, memory: int)
         if not ready:
             return False, "timed out"
         said = os.read(answer, 4096)
-        return tuple(json.loads(said)) if said else (False, "the process died")
+        if not said:
+            return False, "the process died"
+        ok, reason = json.loads(said)
+        return ok, reason
     finally:
         os.close(answer)
         os.kill(child, signal.SIGKILL)
@@ -357,7 +365,7 @@ def _probe() -> tuple[bool, str]:
 def serve() -> None:
     """Answer jobs, a line of JSON each, until there are no more."""
     sys.dont_write_bytecode = True
-    import collections, functools, heapq, itertools, math, random, re, string, typing  # noqa: E401, F401, I001
+    import collections, heapq, itertools, math, random, re, string, typing  # noqa: E401, F401, I001
 
     refused: str | None = None  # why no full Python; None: nobody asked
     print("ready", flush=True)
@@ -370,12 +378,10 @@ def serve() -> None:
                 if not refused:
                     _, refused = _in_a_child(_probe, scratch, language, 10.0, memory)
             if language != "small" and refused:
-                result: tuple[bool | None, str] = (None, refused)
+                result: _Result = (None, refused)
             else:
-                result = _in_a_child(
-                    lambda code=code, tests=tests, language=language: run_job(code, tests, language),
-                    *(scratch, language, timeout_s, memory),
-                )
+                job = functools.partial(run_job, code, tests, language)
+                result = _in_a_child(job, scratch, language, timeout_s, memory)
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         print(json.dumps(result), flush=True)

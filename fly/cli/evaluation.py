@@ -131,6 +131,7 @@ def evaluate(
         int | None,
         typer.Option(min=1, help="How many problems of each task. [default: 48, of a plan: all]", show_default=False),
     ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the tasks' own limits.")] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; a run that is in it goes on. Without it nothing is kept.")
     ] = None,
@@ -153,6 +154,7 @@ def evaluate(
         "k": k,
         "temperatures": temperature,
         "seeds": seed,
+        "max_tokens": max_tokens,
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
         **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels))
@@ -258,10 +260,12 @@ def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Cal
 
 def show_report(found: Report) -> None:
     """Print a report's tables and what a reader should know."""
+    several = len({each.run for each in found.tables}) > 1
     for each in found.tables:
-        console.print(f"[bold]{escape(each.title)}[/]", soft_wrap=True)
+        title = f"{each.run}: {each.title}" if several else each.title
+        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
         for cells in columns(each).values():
-            console.print(table("", each.rows, _narrow(cells), wrapped=("decoding",), show_edge=False))
+            console.print(table("", each.rows, _narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
     note(escape(LEGEND))
     for line in found.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
@@ -271,11 +275,15 @@ def _narrow(cells: Cells) -> dict[str, Callable[[Row], str]]:
     """The same cells on two lines: headings of several words, and below each estimate its interval."""
 
     def narrow(heading: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        if heading == "decoding":
+        if heading == next(iter(cells)):
             return lambda row: escape(cell(row))
         return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
 
-    return {heading.replace(" ", "\n"): narrow(heading, cell) for heading, cell in cells.items()}
+    first = next(iter(cells))
+    return {
+        heading if heading == first else heading.replace(" ", "\n"): narrow(heading, cell)
+        for heading, cell in cells.items()
+    }
 
 
 @alone

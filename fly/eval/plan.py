@@ -94,7 +94,8 @@ class Plan(BaseModel):
 
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
-    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else.
+    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
+    ``max_tokens`` holds instead of the tasks' own.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -108,6 +109,7 @@ class Plan(BaseModel):
     seeds: _one_or_several(int) = (0,)  # type: ignore[valid-type]
     tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
     limit: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     run_code: bool = False

@@ -94,14 +94,23 @@ def columns(table: Table) -> dict[str, Cells]:
         }
     if all(row.accuracy is None for row in table.rows):
         answers = {key: cell for key, cell in answers.items() if key not in (right, "recovery", "lost, won", "p")}
-    return {"Speed": speed, "Answers": answers}
+    longest = max(len(row.curve) for row in table.rows)
+    places: Cells = {
+        "place in the draft": name,
+        **{str(at): _stood(at) for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, 64) if at <= longest},
+    }
+    return {"Speed": speed, "Answers": answers, **({"How often a drafted token stood": places} if longest else {})}
+
+
+def _stood(place: int) -> Callable[[Row], str]:
+    return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
 
 
 def as_markdown(found: Report) -> str:
     """Headings and tables that any Markdown viewer shows."""
     lines = []
     for table in found.tables:
-        lines += [f"## {_plain(table.title)}", ""]
+        lines += [f"## {_plain(table.title)}", "", f"{table.run}", ""]
         for cells in columns(table).values():
             lines.append("| " + " | ".join(cells) + " |")
             lines.append("|" + " --- |" + " ---: |" * (len(cells) - 1))

@@ -163,7 +163,7 @@ def decode_run(
                 top_p=plan.top_p,
                 top_k=plan.top_k,
                 seed=_row_seed(key),
-                max_tokens=task.max_tokens,
+                max_tokens=plan.max_tokens or task.max_tokens,
                 stop=task.stop,
             )
             for allocator in setting.llm.scheduler.allocators():
@@ -171,7 +171,8 @@ def decode_run(
             try:
                 done = complete(setting, prompt, params, clocked=True)
             except ValueError as error:
-                raise ValueError(f"task {task.name!r}, problem {turn.problem.id}: {error}") from None
+                place = f"task {task.name!r}, problem {turn.problem.id}"
+                raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
             record = _record(turn, done, around["id"], setting.llm)
             records.completions[key] = record
             if file is not None:
