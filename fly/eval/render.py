@@ -97,7 +97,7 @@ def columns(table: Table) -> dict[str, Cells]:
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
         "place in the draft": name,
-        **{str(at): _stood(at) for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, 64) if at <= longest},
+        **{str(at): _stood(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
     }
     return {"Speed": speed, "Answers": answers, **({"How often a drafted token stood": places} if longest else {})}
 

@@ -5,7 +5,6 @@ Everything is computed from a run's folder; no model is loaded.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -415,8 +414,3 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         if table.refusals and not any(row.accuracy and row.accuracy.value for row in table.rows[:1]):
             notes.append(f"{table.task}: the target alone refuses nothing here, so there is no refusal to keep")
     return list(dict.fromkeys(notes))
-
-
-def is_number(value: float | None) -> bool:
-    """Whether there is a figure to show."""
-    return value is not None and not math.isnan(value)
