@@ -265,6 +265,9 @@ def open_sandbox() -> Iterator[sandbox.Sandbox]:
 
 @ISOLATED
 def test_real_programs_end_in_time_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with sandbox.Sandbox(timeout_s=20) as opened:
+        fills = "n = 0\nwhile True:\n    open(str(n), 'wb').write(bytes(1 << 23))\n    n += 1"
+        assert opened.run(fills, language="python").reason == "wrote too much"
     with sandbox.Sandbox(timeout_s=0.5) as opened:
         swallows = (
             "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        pass"

@@ -11,6 +11,7 @@ need no privilege. Before the first such job the process tries what must fail, a
 from __future__ import annotations
 
 import ast
+import contextlib
 import ctypes
 import functools
 import json
@@ -25,11 +26,13 @@ import struct
 import sys
 import sysconfig
 import tempfile
+import time
 import types
 from collections.abc import Callable
 
 _MAX_CODE_CHARS = 1_000_000
 _MEGABYTE = 1 << 20
+_MOST_WRITTEN = 64 * _MEGABYTE  # of all files together; of one, 16
 
 # --- the small language ----------------------------------------------------------------------------------
 
@@ -313,6 +316,16 @@ def _escapes() -> list[str]:
 # --- the process -----------------------------------------------------------------------------------------
 
 
+def _written(folder: str) -> int:
+    """Bytes of the files in a folder and those in it."""
+    total = 0
+    for where, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(where, name)).st_blocks * 512
+    return total
+
+
 _Result = tuple[bool | None, str]  # whether all went well, and why not; None: it was not even tried
 
 
@@ -343,9 +356,12 @@ def _in_a_child(act: Callable[[], _Result], scratch: str, language: str, timeout
             os._exit(code)
     os.close(out)
     try:
-        ready, _, _ = select.select([answer], [], [], timeout_s)
-        if not ready:
-            return False, "timed out"
+        deadline = time.monotonic() + timeout_s
+        while not select.select([answer], [], [], min(0.1, max(0.0, deadline - time.monotonic())))[0]:
+            if time.monotonic() >= deadline:
+                return False, "timed out"
+            if _written(scratch) > _MOST_WRITTEN:
+                return False, "wrote too much"
         said = os.read(answer, 4096)
         if not said:
             return False, "the process died"
