@@ -471,6 +471,13 @@ def test_a_run_may_grow(plan: Plan, whole: Path) -> None:
     (whole / "plan.yaml").write_bytes(before)
 
 
+def test_as_many_bundled_problems_as_are_asked_for() -> None:
+    few, many = (Plan.of({"tasks": "bundled-ood", "limit": n}).loaded_tasks()["bundled-ood"] for n in (3, 230))
+    assert (few[1], many[1]) == (3, 230) and len({problem.id for problem in many[0].problems}) == 230
+    assert [p.turns for p in few[0].problems] == [p.turns for p in many[0].problems[:3]]
+    assert few[0].digest == many[0].digest
+
+
 def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
     with Appender(tmp_path / "x.jsonl") as file:
         file.write({"a": "\u2028"})

@@ -60,7 +60,7 @@ def compare_on_bundled(
 ) -> None:
     """Run bundled problems through the bundled models by each way, and print the tables. Nothing is kept."""
 
-    task = {"task": f"bundled-{split}", "generated": {"split": split, "seed": seed, "count": count}}
+    task = {"task": f"bundled-{split}", "generated": {"split": split, "seed": seed}, "limit": count}
     levels = [{"policy": rule, "k": k, "draft": "ngram+fly-draft"}] if multi_level else []
     plan = Plan.of({"k": k, "policies": [rule], "settings": levels, "tasks": [task], **options})
     with tempfile.TemporaryDirectory(prefix="fly-eval-") as folder:

@@ -174,6 +174,8 @@ class Plan(BaseModel):
             if task.name in found:
                 raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
             limit = asked.limit or self.limit
+            if limit and task.generated is not None:  # as many as are asked for
+                task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
             found[task.name] = task, min(limit or len(task.problems), len(task.problems))
         return found
 

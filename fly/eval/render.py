@@ -55,7 +55,7 @@ def _within(estimate: Estimate | None, percent: bool = False) -> str:
 
 
 def columns(table: Table) -> dict[str, Cells]:
-    """The cells of a table's two parts, by heading: speed, and answers."""
+    """The cells of a table's parts, by heading: speed, answers, and how often each place of a draft stood."""
 
     def name(row: Row) -> str:
         return f"{row.way} ★" if row.way == table.best_exact else row.way
@@ -74,11 +74,11 @@ def columns(table: Table) -> dict[str, Cells]:
         "gate": lambda row: _share(row.gate),
         "Python": lambda row: _share(row.python),
     }
-    right = "refused" if table.refusals else "right"
+    right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
     answers: Cells = {
         "decoding": name,
         right: lambda row: _within(row.accuracy, percent=True),
-        "recovery": unless_ar(lambda row: _within(row.recovery, percent=True)),
+        over: unless_ar(lambda row: _within(row.still if table.refusals else row.recovery, percent=True)),
         "lost, won": unless_ar(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
         "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
         "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
@@ -86,14 +86,8 @@ def columns(table: Table) -> dict[str, Cells]:
         "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
         "length": unless_ar(lambda row: _within(row.length)),
     }
-    if table.refusals:
-        answers = {
-            **dict(list(answers.items())[:2]),
-            "refusals kept": unless_ar(lambda row: _within(row.still, percent=True)),
-            **dict(list(answers.items())[3:]),
-        }
     if all(row.accuracy is None for row in table.rows):
-        answers = {key: cell for key, cell in answers.items() if key not in (right, "recovery", "lost, won", "p")}
+        answers = {key: cell for key, cell in answers.items() if key not in (right, over, "lost, won", "p")}
     longest = max(len(row.curve) for row in table.rows)
     places: Cells = {
         "place in the draft": name,
