@@ -19,7 +19,7 @@ import torch
 from fly.bench.clock import Timing, clocked
 from fly.bench.limits import dtype_name
 from fly.bench.llama_cpp import LlamaCpp, Skipped, import_library, write_gguf
-from fly.bench.loaded import narrow_kernels, rule_name
+from fly.bench.loaded import narrow_kernels
 from fly.bench.prompts import PROMPTS
 from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
 from fly.bundled import BUNDLED, resolve_checkpoint
@@ -28,6 +28,7 @@ from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Setting
 from fly.eval.compare import in_turns
+from fly.eval.plan import rule_name
 from fly.llm import LLM
 from fly.models import LlamaConfig, load_model, save_model
 from fly.models.loading import resolve_dtype
