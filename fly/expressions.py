@@ -52,14 +52,14 @@ _PARSING = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """What texts of one kind may name: our classes, and those that packages install under the entry-point group
-    ``group``."""
+    """What texts of one kind may name: our classes, and those that packages install under the entry-point groups
+    ``groups``, each of which takes subclasses of one of ``bases``."""
 
     kind: str  # what is read, for errors: "policy", "draft"
     example: str  # a text of this kind
     word: str  # a regular expression of what is one word, though Python would not read it as a name
     finished: str  # what an instance is called there
-    group: str
+    groups: Mapping[str, type]
     ours: Mapping[str, type]
     bases: tuple[type, ...]
     wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
@@ -72,11 +72,18 @@ class Registry:
     def types(self) -> dict[str, Any]:
         """Raises ``ValueError`` if two packages claim one name, or a plug-in is not what is wanted."""
         types: dict[str, Any] = dict(self.ours)
-        for entry in entry_points(group=self.group):
-            plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
-            self._check(plugin, source)
-            if types.setdefault(entry.name, plugin) is not plugin:
-                raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
+        for group, base in self.groups.items():
+            for entry in entry_points(group=group):
+                plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
+                self._check(plugin, source)
+                if not issubclass(plugin, base):
+                    right = next(name for name, other in self.groups.items() if issubclass(plugin, other))
+                    raise ValueError(
+                        f"{source} stands in the group {group!r}, which takes a subclass of {base.__name__}; a "
+                        f"{self.groups[right].__name__} stands in {right!r}"
+                    )
+                if types.setdefault(entry.name, plugin) is not plugin:
+                    raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
         return types
 
     def load(self, path: str) -> Any:

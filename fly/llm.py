@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import abc
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from fly.scheduler import Scheduler
 from fly.stream import AsyncStream, Piece, Stream
 from fly.structured import Grammars, Matcher
 from fly.types import SamplingParams
+from fly.vocabulary import Vocabulary
 from fly.worker import Worker
 
 if TYPE_CHECKING:
@@ -146,6 +147,9 @@ class LLM:
         config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
+        vocabulary = _vocabulary(self.tokenizer, config.vocab_size, executor.device)
+        # Equal policies are one object: rows of one policy are decided together.
+        self.vocabulary, self._bind = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
         given = draft
@@ -157,7 +161,9 @@ class LLM:
             if made is None:
                 return None
             made.resolve(partial(load_model, by=by))
-            return translated(made, self.tokenizer, config.vocab_size)
+            made = translated(made, self.tokenizer, config.vocab_size)
+            made.bind(vocabulary)
+            return made
 
         draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)
         block_size = block_size_for(executor.device) if block_size is None else block_size
@@ -440,12 +446,8 @@ class LLM:
 
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         _check_policy(policy)
-        return policy.bind(self._token_id)
-
-    def _token_id(self, text: str) -> int:
-        if self.tokenizer is None:
-            raise ValueError(f"marker {text!r} is text, and this model has no tokenizer; use a token id")
-        return self.tokenizer.token_id(text)
+        bound: AcceptancePolicy = self._bind(policy)
+        return bound
 
     def _text_stream(self, row: Sequence) -> TextStream:
         assert self.tokenizer is not None
@@ -459,6 +461,10 @@ def _outputs(requests: list[Request]) -> list[Output]:
         others = [next(samples).output() for _ in range(request.row.params.n - 1)]
         outputs.append(replace(request.output(), others=tuple(others)))
     return outputs
+
+
+def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:
+    return Vocabulary(size, device=device) if tokenizer is None else tokenizer.vocabulary(size, device)
 
 
 def free_memory(device: torch.device) -> int:

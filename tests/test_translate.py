@@ -17,12 +17,12 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
-from fly.drafts.translate import _ALPHABET, TranslatedDraft, Vocabularies, _common, _Context, translated
+from fly.drafts.translate import TranslatedDraft, Vocabularies, _common, _Context, translated
 from fly.drafts.tree import TreeDraft
 from fly.engine import Engine
 from fly.models import CheckpointError, Llama, LlamaConfig
 from fly.models.llama import KV
-from fly.models.tokenizer import Tokenizer
+from fly.models.tokenizer import _ALPHABET, Tokenizer
 from fly.policies import Exact
 from fly.runner import Runner
 from fly.sampling import BatchSampling

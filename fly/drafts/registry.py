@@ -33,7 +33,7 @@ STRATEGIES = Registry(
     # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
     word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
-    group="fly.drafts",
+    groups={"fly.drafts": DraftStrategy},
     ours={
         "ngram": NGramDraft,
         "suffix": SuffixDraft,

@@ -8,22 +8,44 @@ import secrets
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from pydantic import ValidationError
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from fly.errors import explain
 from fly.models.config import CheckpointError, read_json
 from fly.types import SamplingParams
+from fly.vocabulary import Vocabulary
 
-__all__ = ["TextStream", "Tokenizer", "read_eos_ids", "read_sampling_defaults"]
+if TYPE_CHECKING:
+    import torch
 
+__all__ = ["TextStream", "Tokenizer", "byte_level", "read_eos_ids", "read_sampling_defaults"]
+
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a single byte, in vocabularies that fall back to them
 _EXTENSIONS = ["jinja2.ext.loopcontrols"]  # of chat templates, as transformers has them
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """How byte-level BPE (GPT-2) writes bytes as characters: printable ones as they are, the others from 256 on."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = _byte_alphabet()
+
+
+def byte_level(piece: str) -> bytes:
+    """Bytes of a token by its text in a byte-level vocabulary, just as the library's decoder reads it."""
+    if all(character in _ALPHABET for character in piece):
+        return bytes(_ALPHABET[character] for character in piece)
+    return piece.encode("utf-8")
 
 
 def read_eos_ids(directory: str | Path, vocab_size: int) -> frozenset[int]:
@@ -104,6 +126,26 @@ class Tokenizer:
         if len(ids) != 1:
             raise ValueError(f"{text!r} is {len(ids)} tokens of this vocabulary; a marker must be exactly one")
         return ids[0]
+
+    def vocabulary(self, size: int, device: torch.device | str = "cpu") -> Vocabulary:
+        """What the ids of a model of ``size`` tokens stand for."""
+        return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device)
+
+    def _spelled(self) -> list[bytes]:
+        """What each id adds to a text."""
+        pieces = {i: piece for piece, i in self.raw.get_vocab().items()}
+        if isinstance(self.raw.decoder, ByteLevel):
+            return [byte_level(pieces.get(i, "")) for i in range(max(pieces, default=-1) + 1)]
+        before = self.encode("a", add_special_tokens=False)  # what is put before a word shows after another one
+        start = self.decode(before, skip_special_tokens=False)
+        ids = range(max(pieces, default=-1) + 1)
+        after = self.raw.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
+        spelled = []
+        for i, text in zip(ids, after):
+            byte = _BYTE.fullmatch(pieces.get(i, ""))
+            text = text[len(start) :] if text.startswith(start) else pieces.get(i, "")
+            spelled.append(bytes([int(byte[1], 16)]) if byte else text.encode() if i in pieces else b"")
+        return spelled
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""
