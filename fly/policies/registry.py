@@ -122,7 +122,7 @@ def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePoli
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):
         rule = source.read(functools.partial(_from_text, source))
-        core = f": 'exact | {rule}'"
+        core = f": 'exact | {value}'"
     else:
         try:
             rule, core = _from_data(source), " under 'relaxed'"

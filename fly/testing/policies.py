@@ -130,7 +130,8 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     """An empty draft emits one token of the target's distribution; a draft the target is sure of stands whole."""
     for temperature in (0.0, 1.0):
         case = block(1, 3, 4, 5, temperature)
-        target = Target(case.target.logits_BKV[:, :1], case.target.probs_BKV[:, :1] if temperature else None)
+        probs = case.target.probs_BKV[:, :1] if temperature else None
+        target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
         empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
         for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
             require(not accepted, "accepted tokens of an empty draft")
@@ -143,7 +144,7 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     for probs in (None, logits.softmax(-1)):
         draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
-        outcomes = Case(Target(logits, probs), draft, noise).outcomes(policy)
+        outcomes = Case(Target(logits, probs, history=[[0], [1]]), draft, noise).outcomes(policy)
         stood = [n for n, _, _ in outcomes]
         require(
             stood == [4, 4] and [token for _, token, _ in outcomes] == [0, 3],
