@@ -100,8 +100,9 @@ class SingleDraft(DraftStrategy):
 
     def bind(self, vocabulary: Vocabulary) -> None:
         """Its own vocabulary is that of its model, and the level below and its rule see rows of that."""
-        size = self.executor.config.vocab_size
-        own = vocabulary if self.tokenizer is None else self.tokenizer.vocabulary(size, self.device)
+        own = vocabulary
+        if self.tokenizer is not None and self.vocab_size is not None:
+            own = self.tokenizer.vocabulary(self.vocab_size, self.device)
         super().bind(own)
         self.policy = self.policy.bind(own)
 
