@@ -154,16 +154,20 @@ class Source:
             return make
         signature, hints = inspect.signature(make), hints_of(make)
         parameters = signature.parameters
-        if wrong := [option for option in options if option not in parameters]:
+        named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if wrong := [option for option in options if option not in parameters and not named]:
             raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
         try:
             bound = signature.bind(*arguments, **options)
             for parameter, given in bound.arguments.items():
-                hint, several = hints.get(parameter, Any), parameters[parameter].kind is Parameter.VAR_POSITIONAL
-                values = tuple(self.argument(part, hint) for part in (given if several else (given,)))
+                hint, kind = hints.get(parameter, Any), parameters[parameter].kind
+                several, named = kind is Parameter.VAR_POSITIONAL, kind is Parameter.VAR_KEYWORD
+                values = tuple(
+                    self.argument(part, hint) for part in (given.values() if named else given if several else (given,))
+                )
                 for value in values:
                     check_type(parameter, value, hint)
-                bound.arguments[parameter] = values if several else values[0]
+                bound.arguments[parameter] = dict(zip(given, values)) if named else values if several else values[0]
             for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
                 bound.arguments[parameter] = self.defaults[parameter]
             return make(*bound.args, **bound.kwargs)

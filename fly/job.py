@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import abc
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 from typing import Any
 
@@ -14,7 +14,7 @@ from fly.policies import AcceptancePolicy, Bound
 from fly.request import Sequence, Stats, Token
 from fly.types import Guarantee
 
-__all__ = ["Entry", "Job", "News", "Output", "Request"]
+__all__ = ["Entry", "Job", "News", "Output", "Request", "outputs"]
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,15 @@ class Request:
             guarantee=row.policy.guarantee,
             bound=row.policy.bound,
         )
+
+
+def outputs(requests: list[Request]) -> list[Output]:
+    """What became of them, further completions of a prompt with its first."""
+    found, samples = [], iter(requests)
+    for request in samples:
+        others = [next(samples).output() for _ in range(request.row.params.n - 1)]
+        found.append(replace(request.output(), others=tuple(others)))
+    return found
 
 
 Entry = list[News] | BaseException

@@ -9,7 +9,6 @@ import random
 import sys
 import threading
 from collections import abc
-from dataclasses import replace
 from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from pathlib import Path
@@ -25,7 +24,7 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
-from fly.job import Job, Output, Request
+from fly.job import Job, Output, Request, outputs
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids, read_sampling_defaults
 from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact
@@ -216,6 +215,7 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
 
@@ -227,6 +227,7 @@ class LLM:
             params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
                 this object's policy and k. k = 0 decodes autoregressively.
             priority: smaller is served first, and may make others start again later.
+            draft: the name of one of several that were loaded (``"choose(small=fly-tiny, copy=ngram)"``); "" the first.
 
         Raises:
             ValueError: a prompt of no token or too many, an id outside the vocabulary, a request no cache can hold.
@@ -234,10 +235,10 @@ class LLM:
             Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
             Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
         """
-        requests = self.requests(prompts, params, policy, k, priority)
+        requests = self.requests(prompts, params, policy, k, priority, draft)
         if requests:
             self.worker.run(Job(requests))
-        return _outputs(requests)
+        return outputs(requests)
 
     async def agenerate(
         self,
@@ -247,13 +248,14 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
     ) -> list[Output]:
         """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
         cancelled ends its requests. Arguments, result and errors as there."""
-        requests = self.requests(prompts, params, policy, k, priority)
+        requests = self.requests(prompts, params, policy, k, priority, draft)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
-        return _outputs(requests)
+        return outputs(requests)
 
     def stream(
         self,
@@ -263,6 +265,7 @@ class LLM:
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
         priority: int = 0,
+        draft: str = "",
     ) -> Stream:
         """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
 
@@ -271,7 +274,7 @@ class LLM:
         everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
         without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
-        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority), stepwise=True))
+        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority, draft), stepwise=True))
 
     def astream(
         self,
@@ -281,9 +284,10 @@ class LLM:
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
         priority: int = 0,
+        draft: str = "",
     ) -> AsyncStream:
         """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
-        requests = self._streamed(prompt, params, policy, k, priority)
+        requests = self._streamed(prompt, params, policy, k, priority, draft)
         return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
 
     def _streamed(self, prompt: Prompt, *options: Any) -> list[Request]:
@@ -340,6 +344,7 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
         *,
         streamed: bool = False,
     ) -> list[Request]:
@@ -356,10 +361,13 @@ class LLM:
         every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
         every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
         every_k = _one_each(self.k if k is None else k, len(listed), "k")
+        every_draft, choices = _one_each(draft, len(listed), "draft"), self.draft.choices() if self.draft else []
         requests = []
-        for number, asked in enumerate(zip(listed, every_params, every_policy, every_k)):
+        for number, (name, *asked) in enumerate(zip(every_draft, listed, every_params, every_policy, every_k)):
+            if name and name not in choices:
+                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {choices}")
             row = self._row(*asked)
-            row.priority = priority
+            row.priority, row.draft = priority, name
             try:
                 self.scheduler.check(row)
             except ValueError as error:
@@ -452,15 +460,6 @@ class LLM:
     def _text_stream(self, row: Sequence) -> TextStream:
         assert self.tokenizer is not None
         return TextStream(self.tokenizer, row.params.stop)
-
-
-def _outputs(requests: list[Request]) -> list[Output]:
-    """What became of them, further completions of a prompt with its first."""
-    outputs, samples = [], iter(requests)
-    for request in samples:
-        others = [next(samples).output() for _ in range(request.row.params.n - 1)]
-        outputs.append(replace(request.output(), others=tuple(others)))
-    return outputs
 
 
 def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:

@@ -173,6 +173,7 @@ class Sequence:
     finish_reason: str | None = None
     bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
     priority: int = 0  # smaller goes first
+    draft: str = ""  # which of several strategies drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # what ended it, where that was an error
     matcher: Form | None = None  # of the form its output must have; forks share it, since it goes by their tokens

@@ -131,6 +131,10 @@ class DraftStrategy(ABC):
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
 
+    def choices(self) -> list[str]:
+        """Names of which a request may choose one (``Sequence.draft``); none where there is nothing to choose."""
+        return []
+
     def executors(self) -> list[Executor] | None:
         """The models that it drafts with, but for its target's. None, the default: nobody knows."""
         return None

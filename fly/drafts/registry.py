@@ -16,6 +16,7 @@ import torch
 from fly.bundled import BUNDLED
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
+from fly.drafts.choose import ChooseDraft
 from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
@@ -44,6 +45,7 @@ STRATEGIES = Registry(
         "relay": RelayDraft,
         "union": UnionDraft,
         "adaptive": AdaptiveDraft,
+        "choose": ChooseDraft,
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",

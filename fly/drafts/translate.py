@@ -19,6 +19,7 @@ from tokenizers import decoders, models
 from fly.cache import OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, Load, Wrapper, pad, until_end
+from fly.drafts.choose import ChooseDraft
 from fly.models.tokenizer import Tokenizer, byte_level
 from fly.ops import derive, first_branch
 from fly.request import Sequence, common_prefix
@@ -414,6 +415,9 @@ def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: in
 
     Raises ``ValueError``, with the reason, if the two vocabularies cannot be brought together.
     """
+    if isinstance(draft, ChooseDraft):
+        members = zip(draft.names, draft.members)
+        return ChooseDraft(**{name: translated(member, tokenizer, vocab_size) for name, member in members})
     same = draft.vocab_size in (None, vocab_size)
     if same and draft.vocab_size is not None and tokenizer is not None and draft.tokenizer is not None:
         same = tokenizer.same_as(draft.tokenizer)
