@@ -73,8 +73,7 @@ def check_draft(
 
 def _undeclared(kit: DraftKit) -> str:
     """What shows that a strategy without ``vocab_size`` should state one; empty where nothing does."""
-    first = kit.make()
-    if first.vocab_size is not None or kit.learns:
+    if kit.stage().strategy.vocab_size is not None or kit.learns:  # some state it once they are attached
         return ""
     for rows, max_len in kit.batches():
         try:
