@@ -373,7 +373,7 @@ PLANTED: list[tuple[type[DraftStrategy], str, str]] = [
     (OutOfRange, "shapes and ranges", "0..11"),
     (BadPadding, "shapes and ranges", "padding included"),
     (Narrow, "shapes and ranges", "torch.int32"),
-    (Homeless, "vocabulary", "states no vocab_size"),
+    (Homeless, "shapes and ranges", "states no vocab_size"),
     (Twins, "shapes and ranges", "two siblings"),
     (Backwards, "shapes and ranges", "token 0 has parent 1"),
     (AlwaysOne, "nothing asked nothing drafted", "max_len 0"),
