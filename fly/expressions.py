@@ -53,14 +53,14 @@ _PARSING = threading.Lock()
 
 @dataclass(frozen=True, eq=False)
 class Registry:
-    """What texts of one kind may name: our classes, and those that packages install under the entry-point group
-    ``group``."""
+    """What texts of one kind may name: our classes, and those that packages install under the entry-point groups
+    ``groups``, each of which takes subclasses of one of ``bases``."""
 
     kind: str  # what is read, for errors: "policy", "draft"
     example: str  # a text of this kind
     word: str  # a regular expression of what is one word, though Python would not read it as a name
     finished: str  # what an instance is called there
-    group: str
+    groups: Mapping[str, type]
     ours: Mapping[str, type]
     bases: tuple[type, ...]
     wanted: str  # in words, what ``bases`` and ``usable`` ask of a class
@@ -73,11 +73,18 @@ class Registry:
     def types(self) -> dict[str, Any]:
         """Raises ``ValueError`` if two packages claim one name, or a plug-in is not what is wanted."""
         types: dict[str, Any] = dict(self.ours)
-        for entry in entry_points(group=self.group):
-            plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
-            self._check(plugin, source)
-            if types.setdefault(entry.name, plugin) is not plugin:
-                raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
+        for group, base in self.groups.items():
+            for entry in entry_points(group=group):
+                plugin, source = entry.load(), f"entry point {entry.name} = {entry.value}"
+                self._check(plugin, source)
+                if not issubclass(plugin, base):
+                    right = next(name for name, other in self.groups.items() if issubclass(plugin, other))
+                    raise ValueError(
+                        f"{source} stands in the group {group!r}, which takes a subclass of {base.__name__}; a "
+                        f"{self.groups[right].__name__} stands in {right!r}"
+                    )
+                if types.setdefault(entry.name, plugin) is not plugin:
+                    raise ValueError(f"{source}: the name is taken by {types[entry.name]!r}")
         return types
 
     def load(self, path: str) -> Any:
@@ -148,16 +155,20 @@ class Source:
             return make
         signature, hints = inspect.signature(make), hints_of(make)
         parameters = signature.parameters
-        if wrong := [option for option in options if option not in parameters]:
+        named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+        if wrong := [option for option in options if option not in parameters and not named]:
             raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
         try:
             bound = signature.bind(*arguments, **options)
             for parameter, given in bound.arguments.items():
-                hint, several = hints.get(parameter, Any), parameters[parameter].kind is Parameter.VAR_POSITIONAL
-                values = tuple(self.argument(part, hint) for part in (given if several else (given,)))
+                hint, kind = hints.get(parameter, Any), parameters[parameter].kind
+                several, named = kind is Parameter.VAR_POSITIONAL, kind is Parameter.VAR_KEYWORD
+                values = tuple(
+                    self.argument(part, hint) for part in (given.values() if named else given if several else (given,))
+                )
                 for value in values:
                     check_type(parameter, value, hint)
-                bound.arguments[parameter] = values if several else values[0]
+                bound.arguments[parameter] = dict(zip(given, values)) if named else values if several else values[0]
             for parameter in self.defaults.keys() & parameters.keys() - bound.arguments.keys():
                 bound.arguments[parameter] = self.defaults[parameter]
             return make(*bound.args, **bound.kwargs)

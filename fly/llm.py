@@ -7,7 +7,7 @@ import asyncio
 import random
 import sys
 from collections import abc
-from functools import cached_property, partial
+from functools import cached_property, lru_cache, partial
 from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ from fly.scheduler import Scheduler
 from fly.stream import AsyncStream, Piece, Stream
 from fly.structured import Grammars, Matcher
 from fly.types import SamplingParams
+from fly.vocabulary import Vocabulary
 from fly.worker import Worker
 
 if TYPE_CHECKING:
@@ -160,6 +161,9 @@ class LLM:
         config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
+        vocabulary = _vocabulary(self.tokenizer, config.vocab_size, executor.device)
+        # Equal policies are one object: rows of one policy are decided together.
+        self.vocabulary, self._bind = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
         given = draft
@@ -171,7 +175,9 @@ class LLM:
             if made is None:
                 return None
             made.resolve(partial(load_model, by=by, context=max_context))
-            return translated(made, self.tokenizer, config.vocab_size)
+            made = translated(made, self.tokenizer, config.vocab_size)
+            made.bind(vocabulary)
+            return made
 
         draft = make_draft() if ranks is None else place_draft(make_draft, ranks, draft_placement, by)
         block_size = block_size_for(executor.device) if block_size is None else block_size
@@ -213,6 +219,7 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
 
@@ -224,6 +231,7 @@ class LLM:
             params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
                 this object's policy and k. k = 0 decodes autoregressively.
             priority: smaller is served first, and may make others start again later.
+            draft: the name of one of several that were loaded (``"choose(small=fly-tiny, copy=ngram)"``); "" the first.
 
         Raises:
             ValueError: a prompt of no token or too many, an id outside the vocabulary, a request no cache can hold.
@@ -231,7 +239,7 @@ class LLM:
             Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
             Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
         """
-        requests = self.requests(prompts, params, policy, k, priority)
+        requests = self.requests(prompts, params, policy, k, priority, draft)
         if requests:
             self.worker.run(Job(requests))
         return outputs_of(requests)
@@ -244,10 +252,11 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
     ) -> list[Output]:
         """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
         cancelled ends its requests. Arguments, result and errors as there."""
-        requests = self.requests(prompts, params, policy, k, priority)
+        requests = self.requests(prompts, params, policy, k, priority, draft)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return outputs_of(requests)
@@ -260,6 +269,7 @@ class LLM:
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
         priority: int = 0,
+        draft: str = "",
     ) -> Stream:
         """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
 
@@ -268,7 +278,7 @@ class LLM:
         everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
         without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
-        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority), stepwise=True))
+        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority, draft), stepwise=True))
 
     def astream(
         self,
@@ -278,9 +288,10 @@ class LLM:
         policy: AcceptancePolicy | None = None,
         k: int | None = None,
         priority: int = 0,
+        draft: str = "",
     ) -> AsyncStream:
         """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
-        requests = self._streamed(prompt, params, policy, k, priority)
+        requests = self._streamed(prompt, params, policy, k, priority, draft)
         return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
 
     def _streamed(self, prompt: Prompt, *options: Any) -> list[Request]:
@@ -355,6 +366,7 @@ class LLM:
         policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        draft: str | abc.Sequence[str] = "",
         client: str = "",
         *,
         streamed: bool = False,
@@ -372,10 +384,13 @@ class LLM:
         every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
         every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
         every_k = _one_each(self.k if k is None else k, len(listed), "k")
+        every_draft, choices = _one_each(draft, len(listed), "draft"), self.draft.choices() if self.draft else []
         requests = []
-        for number, asked in enumerate(zip(listed, every_params, every_policy, every_k)):
+        for number, (name, *asked) in enumerate(zip(every_draft, listed, every_params, every_policy, every_k)):
+            if name and name not in choices:
+                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {choices}")
             row = self._row(*asked)
-            row.priority, row.client = priority, client
+            row.priority, row.draft, row.client = priority, name, client
             try:
                 self.scheduler.check(row)
             except ValueError as error:
@@ -458,12 +473,12 @@ class LLM:
 
     def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
         _check_policy(policy)
-        return policy.bind(self._token_id)
+        bound: AcceptancePolicy = self._bind(policy)
+        return bound
 
-    def _token_id(self, text: str) -> int:
-        if self.tokenizer is None:
-            raise ValueError(f"marker {text!r} is text, and this model has no tokenizer; use a token id")
-        return self.tokenizer.token_id(text)
+
+def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:
+    return Vocabulary(size, device=device) if tokenizer is None else tokenizer.vocabulary(size, device)
 
 
 def _check_k(k: int) -> int:

@@ -205,6 +205,7 @@ class Sequence:
     bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
     client: str = ""  # whose it is: clients share the engine
+    draft: str = ""  # which of several strategies drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # what ended it, where that was an error
     matcher: Form | None = None  # of the form its output must have; forks share it, since it goes by their tokens

@@ -417,6 +417,7 @@ def _plain(job: Job) -> Any:
         [row.policy for row in rows],
         [row.k for row in rows],
         rows[0].priority if rows else 0,
+        [row.draft for row in rows],
         rows[0].client if rows else "",
     )
 

@@ -344,12 +344,20 @@ def test_check_passes_a_sound_rule_and_fails_a_wrong_one(tmp_path: Path, monkeyp
         "class Wrong(Exact):\n"
         "    def residual(self, target_BV, draft_BV):\n"
         "        return target_BV\n"
+        "@dataclass(frozen=True)\n"
+        "class Raising(Exact):\n"
+        "    def accept_probs(self, target, draft):\n"
+        "        raise KeyError('nothing here')\n"
     )
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    wrong = run("check", "cli_planted:Wrong")
+    wrong = run("check", "cli_planted:Wrong", "--problems", "2")
     assert wrong.exit_code == 1 and "FAIL" in wrong.output and "lossless" in wrong.output
-    assert "tok/s" not in wrong.output
+    assert "tok/s" in wrong.output and "breaks the contract" in wrong.output
+    raising = run("check", "cli_planted:Raising", "--problems", "2")
+    assert raising.exit_code == 1 and "it raised KeyError: 'nothing here'" in words(raising.output)
+    marked = run("check", "exact | phase('<think>', '</think>')", "--problems", "2")
+    assert marked.exit_code == 0 and "a marker must be exactly one" in words(marked.output)
     right = run("check", "exact", "--problems", "2")
     assert right.exit_code == 0 and "FAIL" not in right.output and "tok/s" in right.output
 
@@ -404,7 +412,8 @@ def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pyt
         "from fly.drafts import NGramDraft, pad\n"
         "class Mine(NGramDraft): pass\n"
         "class TooLong(NGramDraft):\n"
-        "    def propose(self, rows, max_len): return pad([[0] * (n + 1) for n in max_len])\n"
+        "    def propose(self, rows, max_len):\n"
+        "        return pad([row.tokens[-1:] * (n + 1) for row, n in zip(rows, max_len)])\n"
     )
     monkeypatch.chdir(tmp_path)
     good = run("check", "--draft", "my_drafts_cli:Mine(k=4)", "--problems", "0")

@@ -187,7 +187,30 @@ class NoDataclass(AcceptancePolicy):
         return exact_accept_probs(target, draft)
 
 
+@dataclass(frozen=True)
+class LookingAhead(AcceptancePolicy):
+    """Keeps a token as surely as the exact rule would keep the one after it."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        own = exact_accept_probs(target, draft) * draft.mask_BK()
+        return torch.cat([own[:, 1:], torch.ones_like(own[:, :1])], 1)
+
+
+@dataclass(frozen=True)
+class LookingBack(AcceptancePolicy):
+    """Keeps only as many tokens as the exact rule would keep for sure."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, draft).cumprod(-1)
+
+
 PLANTED = [
+    (
+        LookingAhead(),
+        "tokens judged alone",
+        "position j depends on tokens after j: write a Condition or override verdict",
+    ),
+    (LookingBack(), "tokens judged alone", "position j depends on tokens before j"),
     (NotStrict(), "guarantee", "a coin of 0"),
     (RawTarget(), "guarantee", "unprocessed"),
     (DraftUnprocessed(), "guarantee", "ignore the distribution that the draft"),

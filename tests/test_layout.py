@@ -13,9 +13,10 @@ FILES = {path: path.read_text(encoding="utf-8") for path in sorted((ROOT / "fly"
 
 # A room imports only itself and rooms that stand before it, annotations included.
 ROOMS = [
-    "errors", "expressions", "params", "ops", "types", "sampling", "policies", "request", "cache", "memory", "models",
-    "bundled", "constraints", "structured", "executor", "runner", "drafts", "account", "engine", "scheduler", "job",
-    "worker", "stream", "backends", "config", "parallel", "llm", "testing", "eval", "bench", "serve", "cli",
+    "errors", "expressions", "params", "ops", "vocabulary", "types", "sampling", "policies", "request", "cache",
+    "memory", "models", "bundled", "constraints", "structured", "executor", "runner", "drafts", "account", "engine",
+    "scheduler", "job", "worker", "stream", "backends", "config", "parallel", "llm", "testing", "eval", "bench",
+    "serve", "cli",
 ]  # fmt: skip
 PACKAGE = {"__init__", "__main__"}  # may import any
 # These know no backend: what a model can is asked of its executor alone.

@@ -20,12 +20,15 @@ from torch import Tensor
 
 from fly.policies import (
     AcceptancePolicy,
+    AfterTokens,
     AgreeingWindow,
     Block,
+    BlockVerification,
     Condition,
     ControlToken,
     EntropyGate,
     Exact,
+    ExactSample,
     FLy,
     LossySampling,
     Relaxed,
@@ -850,3 +853,37 @@ def test_an_empty_draft_is_all_bonus() -> None:
         verdict = verify(policy, Target(logits), Draft.empty(2), Noise(torch.zeros(2, 0), torch.zeros(2)))
         assert verdict.accepted_B.tolist() == [0, 0] and verdict.next_token_B.tolist() == [1, 0]
         assert verdict.why_BK.shape == verdict.asked_BK.shape == (2, 0)
+
+
+@dataclass(frozen=True)
+class OwnVerdict(Exact):
+    """Decides on whole blocks."""
+
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        return super().verdict(target, draft, noise)
+
+
+@dataclass(frozen=True)
+class OwnVerdictOfFLy(FLy):
+    def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
+        return super().verdict(target, draft, noise)
+
+
+@dataclass(frozen=True)
+class OwnRelax(Exact):
+    def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
+        return ~agree_BK
+
+
+@pytest.mark.parametrize("rule", [OwnVerdict(), OwnVerdictOfFLy(), BlockVerification(), ExactSample()], ids=str)
+def test_a_rule_for_whole_blocks_is_not_composed_into_another(rule: AcceptancePolicy) -> None:
+    for compose in (lambda: rule | AfterTokens(2), lambda: Relaxed(rule, AfterTokens(2))):
+        with pytest.raises(TypeError, match=r"whole blocks \(its own 'verdict'\).*'exact \| after\(2\)'"):
+            compose()
+    with pytest.raises(TypeError, match=r"whole blocks"):
+        _ = rule & AfterTokens(2)
+
+
+def test_a_relax_of_its_own_is_not_replaced() -> None:
+    with pytest.raises(TypeError, match=r"'relax' of its own, which '\| after\(2\)' would replace"):
+        _ = OwnRelax() | AfterTokens(2)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import pydantic
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -22,6 +23,7 @@ from fly.policies import (
     AfterTokens,
     AgreeingWindow,
     AtMost,
+    Block,
     Budget,
     Condition,
     ControlToken,
@@ -194,6 +196,16 @@ def test_class_paths_import_only_where_trusted(tmp_path: Path, monkeypatch: pyte
 
 
 @dataclass(frozen=True)
+class PluggedGate(Condition):
+    """Holds everywhere."""
+
+    name = "plugged_gate"
+
+    def evaluate(self, block: Block) -> Tensor:
+        return torch.ones_like(block.agree_BK)
+
+
+@dataclass(frozen=True)
 class Plugged(Exact):
     name = "plugged"
     guarantee = Guarantee.LOSSLESS
@@ -204,26 +216,35 @@ def forget() -> None:
     vars(RULES).pop("types", None)
 
 
-def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def install(monkeypatch: pytest.MonkeyPatch, **groups: dict[str, str]) -> None:
+    """Let packages have installed these: by group, names and what they are here."""
+
     def found(group: str) -> list[EntryPoint]:
-        assert group == "fly.policies"
-        return [EntryPoint("plugged", f"{__name__}:Plugged", group)]
+        assert group in ("fly.policies", "fly.conditions")
+        installed = groups.get(group.removeprefix("fly."), {})
+        return [EntryPoint(name, f"{__name__}:{value}", group) for name, value in installed.items()]
 
     monkeypatch.setattr(expressions, "entry_points", found)
     forget()
+
+
+def test_entry_points_join_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
-        assert policy_types()["plugged"] is Plugged
-        assert parse_policy("plugged | after(3)") == Plugged() | AfterTokens(3)
-        monkeypatch.setattr(
-            expressions, "entry_points", lambda group: [EntryPoint("fly", f"{__name__}:Plugged", group)]
-        )
-        forget()
+        install(monkeypatch, policies={"plugged": "Plugged"}, conditions={"plugged_gate": "PluggedGate"})
+        assert policy_types()["plugged"] is Plugged and condition_types()["plugged_gate"] is PluggedGate
+        assert "plugged" not in condition_types() and "plugged_gate" not in policy_types()
+        rule = Plugged() | PluggedGate() & AfterTokens(3)
+        assert parse_policy("plugged | plugged_gate & after(3)") == rule == parse_policy(str(rule))
+        install(monkeypatch, policies={"fly": "Plugged"})
         with pytest.raises(ValueError, match="taken"):
             policy_types()
-        monkeypatch.setattr(expressions, "entry_points", lambda group: [EntryPoint("x", f"{__name__}:Config", group)])
-        forget()
+        install(monkeypatch, policies={"x": "Config"})
         with pytest.raises(ValueError, match="must be a dataclass"):
             policy_types()
+        for wrong, right, value in (("policies", "conditions", "PluggedGate"), ("conditions", "policies", "Plugged")):
+            install(monkeypatch, **{wrong: {"x": value}})
+            with pytest.raises(ValueError, match=f"'fly.{wrong}', .* stands in 'fly.{right}'"):
+                condition_types()
     finally:
         forget()
 

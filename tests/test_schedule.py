@@ -155,9 +155,12 @@ def test_phase_needs_markers_it_can_find() -> None:
     with pytest.raises(ValueError, match="exactly one"):
         llm.generate(["Tom"], policy=Exact() | (Always() & Phase("two words", "<|end|>")))
     policy = Exact() | (Always() & Phase("<|user|>", "<|assistant|>"))
-    bound = policy.bind(llm._token_id)
-    assert bound == Exact() | (Always() & Phase(llm._token_id("<|user|>"), llm._token_id("<|assistant|>")))
-    with pytest.raises(ValueError, match="no tokenizer to look them up in"):
+    assert llm.tokenizer is not None
+    bound, ids = policy.bind(llm.vocabulary), [llm.tokenizer.token_id(text) for text in ("<|user|>", "<|assistant|>")]
+    assert bound == policy and str(bound) == str(policy)
+    phase = bound.relaxation.parts[1]  # type: ignore[union-attr]  # two conditions under &
+    assert list(phase._markers) == ids
+    with pytest.raises(ValueError, match="bound to no vocabulary"):
         Exact().__or__(Phase("a", "b")).verdict(
             Target(torch.zeros(1, 2, VOCAB), history=[[0]]),
             Draft(torch.ones(1, 1, dtype=torch.int64), torch.tensor([1])),

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
-from fly.drafts.translate import _ALPHABET, TranslatedDraft, Vocabularies, _common, _Context, translated
+from fly.drafts.translate import TranslatedDraft, Vocabularies, _common, _Context, translated
 from fly.drafts.tree import TreeDraft
 from fly.engine import Engine
 from fly.models import CheckpointError, Llama, LlamaConfig
+from fly.models.lengths import byte_alphabet
 from fly.models.llama import KV
 from fly.models.tokenizer import Tokenizer
 from fly.policies import Exact
@@ -30,6 +31,7 @@ from fly.types import Draft, Target
 from tests.test_drafts import make_row, proposals
 from tests.toys import dense_logits, random_llama, run
 
+_ALPHABET = byte_alphabet()
 ENGLISH = (
     "the cat sat on the mat and then the other cat ate the bat that sat there on the mat with them while some "
     "children were playing near the river under old trees and their mother was reading a book about ships " * 3

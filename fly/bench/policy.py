@@ -21,6 +21,7 @@ from fly.models import Llama
 from fly.policies import AcceptancePolicy
 from fly.request import Sequence as Row
 from fly.runner import Runner
+from fly.testing.blocks import toy_vocabulary
 from fly.types import Draft, SamplingParams, Target
 
 __all__ = ["Cost", "measure_decisions"]
@@ -60,7 +61,7 @@ def measure_decisions(
             config = shape_config(f"768x12x{vocab}", positions=1024).model_copy(update={"num_key_value_heads": 4})
             model = Llama(config).to(device, dtype).eval().requires_grad_(False)
             _sharpen(model)
-        yield _measure(model, policy, rows, k, context, repeats)
+        yield _measure(model, policy.bind(toy_vocabulary(vocab)), rows, k, context, repeats)
 
 
 @torch.inference_mode()

@@ -205,8 +205,7 @@ class Conversation:
         """TEXT: which drafted tokens stand, as 'exact' or 'fly(theta=0.3) & after(2)'; without it, say which."""
         if text:
             policy = parse_policy(text, trusted=True)
-            assert self.llm.tokenizer is not None
-            policy.bind(self.llm.tokenizer.token_id)
+            policy.bind(self.llm.vocabulary)
             self.policy = policy
         self._tell(f"policy {self.policy} ({self.policy.guarantee.value})")
 

@@ -2,6 +2,7 @@
 
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, pad, pad_trees
+from fly.drafts.choose import ChooseDraft
 from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
@@ -14,6 +15,7 @@ from fly.drafts.tree import RecyclingDraft, TreeDraft
 __all__ = [
     "AdaptiveDraft",
     "CascadeDraft",
+    "ChooseDraft",
     "DraftStrategy",
     "LayerSkipDraft",
     "NGramDraft",

@@ -17,6 +17,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import Draft, Target
+from fly.vocabulary import Vocabulary
 
 __all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "pad", "pad_trees", "until_end"]
 
@@ -58,6 +59,7 @@ class DraftStrategy(ABC):
 
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
     tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
+    vocabulary: Vocabulary | None = None  # what the ids of the rows stand for, once it is bound
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
@@ -74,6 +76,13 @@ class DraftStrategy(ABC):
         has its ``parts`` load theirs."""
         for part in self.parts():
             part.resolve(load)
+
+    def bind(self, vocabulary: Vocabulary) -> None:
+        """What the ids of the rows that it will draft for stand for. Called once, after ``resolve`` and before
+        ``attach``; with its ``parts``, unless these read rows of their own."""
+        self.vocabulary = vocabulary
+        for part in self.parts():
+            part.bind(vocabulary)
 
     def attach(self, target: Runner) -> None:
         """Called once, by the engine or the level above that it will draft for. The default needs nothing of it.
@@ -122,6 +131,10 @@ class DraftStrategy(ABC):
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
 
+    def choices(self) -> list[str]:
+        """Names of which a request may choose one (``Sequence.draft``); none where there is nothing to choose."""
+        return []
+
     def executors(self) -> list[Executor] | None:
         """The models that it drafts with, but for its target's. None, the default: nobody knows."""
         return None
@@ -155,6 +168,12 @@ class Wrapper(DraftStrategy):
 
     def resolve(self, load: Load) -> None:
         super().resolve(load)
+        self._follow_members()
+
+    def bind(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        for member in self.members:
+            member.bind(vocabulary)
         self._follow_members()
 
     def attach(self, target: Runner) -> None:

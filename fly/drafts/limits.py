@@ -29,6 +29,11 @@ def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -
                 raise ValueError(f"{name} proposed {padded} tokens and said that {n} count")
     if not padded:
         return
+    if draft.probs_BKV is not None and (width := draft.probs_BKV.shape[-1]) != vocabulary:
+        raise ValueError(
+            f"{name} proposed distributions over {width} tokens to a target of {vocabulary}: state its vocab_size, so "
+            "that it is translated or refused before it drafts"
+        )
     for b, (tokens, most) in enumerate(zip(draft.chains, max_len)):
         n = len(tokens)
         if tokens and not (min(tokens) >= 0 and max(tokens) < vocabulary):

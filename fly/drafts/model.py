@@ -31,6 +31,7 @@ from fly.request import Sequence
 from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft, Guarantee
+from fly.vocabulary import Vocabulary
 
 __all__ = ["CascadeDraft", "SingleDraft"]
 
@@ -97,6 +98,14 @@ class SingleDraft(DraftStrategy):
             self._loaded = load(self.model, **self.options)
         self._take(self._loaded)
         self._translate_below()
+
+    def bind(self, vocabulary: Vocabulary) -> None:
+        """Its own vocabulary is that of its model, and the level below and its rule see rows of that."""
+        own = vocabulary
+        if self.tokenizer is not None and self.vocab_size is not None:
+            own = self.tokenizer.vocabulary(self.vocab_size, self.device)
+        super().bind(own)
+        self.policy = self.policy.bind(own)
 
     def _translate_below(self) -> None:
         if self.draft is not None and self._loaded is not None:

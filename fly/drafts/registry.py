@@ -15,6 +15,7 @@ import torch
 from fly.bundled import BUNDLED, is_here, names_a_checkpoint
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
+from fly.drafts.choose import ChooseDraft
 from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
@@ -32,7 +33,7 @@ STRATEGIES = Registry(
     # Words are names, paths and numbers alike: whatever stands between quotes, brackets, commas and the signs + = :
     word=rf"""{CLASS_PATH.pattern}|[^\s"'()\[\]{{}},+=:]+""",
     finished="strategy",
-    group="fly.drafts",
+    groups={"fly.drafts": DraftStrategy},
     ours={
         "ngram": NGramDraft,
         "suffix": SuffixDraft,
@@ -43,6 +44,7 @@ STRATEGIES = Registry(
         "relay": RelayDraft,
         "union": UnionDraft,
         "adaptive": AdaptiveDraft,
+        "choose": ChooseDraft,
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",

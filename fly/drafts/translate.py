@@ -19,12 +19,14 @@ from tokenizers import decoders, models
 from fly.cache import OutOfBlocks
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, Load, Wrapper, pad, until_end
-from fly.models.lengths import byte_alphabet
+from fly.drafts.choose import ChooseDraft
+from fly.models.lengths import byte_level
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, first_branch
 from fly.request import Sequence, common_prefix
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Target
+from fly.vocabulary import Vocabulary
 
 __all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
 
@@ -36,7 +38,6 @@ _LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
 # In text here, a byte that is no part of a whole character is a lone surrogate (``surrogateescape``, PEP 383).
 _BYTES = re.compile("([\udc80-\udcff]+)")
 _UNFINISHED = re.compile("[\udc80-\udcff\ufffd]+$")
-_ALPHABET = byte_alphabet()
 
 
 class _Speller:
@@ -54,7 +55,7 @@ class _Speller:
         model = tokenizer.raw.model
         marked = isinstance(model, models.BPE) and (model.continuing_subword_prefix or model.end_of_word_suffix)
         if isinstance(tokenizer.raw.decoder, decoders.ByteLevel) and isinstance(model, models.BPE) and not marked:
-            self.bytes_of = {i: _token_bytes(text) for text, i in vocabulary.items() if i not in control}
+            self.bytes_of = {i: byte_level(text) for text, i in vocabulary.items() if i not in control}
         self.plain = frozenset(vocabulary.values()) - control
         self._byte_ids = {text[0]: i for i, text in sorted(self.bytes_of.items(), reverse=True) if len(text) == 1}
         self.byte_level = len(self._byte_ids) == 256
@@ -102,13 +103,6 @@ class _Speller:
         both = (self.text(before) + text).encode("utf-8", "surrogateescape").decode("utf-8", "surrogateescape")
         ids = self.ids(_UNFINISHED.sub("", both))
         return ids[len(before) :] if ids[: len(before)] == before else self.ids(_UNFINISHED.sub("", text))
-
-
-def _token_bytes(text: str) -> bytes:
-    """Bytes of a token by its text in the vocabulary, just as the library's byte-level decoder reads it."""
-    if all(character in _ALPHABET for character in text):
-        return bytes(_ALPHABET[character] for character in text)
-    return text.encode("utf-8")
 
 
 class Vocabularies:
@@ -318,6 +312,11 @@ class TranslatedDraft(Wrapper):
     def resolve(self, load: Load) -> None:
         """What it translates was loaded before."""
 
+    def bind(self, vocabulary: Vocabulary) -> None:
+        self.vocabulary = vocabulary
+        size, tokenizer, device = self.vocabularies.draft_size, self.draft.tokenizer, self.draft.device
+        self.draft.bind(Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size, device))
+
     @property
     def mode(self) -> Literal["padded", "tokens", "text"]:
         """How the vocabularies are brought together."""
@@ -417,6 +416,9 @@ def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: in
 
     Raises ``ValueError``, with the reason, if the two vocabularies cannot be brought together.
     """
+    if isinstance(draft, ChooseDraft):
+        members = zip(draft.names, draft.members)
+        return ChooseDraft(**{name: translated(member, tokenizer, vocab_size) for name, member in members})
     same = draft.vocab_size in (None, vocab_size)
     if same and draft.vocab_size is not None and tokenizer is not None and draft.tokenizer is not None:
         same = tokenizer.same_as(draft.tokenizer)

@@ -7,7 +7,7 @@ from typing import Any
 
 from tokenizers import Tokenizer as RawTokenizer
 
-__all__ = ["Lengths", "byte_alphabet"]
+__all__ = ["Lengths", "byte_alphabet", "byte_level"]
 
 # NFC makes three bytes of nine at most (Hangul, Greek with its marks), and one of three (the sign for kelvin).
 _NFC = 3
@@ -32,7 +32,7 @@ class Lengths:
             return
         vocabulary = raw.get_vocab(with_added_tokens=False)
         if "ByteLevel" in kinds:
-            self._dropped = bytes(byte for character, byte in byte_alphabet().items() if character not in vocabulary)
+            self._dropped = bytes(byte for character, byte in _ALPHABET.items() if character not in vocabulary)
             longest = max(map(len, vocabulary), default=0)
         elif raw.model.byte_fallback and all(f"<0x{byte:02X}>" in vocabulary for byte in range(256)):
             longest = max((len(token.encode()) for token in vocabulary), default=0)
@@ -56,6 +56,16 @@ def byte_alphabet() -> dict[str, int]:
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_ALPHABET = byte_alphabet()
+
+
+def byte_level(piece: str) -> bytes:
+    """Bytes of a token by its text in a byte-level vocabulary, just as the library's decoder reads it."""
+    if all(character in _ALPHABET for character in piece):
+        return bytes(_ALPHABET[character] for character in piece)
+    return piece.encode("utf-8")
 
 
 def _state(part: Any) -> Any:

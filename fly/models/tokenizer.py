@@ -7,17 +7,21 @@ import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Encoding
 from tokenizers import Tokenizer as RawTokenizer
-from tokenizers.decoders import DecodeStream
+from tokenizers.decoders import ByteLevel, DecodeStream
 
 from fly.models.chat import ChatPrompt, ChatTemplate, Thinking, conversation, pick
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
-from fly.models.lengths import Lengths
+from fly.models.lengths import Lengths, byte_level
 from fly.models.opening import open_checkpoint
+from fly.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["TextStream", "Tokenizer", "TooLong", "read_eos_ids"]
 
@@ -25,6 +29,7 @@ _LONG = 2**14  # characters that take some ten milliseconds
 _TOGETHER = 1024  # texts encoded at a time: what they become takes a hundred times their memory
 # Special tokens that chat templates know by these names.
 _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a single byte, in vocabularies that fall back to them
 
 
 def read_eos_ids(checkpoint: str | Path | Checkpoint, vocab_size: int) -> frozenset[int]:
@@ -103,6 +108,26 @@ class Tokenizer:
         """How a word is spelled at the start of a text and inside it."""
         found = {tuple(self.encode(text, add_special_tokens=False)) for text in (word, f" {word.lstrip()}")}
         return sorted(ids for ids in found if ids)
+
+    def vocabulary(self, size: int, device: torch.device | str = "cpu") -> Vocabulary:
+        """What the ids of a model of ``size`` tokens stand for."""
+        return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device)
+
+    def _spelled(self) -> list[bytes]:
+        """What each id adds to a text."""
+        pieces = {i: piece for piece, i in self.raw.get_vocab().items()}
+        if isinstance(self.raw.decoder, ByteLevel):
+            return [byte_level(pieces.get(i, "")) for i in range(max(pieces, default=-1) + 1)]
+        before = self.encode("a", add_special_tokens=False)  # what is put before a word shows after another one
+        start = self.decode(before, skip_special_tokens=False)
+        ids = range(max(pieces, default=-1) + 1)
+        after = self.raw.decode_batch([[*before, i] for i in ids], skip_special_tokens=False)
+        spelled = []
+        for i, text in zip(ids, after):
+            byte = _BYTE.fullmatch(pieces.get(i, ""))
+            text = text[len(start) :] if text.startswith(start) else pieces.get(i, "")
+            spelled.append(bytes([int(byte[1], 16)]) if byte else text.encode() if i in pieces else b"")
+        return spelled
 
     def check_fits(self, vocab_size: int) -> None:
         """Raise ``CheckpointError`` if some token has an id the model of ``vocab_size`` tokens has no row for."""

@@ -117,11 +117,12 @@ class FirstDraft(DraftStrategy):
         facts: dict[str, Any] | None = None
         if (strategy := self.strategy) is not None:
             facts = {name: getattr(strategy, name) for name in ("vocab_size", "context", "learns", "spare")}
+            facts["_choices"] = strategy.choices()
             facts["_bytes"] = strategy.bytes_per_token()
             facts["_observes"] = type(strategy).observe is not DraftStrategy.observe
         facts = ranks.share(facts)
         self.drafts = facts is not None
-        self._bytes, self._observes = 0, False
+        self._bytes, self._observes, self._choices = 0, False, list[str]()
         vars(self).update(facts or {})
         self._allocators: list[BlockAllocator] | None = None
 
@@ -212,6 +213,9 @@ class FirstDraft(DraftStrategy):
                 # more than there is room for shows where it is drafted for
                 with suppress(OutOfBlocks):
                     allocator.resize(row.id, min(length, most + self.spare))
+
+    def choices(self) -> list[str]:
+        return self._choices
 
     def bytes_per_token(self) -> int:
         return self._bytes

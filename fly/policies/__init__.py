@@ -1,7 +1,16 @@
 """Acceptance policies: which drafted tokens may stand, and the conditions they are composed of."""
 
-from fly.policies.base import AcceptancePolicy, Bound, Relaxed
+from fly.policies.base import (
+    AcceptancePolicy,
+    Bound,
+    ExactCore,
+    Relaxed,
+    exact_accept_probs,
+    longest_prefix,
+    verdict_of,
+)
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
+from fly.policies.formulas import drafted, gate_distribution, gate_probs, matches, possible, raw_log_probs
 from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
 from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
 from fly.policies.lossless import BlockVerification, ExactSample
@@ -15,6 +24,7 @@ from fly.policies.registry import (
 )
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
+from fly.policies.texts import TextCondition, TokenText
 from fly.policies.verification import verify
 
 __all__ = [
@@ -36,6 +46,7 @@ __all__ = [
     "Ears",
     "EntropyGate",
     "Exact",
+    "ExactCore",
     "ExactSample",
     "FLy",
     "Fuzzy",
@@ -48,13 +59,24 @@ __all__ = [
     "Relaxed",
     "RelaxedTopN",
     "Room",
+    "TextCondition",
     "Thresholds",
+    "TokenText",
     "TopRatio",
     "Typical",
     "condition_types",
+    "drafted",
     "dump_policy",
+    "exact_accept_probs",
+    "gate_distribution",
+    "gate_probs",
     "load_policy",
+    "longest_prefix",
+    "matches",
     "parse_policy",
     "policy_types",
+    "possible",
+    "raw_log_probs",
+    "verdict_of",
     "verify",
 ]

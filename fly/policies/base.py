@@ -8,14 +8,17 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from functools import cached_property, wraps
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from fly.ops import draw
+from fly.policies.binding import Bindable
 from fly.policies.conditions import Block, Condition, expression
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.vocabulary import Vocabulary
 
 __all__ = [
     "AcceptancePolicy",
@@ -27,6 +30,8 @@ __all__ = [
     "longest_prefix",
     "verdict_of",
 ]
+
+P = TypeVar("P", bound="AcceptancePolicy")
 
 
 @dataclass(frozen=True)
@@ -43,7 +48,7 @@ class Bound:
         return f"{self.measure.upper()} <= {self.value:g}"
 
 
-class AcceptancePolicy(ABC):
+class AcceptancePolicy(Bindable, ABC):
     """Which drafted tokens may stand. Subclasses are frozen dataclasses of hyper-parameters: pure, no state,
     every row decided by itself, vectorised over the batch, no host synchronisation.
 
@@ -70,7 +75,8 @@ class AcceptancePolicy(ABC):
 
     @property
     def relaxation(self) -> Condition | None:
-        """The condition under which a mismatch is excused; None excuses none."""
+        """The condition under which a mismatch is excused; None excuses none. Worked out once, and bound as the policy
+        is."""
         return None
 
     @abstractmethod
@@ -104,10 +110,10 @@ class AcceptancePolicy(ABC):
             draft_BV = draft.probs_BKV[rows_B, at_B]
         return self.residual(target_BV, draft_BV)
 
-    def bind(self, token_id: Callable[[str], int]) -> AcceptancePolicy:
-        """The same policy with texts of tokens replaced by their ids (``token_id`` raises ``ValueError`` for a text
-        that is no token); most have none."""
-        return self
+    def bind(self: P, vocabulary: Vocabulary) -> P:
+        bound = super().bind(vocabulary)
+        _ = bound.relaxation  # its conditions look up now what they need
+        return bound
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
         """The decision on a block. A rule that judges whole blocks at once overrides this, and nothing else."""
@@ -131,7 +137,8 @@ class AcceptancePolicy(ABC):
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already.
 
-        Raises ``TypeError`` for another policy: two of them have no common core.
+        Raises ``TypeError`` for another policy: two of them have no common core; and for a policy with a ``verdict``
+        or a ``relax`` of its own, which would not be asked any more.
         """
         self._check_operand("|", condition)
         if not isinstance(condition, Condition):
@@ -164,6 +171,8 @@ class AcceptancePolicy(ABC):
                 f"both are policies, and '{symbol}' takes a policy and a condition under which it excuses mismatches"
                 f"{parts}"
             )
+        if isinstance(other, Condition):
+            _check_by_token(self, symbol, other)
 
     def _wrong_side(self, symbol: str, other: object) -> AcceptancePolicy:
         if not isinstance(other, Condition):
@@ -177,6 +186,22 @@ class AcceptancePolicy(ABC):
         super().__init_subclass__(**kwargs)
         if "name" not in cls.__dict__:
             cls.name = cls.__name__
+        own = cls.__dict__.get("relaxation")
+        if isinstance(own, (property, cached_property)):
+            worked_out = cached_property(_bound_alike(own.fget if isinstance(own, property) else own.func))
+            worked_out.__set_name__(cls, "relaxation")
+            cls.relaxation = worked_out  # type: ignore[assignment]
+
+
+def _bound_alike(relaxation: Any) -> Callable[[AcceptancePolicy], Condition | None]:
+    """The same function of a policy, what it returns bound to the policy's vocabulary, if it has one."""
+
+    @wraps(relaxation)
+    def bound(policy: AcceptancePolicy) -> Condition | None:
+        found: Condition | None = relaxation(policy)
+        return found if found is None or policy._vocabulary is None else found.bind(policy._vocabulary)
+
+    return bound
 
 
 class ExactCore(AcceptancePolicy):
@@ -193,6 +218,9 @@ class Relaxed(AcceptancePolicy):
     name: ClassVar[str] = "relaxed"
     base: AcceptancePolicy
     condition: Condition
+
+    def __post_init__(self) -> None:
+        _check_by_token(self.base, "|", self.condition)
 
     @property
     def guarantee(self) -> Guarantee:  # type: ignore[override]  # depends on the parts
@@ -220,11 +248,24 @@ class Relaxed(AcceptancePolicy):
     def correction(self, target: Target, draft: Draft, at_B: Tensor) -> Tensor:
         return self.base.correction(target, draft, at_B)
 
-    def bind(self, token_id: Callable[[str], int]) -> AcceptancePolicy:
-        return Relaxed(self.base.bind(token_id), self.condition.bind(token_id))
-
     def __str__(self) -> str:
         return f"{self.base} | {self.condition}"
+
+
+def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
+    """Raise ``TypeError`` for a policy that does more than to keep or excuse one token after the other: composed, it
+    would be another rule without a word."""
+    kind, plain = type(policy), AcceptancePolicy
+    if kind.verdict is not plain.verdict:
+        raise TypeError(
+            f"{policy} decides on whole blocks (its own 'verdict'), so no single mismatch of it can be excused: write "
+            f"'exact | {condition}', or excuse them in its verdict"
+        )
+    if kind.relax is not plain.relax and kind is not Relaxed:
+        raise TypeError(
+            f"{policy} excuses mismatches in a 'relax' of its own, which '{symbol} {condition}' would replace: give it "
+            "a 'relaxation' made of conditions instead"
+        )
 
 
 def exact_accept_probs(target: Target, draft: Draft) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import entropy, log_mass, top
+from fly.policies.binding import Bindable
 from fly.types import Draft, Target
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class Block:
         return rows_N, torch.arange(longest, device=device).repeat(count)
 
 
-class Condition(ABC):
+class Condition(Bindable, ABC):
     """A statement about drafted positions, true or false for each. Frozen dataclasses; printing one gives its
     expression."""
 
@@ -116,10 +117,6 @@ class Condition(ABC):
     def _decided(self) -> dict[tuple[tuple[str, bool], ...], tuple[bool, frozenset[str]]]:
         return {}
 
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        """The same condition with texts of tokens replaced by their ids; most have none."""
-        return self
-
     def __and__(self, other: Condition) -> Condition:
         if not isinstance(other, Condition):
             return NotImplemented
@@ -169,9 +166,6 @@ class _Chain(_Composite):
     @cached_property
     def clauses(self) -> tuple[Condition, ...]:
         return tuple(clause for part in self.parts for clause in part.clauses)
-
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        return replace(self, parts=tuple(part.bind(token_id) for part in self.parts))
 
 
 @dataclass(frozen=True)
@@ -223,9 +217,6 @@ class Not(Condition):
 
     def evaluate(self, block: Block) -> Tensor:
         return ~self.part.evaluate(block)
-
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        return Not(self.part.bind(token_id))
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)

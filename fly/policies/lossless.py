@@ -64,8 +64,7 @@ class BlockVerification(AcceptancePolicy):
     below h_j: S_j = sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
     h = p at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
 
-    A deterministic draft is one-hot. At temperature 0 this is exact match. ``block | condition`` excuses mismatches
-    of the token-wise rule, which is what ``accept_probs`` gives.
+    A deterministic draft is one-hot. At temperature 0 this is exact match.
     """
 
     name: ClassVar[str] = "block"

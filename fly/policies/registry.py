@@ -23,6 +23,7 @@ from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored
 from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.rules import Exact, FLy, LossySampling
 from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
+from fly.policies.texts import TokenText
 
 __all__ = [
     "CATALOGUE",
@@ -57,14 +58,14 @@ _OURS: tuple[type[Rule], ...] = (
     *(EntropyGate, AgreeingWindow, Room, ControlToken),
     *CATALOGUE,
     *GATES,
-    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase),
+    *(AfterTokens, AboveContext, Budget, AtMost, NatsBudget, Phase, TokenText),
 )
 RULES = Registry(
     kind="policy",
     example="fly(theta=0.3) & after(2)",
     word=rf"\b{CLASS_PATH.pattern}",
     finished="rule",
-    group="fly.policies",
+    groups={"fly.policies": AcceptancePolicy, "fly.conditions": Condition},
     ours={rule.name: rule for rule in _OURS},
     bases=(AcceptancePolicy, Condition),
     wanted="a dataclass that subclasses AcceptancePolicy or Condition",
@@ -83,7 +84,10 @@ def policy_types() -> dict[str, type[AcceptancePolicy]]:
 
 
 def condition_types() -> dict[str, type[Condition]]:
-    """Every condition class by name; plug-ins as in ``policy_types``."""
+    """Every condition class by name: ours, and those installed under the entry-point group ``fly.conditions``.
+
+    Raises ``ValueError`` as ``policy_types`` does.
+    """
     return {name: rule for name, rule in RULES.types.items() if issubclass(rule, Condition)}
 
 
@@ -118,7 +122,7 @@ def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePoli
     source = Text(RULES, value, trusted) if isinstance(value, str) else Source(RULES, value, trusted)
     if isinstance(source, Text):
         rule = source.read(functools.partial(_from_text, source))
-        core = f": 'exact | {rule}'"
+        core = f": 'exact | {value}'"
     else:
         try:
             rule, core = _from_data(source), " under 'relaxed'"

@@ -8,8 +8,8 @@ a position only matters if every mismatch before it was excused, so the mismatch
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from fly.expressions import Amount, Checked, Count, Share
 from fly.policies.conditions import Block, Condition
 from fly.policies.formulas import raw_log_probs
+from fly.vocabulary import Vocabulary
 
 __all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
 
@@ -120,8 +121,8 @@ class NatsBudget(Condition, Checked):
 class Phase(Condition):
     """Inside a phase of the text: after a ``start`` marker, and before the next ``end`` marker.
 
-    Markers are token ids, or the text of single tokens such as ``<think>`` and ``</think>``, which become ids when
-    the policy meets a tokenizer (``bind``). The last marker before the token decides, prompt included; before any
+    Markers are token ids, or the text of single tokens such as ``<think>`` and ``</think>``, which are looked up when
+    the policy meets a vocabulary (``bind``). The last marker before the token decides, prompt included; before any
     marker the text is outside, unless ``inside_first``. The markers themselves count as outside.
 
     Raises ``ValueError`` if a marker's text was never bound, or the block does not say what came before.
@@ -139,15 +140,22 @@ class Phase(Condition):
         if self.start == self.end:
             raise ValueError(f"start and end are the same marker {self.start!r}")
 
-    def bind(self, token_id: Callable[[str], int]) -> Condition:
-        ids = [token_id(marker) if isinstance(marker, str) else marker for marker in (self.start, self.end)]
-        return replace(self, start=ids[0], end=ids[1])
+    def bind(self, vocabulary: Vocabulary) -> Phase:
+        bound = super().bind(vocabulary)
+        _ = bound._markers  # what is no token of this vocabulary is found now
+        return bound
+
+    @cached_property
+    def _markers(self) -> tuple[int, int]:
+        """Ids of start and end."""
+        start, end = (
+            self.vocabulary.token_id(marker) if isinstance(marker, str) else marker for marker in (self.start, self.end)
+        )
+        return start, end
 
     def evaluate(self, block: Block) -> Tensor:
-        if isinstance(self.start, str) or isinstance(self.end, str):
-            raise ValueError(f"{self} has markers in text, and no tokenizer to look them up in")
-        tokens_BK, columns_K = block.draft.tokens_BK, _columns(block)
-        opens_BK, closes_BK = tokens_BK == self.start, tokens_BK == self.end
+        (start, end), tokens_BK, columns_K = self._markers, block.draft.tokens_BK, _columns(block)
+        opens_BK, closes_BK = tokens_BK == start, tokens_BK == end
         before = [self._inside_after(tokens) for tokens in _history(block, self)]
         before_B = torch.tensor(before, device=tokens_BK.device)
         marker_BK = opens_BK | closes_BK
@@ -157,9 +165,10 @@ class Phase(Condition):
         return inside_BK & ~marker_BK
 
     def _inside_after(self, tokens: list[int]) -> bool:
+        start, end = self._markers
         for token in reversed(tokens):
-            if token == self.start or token == self.end:
-                return token == self.start
+            if token in (start, end):
+                return token == start
         return self.inside_first
 
 

@@ -216,7 +216,7 @@ class Service:
             field = str(error).partition(":")[0]
             raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
         try:
-            chosen.policy.bind(self.tokenizer.token_id)
+            chosen.policy.bind(self.llm.vocabulary)
         except ValueError as error:
             message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
             raise ApiError(400, message, "speculation.policy", "invalid_value") from None

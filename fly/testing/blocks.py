@@ -6,7 +6,8 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -15,13 +16,42 @@ from fly.policies import AcceptancePolicy, verify
 from fly.sampling import BatchSampling
 from fly.testing.report import require
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict
+from fly.vocabulary import Vocabulary
 
-__all__ = ["TICK", "TOLERANCE", "Case", "block", "cases", "one_hot", "require_equal", "rounded"]
+__all__ = [
+    "TICK",
+    "TOLERANCE",
+    "Case",
+    "block",
+    "bound",
+    "cases",
+    "one_hot",
+    "require_equal",
+    "rounded",
+    "toy_vocabulary",
+]
 
 TOLERANCE = 1e-5  # of a probability: float32 distributions, and bisection to 2^-24
 TICK = 2.0**-24  # the finest step of the engine's uniforms
 
+P = TypeVar("P", bound=AcceptancePolicy)
 Outcome = tuple[int, int, list[int]]  # tokens accepted, the next token, and a code for each token that was drafted
+
+
+_TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # of the first tokens
+
+
+@lru_cache
+def toy_vocabulary(size: int) -> Vocabulary:
+    """``size`` tokens of several kinds, the last one a control token. Every text is some token: a rule may look for
+    markers that only real vocabularies have."""
+    spelled = [*_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
+    return Vocabulary(size, spelled, [size - 1], lambda text: sum(text.encode()) % size)
+
+
+def bound(policy: P, target: Target) -> P:
+    """``policy``, bound to a vocabulary as large as the target's."""
+    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1]))
 
 
 @dataclass(frozen=True)
@@ -33,7 +63,16 @@ class Case:
     noise: Noise
 
     def verdict(self, policy: AcceptancePolicy) -> Verdict:
-        return verify(policy, self.target, self.draft, self.noise)
+        return verify(bound(policy, self.target), self.target, self.draft, self.noise)
+
+    def chances(self, policy: AcceptancePolicy) -> Tensor:
+        """[B, K], its ``accept_probs``."""
+        return bound(policy, self.target).accept_probs(self.target, self.draft)
+
+    def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
+        """[B, V], its ``correction`` where token ``j`` was rejected."""
+        at_B = torch.full((len(self.numbers),), j)
+        return bound(policy, self.target).correction(self.target, self.draft, at_B)
 
     def outcomes(self, policy: AcceptancePolicy) -> list[Outcome]:
         """What becomes of each row."""
@@ -64,6 +103,17 @@ class Case:
         target = t.about(torch.tensor([0]), logits, None if t.all_greedy else t.probs_BKV[:, places])
         draft_probs = None if d.probs_BKV is None else d.probs_BKV[:, columns]
         return Case(target, Draft(tokens, d.lengths_B, draft_probs), Noise(coins, z.sample_B))
+
+    def cut(self, first: int, last: int) -> Case:
+        """The tokens ``first`` to ``last`` of every draft by themselves: as if nobody knew what follows, for which the
+        target says what it says of ``last`` once more."""
+        t, d, columns, places = self.target, self.draft, slice(first, last + 1), [*range(first, last + 1), last]
+        target_probs = None if t.all_greedy else t.probs_BKV[:, places]
+        target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], target_probs)
+        draft_probs = None if d.probs_BKV is None else d.probs_BKV[:, columns]
+        lengths_B = (d.lengths_B - first).clamp(0, last + 1 - first)
+        draft = Draft(d.tokens_BK[:, columns], lengths_B, draft_probs)
+        return Case(target, draft, Noise(self.noise.accept_BK[:, columns], self.noise.sample_B))
 
     def show(self, b: int = 0) -> str:
         """A row in one line: all of it, if it is short."""

@@ -30,7 +30,7 @@ from fly.testing.drawn import (
     check_independent_of_the_verdict,
     check_rounds_are_independent,
 )
-from fly.testing.report import ConformanceError, Report, require, run_checks, seeded
+from fly.testing.report import ConformanceError, Finding, Report, require, run_checks, seeded
 from fly.testing.stage import DraftKit, Proposal, Stage, compare, reachable, split
 from fly.testing.toys import make_llm
 from fly.types import SamplingParams
@@ -64,8 +64,32 @@ def check_draft(
     kit = DraftKit.of(strategy, learns, target)
     report = Report(kit.name)
     with torch.inference_mode():
-        run_checks(report, DRAFT_CHECKS, kit, advance)
+        if undeclared := _undeclared(kit):  # nothing else that could be found out would be of interest
+            report.findings.append(Finding("vocabulary", False, undeclared))
+        else:
+            run_checks(report, DRAFT_CHECKS, kit, advance)
     return report.settled(raises)
+
+
+def _undeclared(kit: DraftKit) -> str:
+    """What shows that a strategy without ``vocab_size`` should state one; empty where nothing does."""
+    if kit.stage().strategy.vocab_size is not None or kit.learns:  # some state it once they are attached
+        return ""
+    for rows, max_len in kit.batches():
+        try:
+            draft = kit.stage().draft(rows, max_len)
+            width = kit.vocab if draft.probs_BKV is None else draft.probs_BKV.shape[-1]
+            unseen = sorted({token for row, ids in zip(rows, draft.chains) for token in {*ids} - {*row.tokens}})
+        except Exception:  # the checks say what is wrong with it
+            return ""
+        wide = width != kit.vocab
+        found = f"claims distributions over {width} tokens" if wide else f"drafted {unseen[:5]}"
+        if wide or unseen:
+            return (
+                f"{kit.name} states no vocab_size, so it may draft tokens of the row only, and it {found}: set "
+                "vocab_size to the number of ids it knows, as a class attribute or from the vocabulary given to bind"
+            )
+    return ""
 
 
 def check_shapes_and_ranges(kit: DraftKit) -> str:

@@ -25,11 +25,11 @@ from fly.ops import depths, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, cases, one_hot, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, one_hot, require_equal, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
-__all__ = ["check_guarantee", "check_trees"]
+__all__ = ["check_guarantee", "check_tokens_judged_alone", "check_trees"]
 
 
 def check_guarantee(policy: AcceptancePolicy) -> str:
@@ -52,9 +52,31 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
     return f"moves the distribution of a block by up to {worst:.3f} in total variation: {where}"
 
 
+def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
+    """The chance of keeping token j depends on position j alone. It is given that the tokens before it stand, and in a
+    tree several may follow it, or none."""
+    if type(policy).verdict is not AcceptancePolicy.verdict:
+        return "judges whole blocks"
+    for case in cases():
+        chances_BK, mask_BK = case.chances(policy), case.draft.mask_BK()
+        for j in range(case.draft.shape[1]):
+            for first, side in ((0, "after"), (j, "before")):
+                chance_B = case.cut(first, j).chances(policy)[:, -1]
+                apart_B = ((chance_B - chances_BK[:, j]).abs() > TOLERANCE) & mask_BK[:, j]
+                b = int(apart_B.long().argmax())
+                require(
+                    not apart_B[b],
+                    f"accept_probs: position j depends on tokens {side} j: write a Condition or override verdict. The "
+                    f"chance of position {j} is {float(chances_BK[b, j]):.4f}, and without those {side} it "
+                    f"{float(chance_B[b]):.4f}: {case.show(b)}",
+                )
+    return f"{len(cases())} random blocks"
+
+
 def check_trees(policy: AcceptancePolicy) -> str:
     """On trees: a chain written as a tree is judged as a chain, and a lossless rule stays lossless with several
     candidates for a place, certain ones and sampled ones (an exact sum, as for chains)."""
+    check_tokens_judged_alone(policy)
     for case in cases() if type(policy).verdict is AcceptancePolicy.verdict else []:
         parents_BK = torch.arange(-1, case.draft.shape[1] - 1).expand(case.draft.shape)
         tree = replace(case, draft=replace(case.draft, parents_BK=parents_BK))
@@ -79,7 +101,8 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
     for seed in range(24):
         case = block(seed, 4, 5, 4, 1.0)
         target, draft, mask_BK = case.target, case.draft, case.draft.mask_BK()
-        chances_BK, exact_BK = policy.accept_probs(target, draft), exact_accept_probs(target, draft)
+        rule = bound(policy, target)
+        chances_BK, exact_BK = rule.accept_probs(target, draft), exact_accept_probs(target, draft)
         unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
         flatter = draft
         if (probs_BKV := draft.probs_BKV) is not None:
@@ -88,19 +111,19 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
         def apart(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
 
-        ignores = flatter is not draft and not apart(policy.accept_probs(target, flatter))
+        ignores = flatter is not draft and not apart(rule.accept_probs(target, flatter))
         experiments = {
             "a coin of 0 keeps a token that the target excludes (keep where coin < chance, strictly)": any(
                 _keeps_the_excluded(policy, one) for one in (block(seed, 4, 5, 4, 0.0), case)
             ),
             "its chances change with the unprocessed logits while the target's processed distribution stays": apart(
-                policy.accept_probs(unprocessed, draft)
+                rule.accept_probs(unprocessed, draft)
             ),
             "its chances ignore the distribution that the draft was drawn from (draft.probs_BKV)": (
                 apart(exact_BK) and ignores
             ),
             "its correction is not drawn from max(target - draft, 0)": (
-                not apart(exact_BK) and _corrects_otherwise(policy, target, draft)
+                not apart(exact_BK) and _corrects_otherwise(rule, target, draft)
             ),
         }
         found += [reason for reason, seen in experiments.items() if seen]
@@ -291,7 +314,9 @@ def _evaluate(
 ) -> tuple[Tensor, Tensor]:
     """[P] places that the next tokens follow, and the next tokens, of some rows under a point of noise each."""
     noise_PA = noise_PA.float().clamp_max(1 - TICK)
-    verdict = verify(policy, target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1]))
+    verdict = verify(
+        bound(policy, target), target.rows(rows_P), draft.rows(rows_P), Noise(noise_PA[:, :-1], noise_PA[:, -1])
+    )
     if verdict.path_BK is None:
         return verdict.accepted_B, verdict.next_token_B
     return torch.tensor([path[-1] + 1 if path else 0 for path in verdict.paths()]), verdict.next_token_B

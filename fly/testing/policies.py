@@ -31,8 +31,8 @@ import torch
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy, verify
 from fly.policies.registry import check_types
 from fly.request import Stats
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, cases, one_hot, require_equal, rounded
-from fly.testing.guarantees import check_guarantee, check_trees
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, one_hot, require_equal, rounded
+from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.types import Draft, Noise, Target, Verdict, Why
 
@@ -73,7 +73,7 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
     """accept_probs is [B, K] in [0, 1]; a verdict never accepts more than was drafted, and its codes fit."""
     for case in cases():
         shape, vocab = case.draft.shape, case.target.logits_BKV.shape[-1]
-        probs = policy.accept_probs(case.target, case.draft)
+        probs = case.chances(policy)
         require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
         inside = probs[case.draft.mask_BK()].float()
         require(
@@ -130,7 +130,8 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     """An empty draft emits one token of the target's distribution; a draft the target is sure of stands whole."""
     for temperature in (0.0, 1.0):
         case = block(1, 3, 4, 5, temperature)
-        target = Target(case.target.logits_BKV[:, :1], case.target.probs_BKV[:, :1] if temperature else None)
+        probs = case.target.probs_BKV[:, :1] if temperature else None
+        target = case.target.about(torch.arange(3), case.target.logits_BKV[:, :1], probs)
         empty = Case(target, Draft.empty(3), Noise(torch.zeros(3, 0), case.noise.sample_B))
         for b, (accepted, token, _) in enumerate(empty.outcomes(policy)):
             require(not accepted, "accepted tokens of an empty draft")
@@ -143,7 +144,7 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
     for probs in (None, logits.softmax(-1)):
         draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))
-        outcomes = Case(Target(logits, probs), draft, noise).outcomes(policy)
+        outcomes = Case(Target(logits, probs, history=[[0], [1]]), draft, noise).outcomes(policy)
         stood = [n for n, _, _ in outcomes]
         require(
             stood == [4, 4] and [token for _, token, _ in outcomes] == [0, 3],
@@ -175,10 +176,10 @@ def check_correction_is_a_distribution(policy: AcceptancePolicy) -> None:
     """Wherever a token can be rejected, the correction's distribution is finite, nowhere negative, and has mass."""
     for seed, longest in enumerate((1, 1, 2, 3, 5, 8)):
         case = block(seed, 4, longest, 4, 1.0 if seed % 2 else None)
-        chances = policy.accept_probs(case.target, case.draft)
+        chances = case.chances(policy)
         judged = case.draft.mask_BK() & ~case.target.greedy_B.unsqueeze(1) & (chances < 1)
         for b, j in judged.nonzero().tolist():
-            row = policy.correction(case.target, case.draft, torch.full((4,), j))[b]
+            row = case.correction(policy, j)[b]
             # A rejection that rounding alone makes possible needs no correction of its own.
             mass = float(row.sum()) > 0 or float(chances[b, j]) > 1 - TOLERANCE
             require(
@@ -279,7 +280,8 @@ def check_cost(policy: AcceptancePolicy) -> str:
         draft = Draft(logits[:, :-1].argmax(-1), torch.tensor([15]), drawn_from)
         noise = Noise(torch.rand(1, 15, generator=generator), torch.rand(1, generator=generator))
         targets = iter([Target(logits, probs, history=[[0]]) for _ in range(7)])  # each knows nothing of the others
-        cost = min(timeit.repeat(lambda: verify(policy, next(targets), draft, noise), number=1, repeat=7))  # noqa: B023
+        rule = bound(policy, Target(logits))
+        cost = min(timeit.repeat(lambda: verify(rule, next(targets), draft, noise), number=1, repeat=7))  # noqa: B023
         costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection:.0%})")
     return (
         f"{', '.join(costs)} for 1 × 15 × 32,000; in brackets the share of an output projection of width 1,024 over "
@@ -298,6 +300,7 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str | None], ...] = (
     check_no_hidden_randomness,
     check_written_and_read,
     check_monotone,
+    check_tokens_judged_alone,
     check_guarantee,
     check_trees,
     check_gates,

@@ -21,7 +21,7 @@ from fly.executor import Executor
 from fly.ops import first_branch
 from fly.policies import Exact
 from fly.request import Sequence
-from fly.testing.blocks import one_hot
+from fly.testing.blocks import one_hot, toy_vocabulary
 from fly.testing.report import require
 from fly.testing.toys import make_executor, make_runner, resolved, toy_target
 from fly.types import Draft, SamplingParams
@@ -137,17 +137,20 @@ class DraftKit:
     ) -> DraftKit:
         """The kit for what ``check_draft`` takes."""
         if isinstance(strategy, DraftStrategy):
-            make = _copier(resolved(strategy))
+            given = _copier(resolved(strategy))
         else:
             given = strategy
             if not isinstance(given(), DraftStrategy):
                 raise ValueError(f"{strategy!r} makes {given()!r}, which is no DraftStrategy")
+        size = resolved(given()).vocab_size
+        model = make_executor(target or toy_target(size or _VOCABULARY))
 
-            def make() -> DraftStrategy:
-                return resolved(given())
+        def make() -> DraftStrategy:
+            fresh = resolved(given())
+            fresh.bind(toy_vocabulary(model.config.vocab_size))
+            return fresh
 
         first = make()
-        model = make_executor(target or toy_target(first.vocab_size or _VOCABULARY))
         return DraftKit(make, type(first).__name__, first.learns if learns is None else learns, model)
 
     @property

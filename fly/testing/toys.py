@@ -11,6 +11,7 @@ from fly.executor import Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.runner import Runner
+from fly.testing.blocks import toy_vocabulary
 
 __all__ = ["make_executor", "make_llm", "make_runner", "resolved", "toy_target"]
 
@@ -55,5 +56,8 @@ def make_runner(executor: Executor) -> Runner:
 
 
 def make_llm(executor: Executor, strategy: DraftStrategy) -> LLM:
-    """Speculative decoding by the exact rule."""
-    return LLM(executor, strategy)
+    """Speculative decoding by the exact rule, over toy tokens."""
+    llm = LLM(executor, strategy)
+    if llm.draft is not None:
+        llm.draft.bind(toy_vocabulary(executor.config.vocab_size))
+    return llm

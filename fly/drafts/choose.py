@@ -1,0 +1,112 @@
+"""Several strategies, of which each request has one.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from fly.drafts.base import Continuation, DraftStrategy, Wrapper
+from fly.request import Sequence
+from fly.types import Draft, Target
+
+__all__ = ["ChooseDraft"]
+
+
+class ChooseDraft(Wrapper):
+    """Strategies by name, of which a request chooses one (``LLM.generate(..., draft=name)``), and only one, for all of
+    its rounds: ``choose(small=fly-tiny, copy=ngram)``. The first is for requests that name none.
+
+    Each strategy sees its own requests alone. All are loaded, and a cache's size is found for all together.
+    """
+
+    def __init__(self, **members: DraftStrategy) -> None:
+        if not members:
+            raise ValueError("choose needs at least one strategy, as in choose(small=fly-tiny, copy=ngram)")
+        if "none" in members:
+            raise ValueError("'none' is no name for a strategy: requests that draft nothing have k 0")
+        if len(set(map(id, members.values()))) < len(members):
+            raise ValueError("a strategy stands twice in choose; each needs a state of its own")
+        self.names = list(members)
+        super().__init__(list(members.values()))
+
+    def _follow_members(self) -> None:
+        sizes = {member.vocab_size for member in self.members} - {None}
+        self.vocab_size = sizes.pop() if len(sizes) == 1 else None
+        contexts = [member.context for member in self.members if member.context is not None]
+        self.context = max(contexts) if len(contexts) == len(self.members) else None
+        self.spare = max(member.spare for member in self.members)
+        self.learns = any(member.learns for member in self.members)
+        self.device = self.members[0].device
+
+    def choices(self) -> list[str]:
+        return self.names
+
+    def _of(self, row: Sequence) -> DraftStrategy:
+        return self.members[self.names.index(row.draft) if row.draft else 0]
+
+    def _groups(self, rows: abc.Sequence[Sequence]) -> list[tuple[DraftStrategy, list[int]]]:
+        """The strategies that are asked for, and the numbers of their rows."""
+        chosen = [self._of(row) for row in rows]
+        numbers = {id(member): [b for b, mine in enumerate(chosen) if mine is member] for member in self.members}
+        return [(member, numbers[id(member)]) for member in self.members if numbers[id(member)]]
+
+    def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
+        for member, numbers in self._groups([row for row, _ in parts]):
+            member.prefill([parts[b] for b in numbers])
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        groups = self._groups(rows)
+        if len(groups) == 1:
+            return groups[0][0].propose(rows, max_len)
+        drafts = {
+            tuple(numbers): member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
+            for member, numbers in groups
+        }
+        return _together(drafts, len(rows), self.device)
+
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+        groups = self._groups(rows)
+        return groups[0][0].continuation(rows) if len(groups) == 1 else None
+
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+        for member, numbers in self._groups(rows):
+            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+            part = draft.to(target.logits_BKV.device).rows(index_B)
+            member.observe([rows[b] for b in numbers], part, target.rows(index_B, numbers))
+
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+        for member, numbers in self._groups(rows):
+            member.commit([rows[b] for b in numbers])
+
+    def release(self, row: Sequence) -> None:
+        self._of(row).release(row)
+
+
+def _together(drafts: Mapping[tuple[int, ...], Draft], rows: int, device: torch.device) -> Draft:
+    """One draft of drafts of some of its rows, chains and trees, drawn and certain ones."""
+    longest = max(draft.shape[1] for draft in drafts.values())
+    drawn = next((draft.probs_BKV for draft in drafts.values() if draft.probs_BKV is not None), None)
+    trees = any(draft.parents_BK is not None for draft in drafts.values())
+    tokens_BK, lengths_B = (
+        torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((rows, longest), (rows,))
+    )
+    probs_BKV: Tensor | None = None
+    if drawn is not None:
+        probs_BKV = torch.zeros(rows, longest, drawn.shape[-1], dtype=drawn.dtype, device=device)
+    parents_BK = torch.arange(-1, longest - 1, device=device).repeat(rows, 1) if trees else None
+    for numbers, draft in drafts.items():
+        part, index_B, width = draft.to(device), torch.tensor(numbers, device=device), draft.shape[1]
+        tokens_BK[index_B, :width], lengths_B[index_B] = part.tokens_BK, part.lengths_B
+        if parents_BK is not None and part.parents_BK is not None:
+            parents_BK[index_B, :width] = part.parents_BK
+        if probs_BKV is not None:
+            certain_BKV = torch.zeros(*part.tokens_BK.shape, probs_BKV.shape[-1], dtype=probs_BKV.dtype, device=device)
+            certain_BKV.scatter_(-1, part.tokens_BK.unsqueeze(-1), 1.0)
+            probs_BKV[index_B, :width] = certain_BKV if part.probs_BKV is None else part.probs_BKV
+    return Draft(tokens_BK, lengths_B, probs_BKV, parents_BK)

@@ -1,0 +1,65 @@
+"""Conditions on what the drafted token says. Knows nothing of tokenizers: a policy is bound to a vocabulary.
+
+Shape legend: B rows, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fly.expressions import Checked
+from fly.policies.conditions import Block, Condition
+from fly.vocabulary import Vocabulary
+
+__all__ = ["TextCondition", "TokenText"]
+
+
+class TextCondition(Condition):
+    """A condition on the drafted token's text alone: a subclass gives ``holds_for``, which is asked once for each
+    token of a vocabulary. Control tokens, and ids that stand for no text, never hold.
+
+    ``bind`` raises ``ValueError`` where the model has no tokenizer.
+    """
+
+    @abstractmethod
+    def holds_for(self, text: str) -> bool:
+        """What it says of a token with this text, the leading space of a word included. A token that is only a part of
+        a character has replacement marks."""
+
+    def bind(self, vocabulary: Vocabulary) -> TextCondition:
+        vocabulary.where(self.holds_for)  # now, and not between two forwards
+        return super().bind(vocabulary)
+
+    def evaluate(self, block: Block) -> Tensor:
+        return self.vocabulary.where(self.holds_for)[block.draft.tokens_BK]
+
+
+@dataclass(frozen=True)
+class TokenText(TextCondition, Checked):
+    """The drafted token's text is of a kind: ``token(digits)`` holds a digit, ``token(capitals)`` begins with a capital
+    letter (a space before it aside), ``token(newlines)`` holds a newline; ``token(letters)``, ``token(punctuation)``
+    and ``token(blanks)`` consist of nothing else (spaces around it aside).
+
+    ``fly & ~token(digits)`` never excuses a token with a digit.
+    """
+
+    name: ClassVar[str] = "token"
+    kind: Literal["digits", "capitals", "letters", "punctuation", "blanks", "newlines"]
+
+    def holds_for(self, text: str) -> bool:
+        return _KINDS[self.kind](text)
+
+
+_KINDS: Mapping[str, Callable[[str], bool]] = {
+    "digits": lambda text: any(map(str.isdigit, text)),
+    "capitals": lambda text: text.strip()[:1].isupper(),
+    "letters": lambda text: text.strip().isalpha(),
+    "punctuation": lambda text: bool(text.strip()) and not any(c.isalnum() or c.isspace() for c in text.strip()),
+    "blanks": str.isspace,
+    "newlines": lambda text: "\n" in text,
+}

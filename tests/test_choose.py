@@ -1,0 +1,91 @@
+"""Several drafts are loaded, and each request has one of them."""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any
+
+import pytest
+import torch
+
+import fly
+from fly.drafts import ChooseDraft, DraftStrategy, NGramDraft, SingleDraft, TranslatedDraft, TreeDraft, parse_draft
+from fly.request import Sequence
+from fly.testing import check_draft
+from fly.types import Draft, Target
+from tests.toys import random_llama
+
+TEXTS = [[1, 2, 3, 1, 2], [4, 5, 4, 5, 4], [7, 8, 9, 7, 8, 9], [2, 2, 2], [5, 6, 5, 6]]
+
+
+def made() -> dict[str, DraftStrategy]:
+    small = random_llama(1, layers=1)
+    return {"small": SingleDraft(small), "copy": NGramDraft(), "tree": TreeDraft(small, k=3)}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_request_is_drafted_for_by_the_one_it_names_as_if_that_were_alone(temperature: float) -> None:
+    target, names = random_llama(0), ["small", "copy", "tree" if temperature == 0 else "copy", "", "small"]
+    params = [fly.SamplingParams(temperature=temperature, max_tokens=24, seed=n) for n in range(len(TEXTS))]
+    llm = fly.LLM(target, ChooseDraft(**made()), k=4)
+    together = llm.generate(TEXTS, params, draft=names)
+    for text, own, name, out in zip(TEXTS, params, names, together):
+        [alone] = fly.LLM(target, made()[name or "small"], k=4).generate([text], own)
+        assert out.token_ids == alone.token_ids
+        assert (out.stats.drafted, out.stats.accepted) == (alone.stats.drafted, alone.stats.accepted)
+    assert all(allocator.num_free == allocator.num_blocks for allocator in llm.scheduler.allocators())
+
+
+class Heard(NGramDraft):
+    """Notes whose calls it gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: set[int] = set()
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        self.heard |= {row.id for row in rows}
+        return super().propose(rows, max_len)
+
+    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
+        assert draft.shape[0] == len(rows) == target.logits_BKV.shape[0]
+        self.heard |= {row.id for row in rows}
+
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+        self.heard |= {row.id for row in rows}
+
+    def release(self, row: Sequence) -> None:
+        self.heard.add(row.id)
+
+
+def test_a_strategy_hears_of_its_own_requests_alone() -> None:
+    one, other = Heard(), Heard()
+    llm = fly.LLM(random_llama(0), ChooseDraft(one=one, other=other))
+    llm.generate(TEXTS, fly.SamplingParams(temperature=0.0, max_tokens=9), draft=["one", "other", "one", "", "other"])
+    assert (len(one.heard), len(other.heard)) == (3, 2) and not one.heard & other.heard
+
+
+def test_names_are_checked() -> None:
+    llm = fly.LLM(random_llama(0), ChooseDraft(**made()))
+    for call in (llm.generate, lambda prompts, draft: llm.requests(prompts, draft=draft)):
+        with pytest.raises(ValueError, match=r"draft 'nope' is not among.*\['small', 'copy', 'tree'\]"):
+            call([[1, 2]], draft="nope")  # type: ignore[operator]
+    with pytest.raises(ValueError, match=r"choices: \[\]"):
+        fly.LLM(random_llama(0), NGramDraft()).generate([[1]], draft="copy")
+    once: Any = NGramDraft()
+    for members, word in (({}, "at least one"), ({"none": once}, "'none'"), ({"a": once, "b": once}, "stands twice")):
+        with pytest.raises(ValueError, match=word):
+            ChooseDraft(**members)
+
+
+def test_a_text_loads_several_each_in_the_targets_vocabulary() -> None:
+    strategy = parse_draft("choose(copy=ngram(k=3), small=fly-tiny)")
+    assert isinstance(strategy, ChooseDraft) and strategy.choices() == ["copy", "small"]
+    torch.manual_seed(0)
+    other = SingleDraft(random_llama(3))  # of a vocabulary of its own, and no tokenizer
+    with pytest.raises(ValueError, match="vocabulary"):
+        fly.LLM("fly-target", ChooseDraft(copy=NGramDraft(), other=other))
+    llm = fly.LLM("fly-target", strategy)
+    assert not any(isinstance(member, TranslatedDraft) for member in llm.draft.members)  # type: ignore[union-attr]
+    assert "".join(llm.stream("Tom", fly.SamplingParams(temperature=0.0, max_tokens=5), draft="small"))
+    assert check_draft(lambda: ChooseDraft(a=NGramDraft(), b=NGramDraft())).passed
