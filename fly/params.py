@@ -3,15 +3,60 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sized
-from typing import Annotated
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["SamplingParams", "StructuredOutput"]
+from fly.errors import meant
+
+__all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
 
-class StructuredOutput(BaseModel):
+class Sampling(TypedDict, total=False):
+    """The fields of ``SamplingParams``, as they may be given."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    explain: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    bad_words_ids: Sequence[Sequence[int]]
+    n: int
+    structured: StructuredOutput | Mapping[str, Any] | None
+
+
+class _Params(BaseModel):
+    """Shows only what is not as it is by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        plain = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
+        return [(name, value) for name, value in super().__repr_args__() if name is None or value != plain[name]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_exist(cls, given: object) -> object:
+        known = list(cls.model_fields)
+        if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in known), None)):
+            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{meant(unknown, known)}; choices: {known}")
+        return given
+
+
+class StructuredOutput(_Params):
     """The form that an output must have: exactly one of these.
 
     ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
@@ -19,8 +64,6 @@ class StructuredOutput(BaseModel):
     regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
     variant of Lark's syntax.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     json_schema: str | None = None  # JSON text
     json_object: bool = False
@@ -56,7 +99,7 @@ class StructuredOutput(BaseModel):
         return self
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(_Params):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
@@ -82,8 +125,6 @@ class SamplingParams(BaseModel):
     ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
@@ -104,6 +145,14 @@ class SamplingParams(BaseModel):
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = Field(default=1, ge=1)
     structured: StructuredOutput | None = None
+
+    if TYPE_CHECKING:  # lists will do for tuples, and a dictionary for a form
+
+        def __init__(self, **fields: Unpack[Sampling]) -> None: ...
+
+    def changed(self, fields: Mapping[str, Any]) -> Self:
+        """The same but for ``fields``, all of it checked. Raises ``ValidationError``."""
+        return self.model_validate(self.model_dump() | dict(fields))
 
     @property
     def penalises(self) -> bool:
