@@ -292,8 +292,9 @@ def as_policy(value: object) -> AcceptancePolicy:
     ``ValueError`` naming what is wrong, and the choices."""
     if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
         return load_policy(value, trusted=True)
-    is_class = isinstance(value, type) and issubclass(value, AcceptancePolicy)
-    made = f"; give one of that class: {value.__name__}()" if is_class else ""
+    made = ""
+    if isinstance(value, type) and issubclass(value, AcceptancePolicy):
+        made = f"; give one of that class: {value.__name__}()"
     raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
 
 

@@ -65,7 +65,7 @@ class LLM(Calls):
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
         policy: which drafted tokens stand: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset
-            (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. Texts may import ``module:Class``.
+            (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is imported.
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.

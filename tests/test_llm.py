@@ -122,7 +122,9 @@ def test_one_for_all_or_one_for_each() -> None:
         (lambda: LLM(MODEL).chat([{"role": "user", "content": "hi"}]), ("tokenizer", "token ids")),
         (lambda: LLM(MODEL).generate([[1]], SamplingParams(stop=("x",))), ("stop_token_ids",)),
         (lambda: LLM(MODEL).generate([[1]], SamplingParams(stop_token_ids=(VOCAB,))), (f"{VOCAB}",)),
-        (lambda: LLM(MODEL).generate([[1]], GREEDY, policy="fly"), ("'fly'", "AcceptancePolicy")),
+        (lambda: LLM(MODEL).generate([[1]], GREEDY, policy=7), ("7", "AcceptancePolicy", "text")),
+        (lambda: LLM(MODEL).generate([[1]], GREEDY, policy=FLy), ("FLy()",)),
+        (lambda: LLM(MODEL, policy="flie"), ("'flie'", "fly.paper")),
         (lambda: parse_policy("flie"), ("flie", "exact", "lossy", "fly")),
     ],
 )
