@@ -31,7 +31,7 @@ from fly.stream import AsyncStream, Stream
 from fly.types import SamplingParams
 from fly.worker import Worker
 
-__all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "listed"]
+__all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "listed", "one_bar"]
 
 Prompt: TypeAlias = str | abc.Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
 Prompts: TypeAlias = Prompt | abc.Iterable[Prompt]
@@ -40,8 +40,7 @@ PolicyLike: TypeAlias = AcceptancePolicy | str | abc.Mapping[str, Any]
 Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
 
 _LONG = 1.0  # seconds after which a call shows how far it is
-_PLAIN: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}  # what others print is theirs
-_showing = threading.Lock()  # a terminal has room for one bar
+_bars = threading.Lock()
 
 
 class Options(Sampling, total=False):
@@ -91,9 +90,9 @@ class Calls(ABC):
         All run at once, as far as the caches hold them, beside what other threads and coroutines asked for.
 
         Args:
-            prompts: texts or token ids (one text is a list of one). Token ids are lists, or NumPy arrays or tensors of
-                integers; of two dimensions, one has a prompt in each row. The text "" will do where the tokenizer adds
-                a begin token, from which the model then goes on.
+            prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (of
+                two dimensions, one has a prompt in each row). The text "" will do where the tokenizer adds a begin
+                token, from which the model then goes on.
             params: one ``SamplingParams`` for all, or one for each prompt; None is ``default_params``, the checkpoint's
                 sampling defaults. ``sampling_params`` is another name for it.
             progress: show how far it is, on a terminal, once it has taken a second.
@@ -267,10 +266,9 @@ def listed(prompts: Any) -> list[Any]:
         return [_ids(prompts)]
     if not isinstance(prompts, abc.Iterable):
         raise ValueError(f"prompts {short(prompts)} are neither texts nor token ids")
-    found = [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
-    if found and isinstance(found[0], Integral):
-        raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
-    return found
+    if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
+        return [prompts]
+    return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
 
 
 def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
@@ -318,9 +316,20 @@ def _several(messages: object) -> bool:
 
 
 @contextmanager
+def one_bar() -> Iterator[bool]:
+    """Whether there may be a bar while this lasts: a terminal has room for one."""
+    free = _bars.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            _bars.release()
+
+
+@contextmanager
 def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
     """While this lasts, and has lasted for ``_LONG``, a line on a terminal says how far the requests are."""
-    if not (wanted and (console := Console(stderr=True)).is_terminal and _showing.acquire(blocking=False)):
+    if not (wanted and (console := Console(stderr=True)).is_terminal):
         yield
         return
 
@@ -331,14 +340,17 @@ def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
         made.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
         return made
 
-    live = Live(get_renderable=line, console=console, transient=True, refresh_per_second=4, **_PLAIN)
+    # What others print meanwhile is theirs.
+    live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
     timer = threading.Timer(_LONG, live.start)
     timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        timer.join()
-        live.stop()
-        _showing.release()
+    with one_bar() as free:
+        if free:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if free:
+                timer.join()
+            live.stop()

@@ -103,8 +103,8 @@ class SamplingParams(_Params):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
-    one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
-    ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
+    one. Output ends exactly at the first of the ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), ``stop``
+    string or ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
     log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
     the provenance how likely each token was, and how undecided the target.
 

@@ -115,7 +115,7 @@ def test_one_for_all_or_one_for_each() -> None:
         (lambda: LLM(MODEL).generate([[1]], GREEDY, k=[-4]), ("k", "-4")),
         (lambda: LLM(MODEL, SingleDraft(random_llama(0, VOCAB + 1))), (str(VOCAB), str(VOCAB + 1))),
         (lambda: LLM(MODEL, CascadeDraft([NGramDraft(), SingleDraft(random_llama(0, 5))])), (str(VOCAB), "5")),
-        (lambda: LLM(MODEL).generate([1, 2, 3]), ("[[1, 2, 3]]",)),
+        (lambda: LLM(MODEL).generate([1, "2"]), ("prompt [1, '2']", "token ids")),
         (lambda: LLM(MODEL).generate("text"), ("tokenizer", "token ids")),
         (lambda: LLM(MODEL).generate(["text"]), ("tokenizer", "token ids")),
         (lambda: LLM(MODEL).stream([1]), ("tokenizer",)),
