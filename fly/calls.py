@@ -77,6 +77,7 @@ class Calls(ABC):
         policy: PolicyLike | abc.Sequence[PolicyLike] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        client: str = "",
         *,
         streamed: bool = False,
     ) -> list[Request]:

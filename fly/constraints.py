@@ -73,6 +73,4 @@ def _penalise(logits_V: Tensor, row: Sequence, text: list[int]) -> None:
         biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
         logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
     if row.bad:
-        whole = row.tokens[: row.prompt_length] + text if any(len(bad) > 1 for bad in row.bad) else text
-        ends = [bad[-1] for bad in row.bad if len(bad) == 1 or tuple(whole[1 - len(bad) :]) == bad[:-1]]
-        logits_V[ends] = -torch.inf
+        logits_V[row.bad.next(row.tokens[: row.prompt_length] + text)] = -torch.inf

@@ -8,6 +8,7 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 
 from __future__ import annotations
 
+import sys
 from array import array
 from collections import abc
 from dataclasses import replace
@@ -49,6 +50,7 @@ class Engine:
         rows: abc.Sequence[Sequence],
         stopped: OnToken | None = None,
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        seconds: float = sys.maxsize,
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
@@ -60,6 +62,7 @@ class Engine:
             stopped: is given every emitted token in order, and may end the row there (stop strings).
             prefill: further rows that emit nothing yet, and how many more of their tokens are to be cached in the same
                 forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
+            seconds: of rounds in one call, where that is less than ``stretch``.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
@@ -71,7 +74,7 @@ class Engine:
             self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
         prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
         try:
-            if rows and not prefill and (emitted := self._rounds(rows, prompts, stopped)) is not None:
+            if rows and not prefill and (emitted := self._rounds(rows, prompts, stopped, seconds)) is not None:
                 self._commit(rows)
                 return emitted
             draft = self._propose(rows, prompts)
@@ -136,7 +139,7 @@ class Engine:
         return draft
 
     def _rounds(
-        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: OnToken | None
+        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: OnToken | None, seconds: float
     ) -> list[list[Token]] | None:
         """Take rows through several rounds in one call of the executor, and return what each emitted; None where it
         does not take these, or something else is to be done between two rounds than to decide on a block."""
@@ -159,7 +162,7 @@ class Engine:
                 return None
             if (made := self.runner.plan(rows, left, k, drafter)) is None:
                 return None
-            made.seconds, made.hurry = self.stretch, self._hurry
+            made.seconds, made.hurry = min(self.stretch, seconds), self._hurry
             if made.drafter is None:
                 drafter = None
             if drafting is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import sys
-import threading
 from collections import abc
 from functools import cached_property, partial
 from numbers import Integral
@@ -33,7 +32,7 @@ from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import Exact
-from fly.request import Sequence
+from fly.request import BadWords, Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.stream import AsyncStream, Stream
@@ -201,7 +200,6 @@ class LLM(Calls):
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
         self._leads = ranks is None or ranks.leads
-        self._compiling = threading.Lock()
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -236,12 +234,13 @@ class LLM(Calls):
         policy: PolicyLike | abc.Sequence[PolicyLike] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
+        client: str = "",
         *,
         streamed: bool = False,
     ) -> list[Request]:
         """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
         completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
-        Arguments and errors as there; from any thread."""
+        ``client`` is whose they are: clients share the engine. Arguments and errors as there; from any thread."""
         given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
@@ -254,7 +253,7 @@ class LLM(Calls):
         requests = []
         for number, asked in enumerate(zip(given, every_params, every_policy, every_k)):
             row = self._row(*asked)
-            row.priority = priority
+            row.priority, row.client = priority, client
             try:
                 self.scheduler.check(row)
             except ValueError as error:
@@ -316,7 +315,7 @@ class LLM(Calls):
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
-            bad=(*params.bad_words_ids, *bad_words),
+            bad=BadWords((*params.bad_words_ids, *bad_words)),
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
@@ -325,17 +324,15 @@ class LLM(Calls):
         return row
 
     @cached_property
-    def _grammars(self) -> Grammars:
+    def grammars(self) -> Grammars:
+        """Those of structured outputs."""
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """Follows the grammar of a request, if it has one."""
-        if params.structured is None:
-            return None
-        with self._compiling:
-            return self._grammars.matcher(params)
+        return None if params.structured is None else self.grammars.matcher(params)
 
     def _token_id(self, text: str) -> int:
         if self.tokenizer is None:

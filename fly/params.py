@@ -35,6 +35,7 @@ class Sampling(TypedDict, total=False):
     bad_words: Sequence[str]
     bad_words_ids: Sequence[Sequence[int]]
     n: int
+    cache_salt: str
     structured: StructuredOutput | Mapping[str, Any] | None
 
 
@@ -75,6 +76,11 @@ class StructuredOutput(_Params):
         """The name of the one field that is given."""
         (kind,) = self._given()
         return kind
+
+    @property
+    def source(self) -> str:
+        """Its schema, expression or grammar; "" for any JSON object."""
+        return self.json_schema or self.regex or self.grammar or ""
 
     def _given(self) -> list[str]:
         return [name for name in type(self).model_fields if getattr(self, name) not in (None, False)]
@@ -117,6 +123,9 @@ class SamplingParams(_Params):
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
+    Requests that begin with the same tokens share what is cached of them if they have the same ``cache_salt``: one that
+    nobody else can guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
+
     ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
     every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
     are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
@@ -144,6 +153,7 @@ class SamplingParams(_Params):
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = Field(default=1, ge=1)
+    cache_salt: str = ""
     structured: StructuredOutput | None = None
 
     if TYPE_CHECKING:  # lists will do for tuples, and a dictionary for a form

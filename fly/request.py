@@ -7,6 +7,7 @@ from collections import abc
 from collections.abc import Collection, Mapping
 from copy import copy
 from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from typing import NamedTuple, Protocol, Self
 
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
+__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -28,6 +29,33 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     while start and a[:start] != b[:start]:
         start, window = max(shorter - window, 0), 8 * window
     return next(i for i in range(start, shorter) if a[i] != b[i])
+
+
+@dataclass(frozen=True)
+class BadWords:
+    """Sequences of tokens that must not come up, found by the last token of a text."""
+
+    words: tuple[tuple[int, ...], ...] = ()
+
+    @cached_property
+    def _always(self) -> set[int]:
+        return {word[0] for word in self.words if len(word) == 1}
+
+    @cached_property
+    def _after(self) -> dict[int, list[tuple[list[int], int]]]:
+        found: dict[int, list[tuple[list[int], int]]] = {}
+        for *start, last in self.words:
+            if start:
+                found.setdefault(start[-1], []).append((start, last))
+        return found
+
+    def __bool__(self) -> bool:
+        return bool(self.words)
+
+    def next(self, text: list[int]) -> list[int]:
+        """What must not follow ``text``, each once."""
+        started = self._after.get(text[-1], ()) if text else ()
+        return sorted(self._always.union(last for start, last in started if text[-len(start) :] == start))
 
 
 class Form(Protocol):
@@ -48,6 +76,9 @@ class Form(Protocol):
 
     def fresh(self) -> Form:
         """The same form, at its start."""
+
+    def close(self) -> None:
+        """Free what it holds; it is not asked again."""
 
 
 class Token(NamedTuple):
@@ -202,8 +233,9 @@ class Sequence:
     stats: Stats = field(default_factory=Stats)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
     finish_reason: str | None = None
-    bad: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that must not come up
+    bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
+    client: str = ""  # whose it is: clients share the engine
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
     error: Exception | None = None  # what ended it, where that was an error
     matcher: Form | None = None  # of the form its output must have; forks share it, since it goes by their tokens

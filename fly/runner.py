@@ -32,7 +32,7 @@ class Runner:
     """An executor with its own paged cache. It knows which tokens of each sequence are cached, and feeds the rest.
 
     ``control_ids`` are the control tokens of its vocabulary (end-of-sequence, end-of-turn, other specials). Rows that
-    begin with the same tokens share their pages, unless ``share`` is false.
+    begin with the same tokens and have the same ``cache_salt`` share their pages, unless ``share`` is false.
 
     The one rule of bookkeeping: what is cached is a prefix of the row's tokens, and at times a speculation after it.
     ``commit`` restores the rule, whatever was speculated and by whom, by comparing tokens.
@@ -58,7 +58,7 @@ class Runner:
             allocator = self.cache.allocator
             # another runner on the same cache may know it
             adopts = self.share and row.id not in allocator
-            shared = allocator.adopt(row.id, row.tokens[:-1]) if adopts else 0
+            shared = allocator.adopt(row.id, row.tokens[:-1], row.params.cache_salt) if adopts else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -308,7 +308,7 @@ class Runner:
                 del cached[keep:]
                 self.cache.resize(row.id, keep)
             if self.share:
-                self.cache.allocator.publish(row.id, cached, keep)
+                self.cache.allocator.publish(row.id, cached, keep, row.params.cache_salt)
 
     def release(self, row: Sequence) -> None:
         """Forget ``row`` and free its pages."""

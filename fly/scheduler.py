@@ -3,16 +3,24 @@
 Requests join and leave at every step. One that decodes takes part in every step; the tokens of a step that are left
 go to prompts, in chunks. Where the caches run out of pages, the request that is served last makes room: it starts again
 later from the tokens it has, and goes on as if nothing had happened.
+
+Clients share the engine: of equal priority, the next to join is a request of the client with the fewest rows running
+(of several such, the one that was served the fewest tokens), and the last one served is the latest of the client with
+the most. Whoever has two rows more than another that waits makes room for it. So each gets an equal part of the rows,
+as far as it wants it, and no client can make another wait by asking for much. What a client has been served counts
+from when it came, at the count of the one served least (a virtual token counter: Sheng et al., arXiv 2401.00588).
 """
 
 from __future__ import annotations
 
 import itertools
+import sys
 import warnings
 from bisect import insort
 from collections import abc
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from fly.cache import BlockAllocator, OutOfBlocks
 from fly.engine import Engine
@@ -20,7 +28,7 @@ from fly.request import Sequence, Token
 
 __all__ = ["Scheduler"]
 
-_LEAST_CHUNK = 32  # prompt tokens that a step takes in, however many rows decode
+_LEAST_CHUNK, _LEAST_PART = 32, 8  # prompt tokens that a step takes in, however many rows decode; or this part of it
 
 
 @dataclass
@@ -29,6 +37,15 @@ class _Step:
 
     rows: list[Sequence] = field(default_factory=list)
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+
+
+@dataclass
+class _Client:
+    """One who has requests here: its rows that run, and those that wait, in order."""
+
+    served: int  # tokens that were fed of its prompts or emitted, from a start that is fair to others
+    rows: int = 0
+    waiting: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
@@ -55,8 +72,9 @@ class Scheduler:
         if max_rows < 1 or step_tokens < 1:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
         self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
-        self.running: list[Sequence] = []  # in the order in which they are served, as are those that wait
-        self.waiting: list[Sequence] = []
+        self.seconds: float = sys.maxsize  # after which a step begins no further round
+        self.running: list[Sequence] = []  # by priority, then by arrival
+        self._clients: dict[str, _Client] = {}  # those that have anything here
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # not by id: ranks that make the same rows may have other ids for them
@@ -66,7 +84,12 @@ class Scheduler:
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""
-        return bool(self.running or self.waiting)
+        return bool(self._clients)
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Requests that wait for their turn: of one client after the other, each one's in order."""
+        return [row for client in self._clients.values() for row in client.waiting]
 
     def allocators(self) -> list[BlockAllocator]:
         """Those of all caches: the target's first."""
@@ -91,7 +114,10 @@ class Scheduler:
             self._stopped[row.id] = stopped
         self._reported[row.id] = row.generated
         self._arrivals[row.id] = next(self._count)
-        insort(self.waiting, row, key=self._order)
+        if (client := self._clients.get(row.client)) is None:
+            least = min((other.served for other in self._clients.values()), default=0)
+            client = self._clients[row.client] = _Client(least)
+        insort(client.waiting, row, key=self._order)
 
     def cancel(self, row: Sequence) -> None:
         """End ``row`` at once and free what it holds; one that is over already stays as it ended. From within a step
@@ -106,9 +132,11 @@ class Scheduler:
         self._admit()
         step = self._plan()
         while len(self.running) > 1 and not self._has_room(step):
-            self._preempt(self.running[-1])
+            self._preempt(self._last())
             step = self._plan()
         before = [*self.running]
+        for row, fed in (*((row, self._unfed(row)) for row in step.rows), *step.prefill):
+            self._clients[row.client].served += fed
         self._stepping = True
         try:
             if before:
@@ -116,7 +144,7 @@ class Scheduler:
         finally:
             self._stepping = False
         found = {}
-        for row in [*self.waiting]:
+        for row in self.waiting:
             if row.finish_reason:  # cancelled while the step ran
                 self._retire(row)
         for row in before:
@@ -126,13 +154,14 @@ class Scheduler:
             if new or row.finish_reason:
                 found[row.id] = new
                 self._reported[row.id] += len(new)
+                self._clients[row.client].served += len(new)
             if row.finish_reason:
                 self._retire(row)
         return found
 
     def _run(self, step: _Step) -> None:
         try:
-            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill)
+            self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
         except Exception as error:
             self._failed(error)
             # The engine leaves all as it was, so that whose fault it is shows when each goes alone.
@@ -150,7 +179,7 @@ class Scheduler:
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
             if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than can be foreseen
-                self._preempt(self.running[-1])
+                self._preempt(self._last())
                 return
             row.finish_reason, row.error = "error", error
 
@@ -160,36 +189,72 @@ class Scheduler:
         return bool(row.finish_reason) or row not in self.running
 
     def _order(self, row: Sequence) -> tuple[int, int]:
-        """Who is served first: by priority, then by arrival."""
+        """Who of one client is served first: by priority, then by arrival."""
         return row.priority, self._arrivals[row.id]
+
+    def _in_turn(self) -> Iterator[Sequence]:
+        """Those that wait, in the order in which they are to join; who comes next depends on who has joined by then."""
+        queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
+
+        def turn(name: str) -> tuple[int, int, int, int]:
+            row, client = queues[name][-1], self._clients[name]
+            return row.priority, client.rows, client.served, self._arrivals[row.id]
+
+        while queues:
+            name = min(queues, key=turn)
+            row = queues[name].pop()
+            if not queues[name]:
+                del queues[name]
+            yield row
+
+    def _last(self) -> Sequence:
+        """Who of those that run makes room first."""
+        return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
+
+    def _makes_room(self, row: Sequence) -> Sequence | None:
+        """Who of those that run has to go for ``row`` to join, if anybody."""
+        if not self.running:
+            return None
+        last = self._last()
+        ahead = self._clients[last.client].rows - self._clients[row.client].rows
+        return last if (last.priority, ahead) > (row.priority, 1) else None
 
     def _stop(self, row: Sequence, token: int) -> bool:
         stopped = self._stopped.get(row.id)
         return stopped is not None and stopped(row, token)
 
     def _retire(self, row: Sequence) -> None:
+        client = self._clients[row.client]
         if row in self.running:
             self.running.remove(row)
+            client.rows -= 1
         else:
-            self.waiting.remove(row)
+            client.waiting.remove(row)
+        if not client.rows and not client.waiting:
+            del self._clients[row.client]
         self.engine.release(row)
+        if row.matcher is not None:  # now, not when its error's traceback, which goes round to the row, is collected
+            row.matcher.close()
+            row.matcher = None
         self._stopped.pop(row.id, None)
         del self._reported[row.id], self._arrivals[row.id]
         self._stuck = None
 
     def _preempt(self, row: Sequence) -> None:
         """Take back what ``row`` holds; it waits for its turn again."""
+        client = self._clients[row.client]
         self.running.remove(row)
+        client.rows -= 1
         self.engine.release(row)
         row.stats.preempted += 1
-        insort(self.waiting, row, key=self._order)
+        insort(client.waiting, row, key=self._order)
         self._stuck = None
 
     def _admit(self) -> None:
-        """Let those that wait join, in order, as far as there is room for all that run to go on."""
+        """Let those that wait join, each in its turn, as far as there is room for all that run to go on."""
         runner = self.engine.runner
         filling = {self._next_page(row) for row in self.running if self._unfed(row)}
-        for row in list(self.waiting):
+        for row in self._in_turn():
             if row is self._stuck:
                 return
             parent = row.parent
@@ -201,15 +266,17 @@ class Scheduler:
             if self._next_page(row) in filling:  # another row is at it
                 runner.release(row)
                 continue
-            while not self._may_join(row) and self.running and self.running[-1].priority > row.priority:
-                self._preempt(self.running[-1])
-            if not self._may_join(row):
+            while not (joins := self._may_join(row)) and (last := self._makes_room(row)) is not None:
+                self._preempt(last)
+            if not joins:
                 runner.release(row)
                 self._stuck = row
                 return
             if not row.generated:
                 row.stats.cached = min(cached, row.prompt_length)
-            self.waiting.remove(row)
+            client = self._clients[row.client]
+            client.waiting.remove(row)
+            client.rows += 1
             insort(self.running, row, key=self._order)
             if self._unfed(row):
                 filling.add(self._next_page(row))
@@ -217,7 +284,9 @@ class Scheduler:
     def _next_page(self, row: Sequence) -> object:
         """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
         allocator = self.engine.runner.cache.allocator
-        return (self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1])) or row.id
+        return (
+            self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1], row.params.cache_salt)
+        ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
         """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out
@@ -226,25 +295,23 @@ class Scheduler:
         return pending - 1 if row.generated else pending
 
     def _plan(self) -> _Step:
-        """Every row that decodes, and as much of every prompt as the step has tokens for: each gets an equal share, so
-        that short prompts are not held up by long ones."""
-        step, filling, left = _Step(), [], self.step_tokens
+        """Every row that decodes, and as much of every prompt as the step has tokens for: each client gets an equal
+        share, and of that each of its prompts, so that short prompts are not held up by long ones."""
+        step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._unfed(row):
-                filling.append((unfed, row))
+                filling.setdefault(row.client, {})[row] = unfed
             else:
                 step.rows.append(row)
                 left -= 1 + self._drafted(row)
-        left = max(left, _LEAST_CHUNK)
-        filling.sort(key=lambda entry: (entry[0], self._order(entry[1])))
-        for number, (unfed, row) in enumerate(filling):
-            # rounded up, so that with more prompts than tokens the first ones get some
-            taken = min(unfed, -(-left // (len(filling) - number)))
-            left -= taken
-            if taken == unfed and not row.generated:
-                step.rows.append(row)  # the last of the prompt gives the first token
-            elif taken:
-                step.prefill.append((row, taken))
+        left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
+        shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        for name, prompts in filling.items():
+            for row, taken in _shared(shares[name], prompts).items():
+                if taken == prompts[row] and not row.generated:
+                    step.rows.append(row)  # the last of the prompt gives the first token
+                elif taken:
+                    step.prefill.append((row, taken))
         return step
 
     def _may_join(self, row: Sequence) -> bool:
@@ -286,3 +353,16 @@ class Scheduler:
             return [own]
         most = (strategy.context or context) + self._spare
         return [own, *((allocator, most, True) for allocator in strategy.allocators())]
+
+
+_Wants = TypeVar("_Wants", bound=abc.Hashable)
+
+
+def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
+    """Equal parts of ``amount``, but to none more than it wants: what one leaves goes to the others. Parts are rounded
+    up, so that where there are more than tokens some get one; among equals the first."""
+    parts = {}
+    for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
+        parts[who] = min(most, -(-amount // (len(wanted) - number)))
+        amount -= parts[who]
+    return parts

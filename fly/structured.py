@@ -8,10 +8,12 @@ W bytes of a mask.
 
 from __future__ import annotations
 
+import threading
 import warnings
-from collections import abc
-from collections.abc import Iterable
-from functools import cached_property, lru_cache
+from collections import OrderedDict, abc
+from collections.abc import Callable, Iterable
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
@@ -24,9 +26,22 @@ from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["Grammars", "Matcher", "StructuredError"]
 
-_COMPILED = 64  # grammars kept
 _MASKS = 256  # masks kept of a row: more than any draft is long
-_LIMITS = LLParserLimits(verbose_errors=False)
+# What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
+# set it up and for one mask, symbols. By these no mask, which the engine's thread works out, takes longer than 50 ms.
+LIMITS: dict[str, Any] = {
+    "max_lexer_states": 16_384,
+    "initial_lexer_fuel": 150_000,
+    "step_lexer_fuel": 50_000,
+    "max_grammar_size": 100_000,
+    "verbose_errors": False,
+}
+_LIMITS = LLParserLimits(**LIMITS)
+_LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
+# The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
+# as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
+_KEPT = 1 << 30
+_BYTES, _BYTES_A_BYTE = 32 << 20, 64
 # JSON on one line or indented, but no runs of blanks, with which small models like to go on for ever. A schema's own
 # "x-guidance" wins over this.
 _BLANKS = r" |\n[ ]{0,16}"
@@ -39,7 +54,11 @@ class StructuredError(ValueError):
 
 
 class Grammars:
-    """The grammars that requests ask for, over one vocabulary; each is compiled once.
+    """The grammars that requests ask for, over one vocabulary. Compiled ones are kept as long as there is room for them
+    (1 GiB); nothing is kept of one that is refused, or proves to be beyond the limits while it is followed.
+
+    ``matcher`` may be called from any thread. One grammar is compiled at a time, and meanwhile those that are known
+    are to be had. ``vet`` is given each before it is compiled, and may refuse it (``ValueError``).
 
     Args:
         tokenizer: spells the vocabulary.
@@ -49,7 +68,10 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
-        self._compiled = lru_cache(_COMPILED)(self._compile)
+        self.vet: Callable[[str], None] = lambda grammar: None
+        self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the one unused for longest first
+        self._size = 0  # of those
+        self._looking, self._compiling = threading.Lock(), threading.Lock()
 
     def matcher(self, params: SamplingParams) -> Matcher:
         """The state of one request, at its start.
@@ -68,16 +90,45 @@ class Grammars:
                 "structured output ends with an end-of-sequence token, and this model names none; give a special token "
                 "in stop_token_ids"
             )
-        start = self._compiled(params.structured)
+        refuse = partial(self._forget, params.structured)
+        if (start := self._known(params.structured)) is None:
+            with self._compiling:
+                if (start := self._known(params.structured)) is None:
+                    start = self._compile(params.structured)
+                    self._keep(params.structured, start)
         if params.ignore_eos:
-            return Matcher(start, self._never, own - self.eos_ids, self.eos_ids)
-        return Matcher(start, self._never, self.eos_ids | own)
+            return Matcher(start, refuse, self._never, own - self.eos_ids, self.eos_ids)
+        return Matcher(start, refuse, self._never, self.eos_ids | own)
+
+    @property
+    def spelling(self) -> dict[str, Any]:
+        """What the library's tokenizer is made of."""
+        eos = sorted(self.eos_ids or self.tokenizer.control_ids)
+        return {"tokenizer": self.tokenizer.raw.to_str(), "n_vocab": self.vocab_size, "eos_token": eos}
+
+    def _known(self, structured: StructuredOutput) -> LLMatcher | None:
+        with self._looking:
+            if (start := self._kept.get(structured)) is not None:
+                self._kept.move_to_end(structured)
+            return start
+
+    def _keep(self, structured: StructuredOutput, start: LLMatcher) -> None:
+        with self._looking:
+            self._kept[structured] = start
+            self._size += _size(structured)
+            while self._size > _KEPT:
+                oldest, _ = self._kept.popitem(last=False)
+                self._size -= _size(oldest)
+
+    def _forget(self, structured: StructuredOutput) -> None:
+        with self._looking:
+            if self._kept.pop(structured, None) is not None:
+                self._size -= _size(structured)
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        eos = sorted(self.eos_ids or self.tokenizer.control_ids)
         try:
-            return LLTokenizer(self.tokenizer.raw.to_str(), n_vocab=self.vocab_size, eos_token=eos)
+            return LLTokenizer(**self.spelling)
         except Exception as error:  # whatever the library raises
             raise ValueError(f"structured output cannot read this tokenizer: {error}") from error
 
@@ -87,8 +138,10 @@ class Grammars:
         return frozenset(self._vocabulary.eos_tokens)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
-        source = structured.json_schema or structured.regex or structured.grammar or ""
+        source = structured.source
         what = f"structured {structured.kind} {source if len(source) <= 60 else source[:57] + '...'!r}"
+        if (size := len(source.encode("utf-8", "replace"))) > _LONGEST:
+            raise ValueError(f"{what} has {size} bytes; at most {_LONGEST} are compiled")
         if structured.kind == "regex":
             grammar = LLMatcher.grammar_from_regex(source)
         elif structured.kind == "grammar":
@@ -96,6 +149,10 @@ class Grammars:
         else:
             schema = source or '{"type": "object"}'
             grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+        try:
+            self.vet(grammar)
+        except ValueError as error:
+            raise ValueError(f"{what} cannot be used: {error}") from None
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=_LIMITS)
         for warning in matcher.get_grammar_warnings():
             warnings.warn(f"{what}: {warning}", stacklevel=2)
@@ -105,8 +162,16 @@ class Grammars:
         first = matcher.deep_copy()
         first.compute_bitmask()
         if first.is_error():
-            raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
+            reason = "no text of this vocabulary begins it"
+            if "too many" in first.get_error():
+                reason = f"it is too large ({_one_line(first.get_error())}); make it simpler"
+            raise ValueError(f"{what} cannot be used: {reason}")
         return matcher
+
+
+def _size(structured: StructuredOutput) -> int:
+    """Bytes of a compiled grammar, at most."""
+    return _BYTES + _BYTES_A_BYTE * len(structured.source)
 
 
 def _one_line(text: str) -> str:
@@ -126,24 +191,36 @@ class Matcher:
 
     Args:
         start: the compiled grammar at its start; it is copied.
+        refuse: called if it proves to be beyond the library's limits.
         never: tokens that are no text, whatever the grammar says.
         ends: tokens that end the text; allowed exactly where the grammar may end.
         last_ends: further ones, allowed only where nothing else is.
     """
 
     def __init__(
-        self, start: LLMatcher, never: frozenset[int], ends: frozenset[int], last_ends: frozenset[int] = frozenset()
+        self,
+        start: LLMatcher,
+        refuse: Callable[[], None],
+        never: frozenset[int],
+        ends: frozenset[int],
+        last_ends: frozenset[int] = frozenset(),
     ) -> None:
-        self._start, self._matcher = start, start.deep_copy()
+        self._start, self._matcher, self._refuse = start, start.deep_copy(), refuse
         self._never, self._ends, self._last_ends = never, ends, last_ends
         self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
         self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+        self._wrong = ""  # how it proved to be beyond the limits, once it has
 
     def fresh(self) -> Matcher:
         """The same for another request, at its start."""
-        return Matcher(self._start, self._never, self._ends, self._last_ends)
+        return Matcher(self._start, self._refuse, self._never, self._ends, self._last_ends)
+
+    def close(self) -> None:
+        """Free what it holds; it is not asked again."""
+        self._masks.clear()
+        del self._start, self._matcher
 
     def constrain(
         self,
@@ -184,7 +261,7 @@ class Matcher:
         """What may follow each place that the grammar can reach, branch by branch."""
         self._stuck = {}
         if not self._follow(text):
-            self._stuck[0] = f"the {len(text)} tokens so far are no beginning of such a text"
+            self._stuck[0] = self._wrong or f"the {len(text)} tokens so far are no beginning of such a text"
             return {}
         after: list[list[int]] = [[] for _ in range(len(draft) + 1)]
         for node, parent in enumerate(parents):
@@ -193,9 +270,12 @@ class Matcher:
         waiting = [(-1, len(text))]
         while waiting:
             node, depth = waiting.pop()
-            if node >= 0 and not self._step(depth - 1, draft[node]):
+            if node < 0 or self._step(depth - 1, draft[node]):
+                found[node + 1], wrong = self._mask(depth)
+            elif wrong := self._wrong:
+                found[node + 1] = self._nothing()
+            else:
                 continue
-            found[node + 1], wrong = self._mask(depth)
             if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             waiting += [(child, depth + 1) for child in after[node + 1]]
@@ -217,7 +297,7 @@ class Matcher:
             self._text.append(token)
             return True
         if self._matcher.is_error():
-            self._restart()
+            self._give_up()
         return False
 
     def _mask(self, depth: int) -> tuple[bytearray, str]:
@@ -226,9 +306,9 @@ class Matcher:
             self._roll_back(depth)
             bits, may_end, wrong = bytearray(self._matcher.compute_bitmask()), self._matcher.is_accepting(), ""
             if self._matcher.is_error():
-                bits, may_end, wrong = bytearray(len(bits)), True, _one_line(self._matcher.get_error())
-                self._restart()
-            for token in self._no_text:
+                self._give_up()
+                bits, may_end, wrong = self._nothing(), False, self._wrong
+            for token in () if wrong else self._no_text:
                 bits[token // 8] &= ~(1 << token % 8)
             if may_end:
                 _allow(bits, self._ends)
@@ -245,7 +325,18 @@ class Matcher:
             del self._text[depth:]
             self._masks = {length: mask for length, mask in self._masks.items() if length <= depth}
 
-    def _restart(self) -> None:
-        """Replace a matcher that is in error, which it never leaves, by one that has consumed the same."""
+    def _nothing(self) -> bytearray:
+        """The mask of a place that cannot be followed any further: only ends."""
+        bits = bytearray(len(self._start.deep_copy().compute_bitmask()))
+        _allow(bits, self._ends or self._last_ends)
+        return bits
+
+    def _give_up(self) -> None:
+        """The grammar proved to be beyond the limits, which all that follow it share: replace the matcher, which never
+        leaves an error, by one that has consumed as much of the same as it can."""
+        self._wrong = _one_line(self._matcher.get_error()).removesuffix(" <non-verbose/>")
+        self._refuse()
         self._matcher = self._start.deep_copy()
-        self._matcher.try_consume_tokens(self._text)
+        consumed = self._matcher.try_consume_tokens(self._text)
+        del self._text[consumed:]
+        self._masks = {length: mask for length, mask in self._masks.items() if length <= consumed}

@@ -17,6 +17,7 @@ import contextlib
 import itertools
 import logging
 import os
+import sys
 import threading
 import weakref
 from collections import abc
@@ -86,7 +87,8 @@ class Worker:
 
     ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is what the last turn left,
     ``submitted`` counts requests, ``jobs`` are those that are not over, ``failure`` is why no more are taken.
-    ``watch`` is called on the thread after every step.
+    ``watch`` is called on the thread after every step. While somebody reads along, tokens leave after ``interval``
+    seconds at most: a step begins no further round then.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -97,6 +99,7 @@ class Worker:
         self.failure: BaseException | None = None
         self.submitted = 0
         self.watch: Callable[[], None] = lambda: None
+        self.interval = 0.01
         self._leads = False
         self._keys = itertools.count()
         self._connect()
@@ -310,6 +313,9 @@ class Worker:
                 self._leave(job)
         touched = dict.fromkeys(new)  # in order, each once
         if self.scheduler:
+            # tokens that somebody reads along leave as rounds end
+            read = self._group is None and any(job.stepwise for job in self._open.values())
+            self.scheduler.seconds = self.interval if read else sys.maxsize
             for id_, tokens in self.scheduler.step().items():
                 if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
                     job, index = found
@@ -411,6 +417,7 @@ def _plain(job: Job) -> Any:
         [row.policy for row in rows],
         [row.k for row in rows],
         rows[0].priority if rows else 0,
+        rows[0].client if rows else "",
     )
 
 

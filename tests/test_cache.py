@@ -21,6 +21,7 @@ from tests.toys import random_llama
 
 NAMES = ("a", "b", "c", "d", "e")
 names = st.sampled_from(NAMES)
+SALTS = {name: "ours" if number % 3 == 2 else "" for number, name in enumerate(NAMES)}
 
 
 def snapshot(allocator: BlockAllocator) -> object:
@@ -45,7 +46,7 @@ class AllocatorMachine(RuleBasedStateMachine):
         self.allocator = BlockAllocator(num_blocks, block_size)
         self.pages = [[0] * block_size for _ in range(num_blocks)]
         self.content: dict[str, list[int]] = {}
-        self.published: list[list[int]] = []  # every content that was ever published
+        self.published: list[tuple[str, list[int]]] = []  # every content that was ever published, and under which salt
         self.stamp = 0
 
     def read(self, seq: str) -> list[int]:
@@ -82,6 +83,8 @@ class AllocatorMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.content)
     @rule(parent=names, child=names)
     def fork(self, parent: str, child: str) -> None:
+        if parent in self.content and child not in self.content and SALTS[parent] != SALTS[child]:
+            return  # what is forked is of one request
         if parent not in self.content or child in self.content:
             before = snapshot(self.allocator)
             with pytest.raises(ValueError, match="cannot fork"):
@@ -99,28 +102,33 @@ class AllocatorMachine(RuleBasedStateMachine):
     def publish(self, seq: str, share: float) -> None:
         tokens, before = self.content.get(seq, []), snapshot(self.allocator)
         with pytest.raises(ValueError, match="has room for"):
-            self.allocator.publish(seq, [*tokens, 0], len(tokens) + 1)
+            self.allocator.publish(seq, [*tokens, 0], len(tokens) + 1, SALTS[seq])
         if seq in self.content:
-            self.allocator.publish(seq, tokens, int(share * len(tokens)))
-            self.published.append(tokens[: int(share * len(tokens))])
+            self.allocator.publish(seq, tokens, int(share * len(tokens)), SALTS[seq])
+            self.published.append((SALTS[seq], tokens[: int(share * len(tokens))]))
         assert snapshot(self.allocator) == before  # nobody's pages change
 
     @precondition(lambda self: self.published)
     @rule(seq=names, data=st.data())
     def adopt(self, seq: str, data: st.DataObject) -> None:
-        """What a new sequence adopts is what it asked for, however long ago that was published."""
-        tokens = data.draw(st.sampled_from(self.published)) + data.draw(st.lists(st.just(-1), max_size=3))
+        """What a new sequence adopts is what it asked for, however long ago that was published, and nothing that only
+        sequences of other salts have said."""
+        salt, tokens = data.draw(st.sampled_from(self.published))
+        tokens = tokens + data.draw(st.lists(st.just(-1), max_size=3))
         if seq in self.content:
             with pytest.raises(ValueError, match="has pages already"):
-                self.allocator.adopt(seq, tokens)
+                self.allocator.adopt(seq, tokens, SALTS[seq])
             return
-        shared = self.allocator.adopt(seq, tokens)
+        shared = self.allocator.adopt(seq, tokens, SALTS[seq])
         assert shared % self.allocator.block_size == 0 and shared <= len(tokens)
+        assert not shared or any(own == SALTS[seq] and said[:shared] == tokens[:shared] for own, said in self.published)
         self.content[seq] = tokens[:shared]
+        if salt != SALTS[seq]:
+            return
         # what somebody holds and has published is there to be had
         for other, content in self.content.items():
             known = self.allocator._published.get(other)
-            if other != seq and known is not None and content[:shared] == tokens[:shared]:
+            if other != seq and SALTS[other] == salt and known is not None and content[:shared] == tokens[:shared]:
                 whole = known.pages * self.allocator.block_size
                 listed = all(page in self.allocator._keys for page in self.allocator.table(other)[: known.pages])
                 assert shared >= whole or tokens[:whole] != content[:whole] or not listed

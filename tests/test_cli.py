@@ -12,6 +12,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from gguf import GGMLQuantizationType
 from typer.testing import CliRunner, Result
 
 import fly
@@ -21,9 +22,12 @@ from fly.bundled.tasks import problems
 from fly.cli import show
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
+from tests.ggufs import write_gguf
+from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
-COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "check", "demo", "bench", "eval"}
+COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "tasks", "check", "demo", "bench", "eval"}
+COMMANDS |= {"report"}
 
 
 def run(*arguments: str, **options: str) -> Result:
@@ -306,6 +310,24 @@ def test_configuration_files(tmp_path: Path) -> None:
         Config.read(shipped)
 
 
+def test_a_model_is_told_of(tmp_path: Path) -> None:
+    told = words(run("models", str(resolve_checkpoint("fly-target"))).output)
+    assert "llama (LlamaForCausalLM)" in told and "1024 tokens" in told and "BF16" in told and "GB in bfloat16" in told
+    model = random_llama(layers=3, vocab_size=99, intermediate=64)
+    write_gguf(model, tmp_path / "some.gguf", GGMLQuantizationType.Q8_0)
+    told = words(run("models", str(tmp_path / "some.gguf")).output)
+    assert "3 × 32" in told and "Q8_0, F32" in told and "99 tokens, no tokenizer" in told
+    shutil.copytree(resolve_checkpoint("fly-tiny"), tmp_path / "bad")
+    config = json.loads((tmp_path / "bad" / "config.json").read_text())
+    for change, message in [
+        ({"architectures": ["MixtralForCausalLM"]}, "'MixtralForCausalLM'] is not supported"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "weights quantised by 'gptq' are not supported"),
+    ]:
+        (tmp_path / "bad" / "config.json").write_text(json.dumps(config | change))
+        result = run("models", str(tmp_path / "bad"))
+        assert result.exit_code == 2 and message in words(result.output)
+
+
 def test_models_and_policies_are_listed() -> None:
     listed = run("models").output
     assert all(name in listed for name in ("fly-target", "fly-draft", "fly-tiny"))
@@ -335,8 +357,8 @@ def test_the_demo_shows_a_completion_and_the_table() -> None:
     result = run("demo", "--problems", "3")
     assert result.exit_code == 0, result.output
     said = words(result.output)
-    assert "over over drafts gate decoding tok/s AR exact τ kept open relaxed accuracy recovery" in said  # on two lines
-    for word in ("autoregressive", "exact", "multi-level", "τ", "gate open", "accuracy", "recovery"):
+    assert "decoding tok/s AR exact cost τ kept gate Python" in said  # the headings' last words
+    for word in ("autoregressive", "exact k15 fly-draft", "ngram+fly-draft", "recovery", "p relaxed same first length"):
         assert word in said
 
 
@@ -345,10 +367,10 @@ def test_a_table_of_many_rules_fits_a_terminal() -> None:
     result = run("eval", "--problems", "2", *(option for rule in rules for option in ("--policy", rule)))
     assert result.exit_code == 0, result.output
     assert all(len(line) <= 80 for line in result.output.splitlines()), result.output
-    rows = [line for line in result.output.splitlines() if line.count("×") == 2]
-    names = ["autoregressive", "exact", "fly", "fly(window=4)", "exact | …", "typical"]  # each once
-    assert [re.split(r" +[\d,]+ +\d", line)[0] for line in rows] == names
-    assert all(len(re.findall(r"\d+\.\d%", line)) >= 2 for line in rows)  # accuracy and recovery are there
+    assert "…" not in result.output  # nothing is cut off
+    names = ["autoregressive", "exact k15", "fly k15", "fly(window=4) k15", "exact | (entropy(0.3) &", "typical k15"]
+    rows = [next((n for n in names if line.startswith(f"{n} ")), "") for line in result.output.splitlines()]
+    assert [row for row in rows if row] == 3 * names  # each once in every table
 
 
 def test_compare_counts_what_happened() -> None:
@@ -416,10 +438,10 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
 def test_rules_are_compared_on_the_bundled_tasks(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     rules = ("--policy", "fly", "--policy", "fly(theta=0.9)", "--policy", "exact")
-    options = ("--model", "fly-tiny", "--draft", "ngram", "--problems", "2", "--kind", "text", "--json", str(path))
+    options = ("--model", "fly-tiny", "--draft", "ngram", "--problems", "2", "--json", str(path))
     shown = run("eval", *rules, *options)
-    assert shown.exit_code == 0 and "2 heldout text problems" in words(shown.output), shown.output
-    found = json.loads(path.read_text())
-    assert [each["k"] for each in found] == [0, 15, 15, 15] and found[0]["decoding"] == "autoregressive"
-    assert len({each["decoding"] for each in found}) == 4 and all(each["problems"] == 2 for each in found)
+    assert shown.exit_code == 0 and "bundled-middle · temperature 0 · 2 problems" in words(shown.output), shown.output
+    (table,) = json.loads(path.read_text())["tables"]
+    assert [row["k"] for row in table["rows"]] == [0, 15, 15, 15] and table["rows"][0]["way"] == "autoregressive"
+    assert len({row["way"] for row in table["rows"]}) == 4 and all(row["problems"] == 2 for row in table["rows"])
     assert run("eval", "--draft", "none").exit_code == 2

@@ -25,11 +25,12 @@ import fly
 from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, RopeScaling, load_model
 from fly.models.families import FAMILIES, FULL, SLIDING
+from fly.models.generation import read_sampling_defaults
 from fly.models.gguf import TYPES
 from fly.models.gguf_tokenizer import PRE, make_tokenizer
 from fly.models.llama import rotary_frequencies
 from fly.models.opening import open_checkpoint
-from fly.models.tokenizer import Tokenizer, read_eos_ids, read_sampling_defaults
+from fly.models.tokenizer import Tokenizer, read_eos_ids
 from tests.ggufs import ARCHITECTURES, write_gguf, write_tokenizer
 from tests.toys import build_llama
 
@@ -108,7 +109,7 @@ def test_long_tensors_are_read_in_several_chunks(tmp_path: Path) -> None:
 @given(
     factor=st.sampled_from([2.0, 8.0, 32.0]),
     low=st.sampled_from([0.5, 1.0]),
-    high=st.sampled_from([2.0, 4.0]),
+    high=st.sampled_from([4.0, 8.0]),  # with less, a head may have one blended frequency, which tells nothing
     original=st.sampled_from([1024, 4096, 8192]),
     theta=st.sampled_from([1e4, 5e5]),
 )
@@ -363,6 +364,29 @@ def test_a_file_is_run_by_its_path(tmp_path: Path) -> None:
     assert read_sampling_defaults(file).temperature == 0.0
     with pytest.raises(ValueError, match=r"max_context 9999999 is more than the \d+ tokens"):
         fly.LLM(str(file), max_context=9999999)
+
+
+def test_recommended_sampling_and_templates_are_read(tmp_path: Path) -> None:
+    template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    fields = byte_level("gpt-2")[1]
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_float32("general.sampling.temp", 0.5)
+    writer.add_int32("general.sampling.top_k", 7)
+    for key, value in fields.items():
+        add = {list: writer.add_array, str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32}
+        add[type(value)](f"tokenizer.ggml.{key}", value)
+    writer.add_string("tokenizer.chat_template", template)
+    writer.add_array("tokenizer.chat_templates", ["tool_use"])
+    writer.add_string("tokenizer.chat_template.tool_use", "{{ tools }}{{ messages }}")
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    params = read_sampling_defaults(tmp_path / "model.gguf")
+    assert (params.temperature, params.top_k) == (0.5, 7)
+    tokenizer = Tokenizer(tmp_path / "model.gguf")
+    assert tokenizer.template == template and set(tokenizer.templates) == {"default", "tool_use"}
+    spoken = tokenizer.apply_chat_template([{"role": "user", "content": "the <end> cat"}], False)
+    assert list(spoken).count(0) == 1 and spoken[-1] == 0  # the end of the template's, not the text's
 
 
 def test_struct_is_little_endian(tmp_path: Path) -> None:

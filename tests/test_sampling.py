@@ -14,7 +14,7 @@ from torch import Tensor
 from fly.constraints import constrain
 from fly.ops import Stream, derive, draw, uniforms, vocabulary
 from fly.policies import Exact
-from fly.request import Sequence
+from fly.request import BadWords, Sequence
 from fly.sampling import BatchSampling
 from fly.types import SamplingParams
 
@@ -291,7 +291,7 @@ def speculations(draw_: st.DrawFn) -> tuple[Sequence, list[int], list[int]]:
     )
     prompt, text = draw_(st.lists(token, min_size=1, max_size=4)), draw_(st.lists(token, max_size=4))
     stops = draw_(st.frozensets(token, max_size=3))
-    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=tuple(map(tuple, bad)))
+    row = Sequence(prompt + text, len(prompt), sampling, Exact(), 0, 4, stops, bad=BadWords(tuple(map(tuple, bad))))
     draft = draw_(st.lists(token, max_size=4))
     return row, draft, [draw_(st.integers(-1, i - 1)) for i in range(len(draft))]
 
@@ -325,7 +325,7 @@ def test_constraints_hold_at_every_drafted_position(
                 wanted -= p.frequency_penalty * text.count(v) + p.presence_penalty * (v in text)
                 wanted += p.logit_bias.get(v, 0.0)
                 whole = row.tokens[: row.prompt_length] + text
-                for bad in row.bad:
+                for bad in row.bad.words:
                     if v == bad[-1] and whole[len(whole) - len(bad) + 1 :] == list(bad[:-1]):
                         wanted = -math.inf
                 if v in row.stop_ids and len(text) < p.min_tokens:

@@ -17,7 +17,7 @@ from fly.ops import derive
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
 from fly.request import Sequence
 from fly.runner import Runner
-from fly.scheduler import Scheduler
+from fly.scheduler import Scheduler, _shared
 from fly.types import SamplingParams
 from tests.toys import HashModel
 
@@ -53,6 +53,7 @@ class Asked:
     stop: tuple[int, ...] = ()
     priority: int = 0
     presence: float = 0.0
+    client: str = ""
 
     def row(self) -> Sequence:
         params = SamplingParams(
@@ -67,6 +68,7 @@ class Asked:
             self.k,
             stop_ids=frozenset(self.stop),
             priority=self.priority,
+            client=self.client,
         )
 
 
@@ -116,6 +118,7 @@ requests = st.builds(
     stop=st.sampled_from([(), (3,), (0, 7)]),
     priority=st.sampled_from([0, 0, 0, 1, -1]),
     presence=st.sampled_from([0.0, 0.0, 1.5]),
+    client=st.sampled_from(["a", "a", "a", "b", "c"]),
 )
 
 
@@ -172,7 +175,10 @@ class Simulation(RuleBasedStateMachine):
     @invariant()
     def pages_belong_to_those_that_run(self) -> None:
         if hasattr(self, "scheduler"):
-            for rows in (self.scheduler.running, self.scheduler.waiting):
+            for client, of_client in self.scheduler._clients.items():
+                assert of_client.rows == sum(row.client == client for row in self.scheduler.running)
+                assert of_client.rows or of_client.waiting
+            for rows in (self.scheduler.running, *(each.waiting for each in self.scheduler._clients.values())):
                 assert rows == sorted(rows, key=lambda row: (row.priority, row.id))
             running = {row.id for row in self.scheduler.running}
             assert {row.id for row in self.scheduler.waiting} | running == set(self.open)
@@ -269,6 +275,73 @@ def test_priority_goes_first_and_makes_others_wait() -> None:
     assert low.generated <= 2 and low.stats.preempted == 1
     run(scheduler)
     assert tuple(low.tokens[3:]) == alone("none", Asked((1, 2, 3), max_tokens=10))[0]
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.sampled_from(["none", "model"]), st.integers(0, 20), st.sampled_from(["rows", "pages"]), st.integers(0, 9))
+def test_a_newcomer_has_its_first_token_within_two_steps(name: str, after: int, full: str, seed: int) -> None:
+    """Whatever another asked for before, and whether rows or pages are what there is too little of."""
+    room = {"rows": {"blocks": 2000, "max_rows": 40}, "pages": {"blocks": 160}}[full]
+    scheduler = make_scheduler(name, size=4, **room)
+    for number in range(8):
+        first = Asked((number, *range(1, 9)), temperature=1.0, seed=number, max_tokens=40, client="heavy").row()
+        for row in (first, *(first.sample(derive(number, -sample)) for sample in range(1, 32))):
+            scheduler.add(row)
+    for _ in range(after):
+        scheduler.step()
+    assert scheduler.waiting
+    asked = Asked((16, *range(16)), temperature=1.0, seed=seed, max_tokens=5, client="new")
+    new = asked.row()
+    scheduler.add(new)
+    scheduler.step()
+    scheduler.step()
+    assert new.generated
+    while not new.finish_reason:
+        scheduler.step()
+    assert tuple(new.tokens[17:]) == alone(name, asked)[0] and new.stats.preempted == 0
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.lists(st.integers(1, 12), min_size=2, max_size=4), st.integers(1, 9), st.integers(4, 40))
+def test_clients_that_go_on_asking_are_served_alike(sizes: list[int], max_rows: int, steps: int) -> None:
+    """In rows, up to one; and where there are fewer rows than clients, in tokens, up to about one request."""
+    scheduler = make_scheduler("none", 400, 4, max_rows=max_rows)
+    rows: dict[str, list[Sequence]] = {}
+    for number, size in enumerate(sizes):  # the first has asked for everything before the others come
+        asked = Asked((number, 1), max_tokens=size, client=str(number))
+        rows[str(number)] = [asked.row() for _ in range(1 + steps * max_rows)]
+        for row in rows[str(number)]:
+            scheduler.add(row)
+    for _ in range(steps):
+        scheduler._admit()
+        counts = [sum(row in scheduler.running for row in own) for own in rows.values()]
+        assert sum(counts) == max_rows and max(counts) - min(counts) <= 1
+        scheduler.step()
+    if max_rows < len(sizes):
+        tokens = [sum(row.generated + 2 * bool(row.generated) for row in own) for own in rows.values()]
+        assert max(tokens) - min(tokens) <= 2 * (max(sizes) + 2)
+
+
+def test_rows_are_shared_as_far_as_each_client_wants_them() -> None:
+    scheduler = make_scheduler("none", 400, 4, max_rows=8)
+    for client, count in (("a", 20), ("b", 1), ("c", 20)):
+        for number in range(count):
+            scheduler.add(Asked((number % 17, 1), max_tokens=30, client=client).row())
+        scheduler.step()
+    counts = [sum(row.client == client for row in scheduler.running) for client in "abc"]
+    assert counts == [4, 1, 3]
+    preempted = [row for row in scheduler.waiting if row.stats.preempted]
+    assert len(preempted) == 4 and {row.client for row in preempted} == {"a"}
+    run(scheduler)
+
+
+@given(st.dictionaries(st.integers(), st.integers(0, 50), max_size=8), st.integers(0, 120))
+def test_equal_parts(wanted: dict[int, int], amount: int) -> None:
+    parts = _shared(amount, wanted)
+    assert parts.keys() == wanted.keys() and all(0 <= parts[who] <= most for who, most in wanted.items())
+    assert sum(parts.values()) == min(amount, sum(wanted.values()))
+    level = max(parts.values(), default=0)
+    assert all(parts[who] in (most, level, level - 1) for who, most in wanted.items())  # less than others: all it wants
 
 
 def test_a_beginning_is_worked_out_once() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import abc
+from dataclasses import replace
 
 import pytest
 from hypothesis import event, given, settings
@@ -208,8 +209,8 @@ def test_it_equals_the_twin_through_any_history(
         row.provenance.clear()
         strategy.release(row)
     assert not strategy._own
-    indexed = [place for places in strategy._shared.of.values() for place in places]
-    assert {id(text) for text, _ in indexed} <= {id(text) for text, _ in strategy._outputs}
+    indexed = [place for index in strategy._shared.values() for places in index.of.values() for place in places]
+    assert {id(text) for text, _ in indexed} <= {id(text) for text, _, _ in strategy._outputs}
 
 
 @given(small_texts, small_texts, small_texts, st.integers(0, 9))
@@ -270,7 +271,28 @@ def test_only_outputs_of_the_engine_are_shared_and_only_once() -> None:
     assert len(strategy._outputs) == 1
     off = SuffixDraft(shared_tokens=0)
     finished(off, [1], [2, 3])
-    assert not off._outputs and not off._shared.of and not off._own
+    assert not off._outputs and not off._shared and not off._own
+
+
+def test_outputs_are_shared_among_requests_of_one_salt_alone() -> None:
+    strategy = SuffixDraft(shared_tokens=40, offset=4)
+
+    def row(salt: str) -> Sequence:
+        return replace(make_row([1, 2, 3], 3), params=SamplingParams(cache_salt=salt))
+
+    def finish(salt: str, tokens: list[int]) -> None:
+        ended = row(salt)
+        emit(ended, tokens)
+        strategy.commit([ended])
+        strategy.release(ended)
+
+    finish("ours", [4, 5, 6, 7])
+    finish("theirs", [9, 8, 9, 8])
+    drafted = {salt: proposals(strategy.propose([row(salt)], [4])) for salt in ("ours", "theirs", "")}
+    assert drafted == {"ours": [[4, 5, 6, 7]], "theirs": [[9, 8, 9, 8]], "": [[]]}
+    for _ in range(8):  # what is no longer held is no longer indexed, whoever it was of
+        finish("", [4, 5, 6, 7])
+    assert list(strategy._shared) == [""]
 
 
 def test_outputs_are_shared_within_one_vocabulary() -> None:

@@ -17,13 +17,13 @@ from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
+from fly.eval.plan import rule_name
 from fly.eval.timed import Setting, draft_runners
 from fly.executor import Batch, DraftSpec, Executor
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.ops import argmax
 from fly.policies import AcceptancePolicy, Exact
-from fly.policies.base import Relaxed
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import SamplingParams
@@ -37,7 +37,6 @@ __all__ = [
     "is_divided",
     "narrow_kernels",
     "number_types",
-    "rule_name",
     "runners_of",
     "runs_compiled",
     "settings_of",
@@ -145,11 +144,6 @@ def is_divided(draft: DraftStrategy | None) -> bool:
     if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
         return False
     return model.lm_head.weight.shape[0] < model.config.vocab_size
-
-
-def rule_name(rule: AcceptancePolicy) -> str:
-    """A short name for a table: without parameters, and of what is composed only that there is more."""
-    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:

@@ -19,7 +19,7 @@ import torch
 from fly.bench.clock import Timing, clocked
 from fly.bench.limits import dtype_name
 from fly.bench.llama_cpp import LlamaCpp, Skipped, import_library, write_gguf
-from fly.bench.loaded import narrow_kernels, rule_name
+from fly.bench.loaded import narrow_kernels
 from fly.bench.prompts import PROMPTS
 from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
 from fly.bundled import BUNDLED, resolve_checkpoint
@@ -28,9 +28,11 @@ from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Setting
 from fly.eval.compare import in_turns
+from fly.eval.plan import rule_name
 from fly.llm import LLM
 from fly.models import LlamaConfig, load_model, save_model
 from fly.models.loading import resolve_dtype
+from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee, SamplingParams
@@ -271,8 +273,8 @@ def line_up(
     helper: Path | None = None
     if shape is None:
         source, helper = resolve_checkpoint(model), resolve_checkpoint(draft)
-        config, raw = LlamaConfig.read(source)
-        number = resolve_dtype(dtype, raw)
+        checkpoint = open_checkpoint(source)
+        config, number = checkpoint.config, resolve_dtype(dtype, checkpoint.raw)
         if k >= config.max_position_embeddings:
             raise ValueError(f"--k {k} must be below {model}'s context of {config.max_position_embeddings}")
     else:
@@ -345,8 +347,7 @@ def load_peers(
     files that a peer needs the weights in. Peers run on the CPU, with as many threads as PyTorch uses. ``draft`` None
     leaves out what needs one; ``ignore_eos`` decodes on after an end. ``rows``: prompts that are decoded together.
     """
-    config, _ = LlamaConfig.read(target)
-    ends = frozenset() if ignore_eos else read_eos_ids(target, config.vocab_size)
+    ends = frozenset() if ignore_eos else read_eos_ids(target, open_checkpoint(target).config.vocab_size)
     given = Checkpoints(target, draft, k, dtype, directory, ends, narrow, rows)
     contenders: list[Contender] = []
     reasons = []

@@ -16,6 +16,7 @@ WORDS = (
 _NUMBERS = tuple(str(i) for i in range(10))
 _SEPARATORS = ("and", "or", "plus", "then")
 
+_LENGTHS = ((3, 5), (6, 6), (6, 8))  # by level
 # Rearranging is learned in training; picking items by what they are is asked of out-of-domain problems only.
 _MOVES = ("reverse", "first", "last", "front", "end", "swap")
 _OPS: dict[tuple[bool, bool], tuple[str, ...]] = {  # by whether they are words, and out of domain
@@ -61,19 +62,19 @@ def _apply(op: str, rng: Random, items: list[str], pool: tuple[str, ...]) -> tup
             )
 
 
-def make(rng: Random, ood: bool) -> Made:
-    """One or two (``ood``: three) operations applied to a list, possibly counted or joined last."""
+def make(rng: Random, level: int) -> Made:
+    """One or two (out of domain, ``level`` 2: three) operations applied to a list, possibly counted or joined last."""
     words = rng.random() < 0.7
     pool = WORDS if words else _NUMBERS
-    ops = _OPS[words, ood]
-    length = rng.randint(6, 8) if ood else rng.randint(3, 5)
+    ops = _OPS[words, level == 2]
+    length = rng.randint(*_LENGTHS[level])
     state: list[str] = []
     while not state:
         items = rng.sample(pool, length)
         if words and rng.random() < 0.5:  # repeats make counting non-trivial
             items[rng.randrange(length)] = rng.choice(items)
         requests, clauses, states, state = [], [], [], items
-        for op in rng.sample(ops, 3 if ood else rng.randint(1, 2)):
+        for op in rng.sample(ops, 3 if level == 2 else rng.randint(1, 2)):
             request, clause, state = _apply(op, rng, state, pool)
             requests.append(request)
             clauses.append(clause)
@@ -97,7 +98,7 @@ def make(rng: Random, ood: bool) -> Made:
             f"Here are some entries: {listed}. Please {wanted}.",
             f"My notes say {listed}. I want you to {wanted}.",
         )
-        if ood
+        if level == 2
         else (
             f"The list is {listed}. {wanted[0].upper()}{wanted[1:]}. What is the result?",
             f"Take the list {listed}. {wanted[0].upper()}{wanted[1:]}.",

@@ -99,16 +99,16 @@ def _word_change(rng: Random) -> _Change:
     )
 
 
-def _filter(rng: Random, ood: bool) -> Made:
+def _filter(rng: Random, level: int) -> Made:
     """Filter a list, change what is left, and collect, add up, count or look for it."""
     words = rng.random() < 0.4
-    phrase, test, holds = (_word_condition if words else _number_condition)(rng, ood)
+    phrase, test, holds = (_word_condition if words else _number_condition)(rng, level == 2)
     operation = rng.choice(
         ("list", "list", "count", "first", "any", "join" if words else "sum", "longest" if words else "max")
     )
     draw_change = _word_change if words else _number_change
     change = draw_change(rng)
-    if ood:  # these operations never come with a change in training
+    if level == 2:  # these operations never come with a change in training
         operation = rng.choice(("first", "longest" if words else "max"))
         while not change.phrase:
             change = draw_change(rng)
@@ -160,7 +160,7 @@ def _filter(rng: Random, ood: bool) -> Made:
         f"            {update}",
         f"    return {result}",
     ]
-    prompt = rng.choice(_prompts(ood, f"{function}({argument})", f"{goal}, in `{argument}`"))
+    prompt = rng.choice(_prompts(level > 0, f"{function}({argument})", f"{goal}, in `{argument}`"))
     doc = f"{rng.choice(RETURN)} {goal}"
     note = rng.choice((f'    """{doc}."""' if '"' not in doc else f"    # {doc}.", f"    # {doc}."))
     lead = _lead(rng, function, f"through `{argument}`")
@@ -243,6 +243,9 @@ def _made(key: str, prompt: str, lead: str, code: list[str], tests: list[str]) -
     return Made(key, Problem("code", prompt, f"{lead}\n```python\n{text}\n```", "", tuple(tests)))
 
 
-def make(rng: Random, ood: bool) -> Made:
-    """A function to write; ``ood`` has larger constants and combinations that training never has."""
-    return (_scalar if rng.random() < 0.2 else _filter)(rng, ood)
+def make(rng: Random, level: int) -> Made:
+    """A function to write; at ``level`` 1 asked in other words than in training, at 2 also with larger constants and
+    combinations that training never has."""
+    if level == 1:
+        return _filter(rng, level)
+    return _scalar(rng, level == 2) if rng.random() < 0.2 else _filter(rng, level)

@@ -40,6 +40,7 @@ _CLAUSES = {
     "div": "{pronoun} splits the {items} into {k} equal bags and keeps one bag",
     "boxes": "{pronoun} opens {k} boxes with {m} {items} each",
 }
+_STEPS = ((2, 4), (4, 4), (5, 6))  # of a story, by level
 _SIGNS = {"add": "+", "sub": "-", "mul": "*", "div": "/", "boxes": "+", "more": "+", "fewer": "-", "times": "*"}
 
 
@@ -66,12 +67,12 @@ def _story_steps(rng: Random, start: int, count: int) -> list[tuple[str, int, in
     return steps
 
 
-def _story(rng: Random, ood: bool) -> Made:
+def _story(rng: Random, level: int) -> Made:
     """One person's things are added to, taken from, multiplied and shared."""
     steps = None
     while steps is None:
         start = rng.randint(2, 60)
-        steps = _story_steps(rng, start, rng.randint(5, 6) if ood else rng.randint(2, 4))
+        steps = _story_steps(rng, start, rng.randint(*_STEPS[level]))
     name, pronoun = rng.choice(_PEOPLE)
     friend = rng.choice([other for other in _NAMES if other != name])
     items = rng.choice(_ITEMS)
@@ -91,7 +92,7 @@ def _story(rng: Random, ood: bool) -> Made:
     said.append(ending(rng, f"the number of {items} that {name} has is {value}"))
     question = rng.choice(
         (f"Find the final count of {items} for {name}.", f"Tell me {name}'s {items} after all of this.")
-        if ood
+        if level
         else (
             f"How many {items} does {name} have now?",
             f"How many {items} does {name} have in the end?",
@@ -164,6 +165,9 @@ def _made(key: str, asked: list[str], said: list[str], answer: int) -> Made:
     return answered("arithmetic", key, " ".join(asked), said, answer)
 
 
-def make(rng: Random, ood: bool) -> Made:
-    """A word problem; ``ood`` is longer than training ever has."""
-    return rng.choice((_story, _story, _shop, _compare))(rng, ood)
+def make(rng: Random, level: int) -> Made:
+    """A word problem; at ``level`` 1 as long as training ever has, and asked in other words; at 2 longer than that."""
+    if level == 1:
+        return _story(rng, level)
+    kind = rng.choice((_story, _story, _shop, _compare))
+    return _story(rng, level) if kind is _story else kind(rng, level == 2)

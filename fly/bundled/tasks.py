@@ -7,9 +7,10 @@ which is the situation loosely speculative decoding is about.  Choice points are
 lie several tokens apart, with a continuation that does not depend on the choice.
 
 A problem's *content key* (its numbers, operations and constants, but not its wording) decides by hash
-whether it belongs to ``train`` or to ``heldout``; the two splits never share a prompt.  ``ood`` uses
-the same words, but longer chains and lists than ``train`` ever has, larger constants, combinations of
-operations that never occur together, and questions worded in other ways.
+whether it belongs to ``train`` or to ``heldout``; the two splits never share a prompt.  ``middle`` takes one step out
+of what training has (longer lists, or a question in other words), which the bundled target solves two times in
+five.  ``ood`` uses the same words, but longer chains and lists than ``train`` ever has, larger constants,
+combinations of operations that never occur together, and questions worded in other ways.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ __all__ = ["KINDS", "SPLITS", "Problem", "check", "check_many", "extract_answer"
 
 _MAKERS = {"arithmetic": stories.make, "text": lists.make, "code": programs.make}
 KINDS = tuple(_MAKERS)
-SPLITS = ("train", "heldout", "ood")
+SPLITS = ("train", "heldout", "middle", "ood")
+_LEVELS = {"middle": 1, "ood": 2}  # of difficulty; others 0
 
 _HELDOUT_SHARE = 10  # one content key in this many is held out
 
@@ -52,8 +54,8 @@ def problems(kind: str | None, split: str, seed: int, n: int | None = None) -> I
 def _stream(kind: str, split: str, seed: int) -> Iterator[Problem]:
     rng = Random(f"{kind}/{split}/{seed}")
     while True:
-        made = _MAKERS[kind](rng, split == "ood")
-        if split == "ood" or _is_heldout(made.key) == (split == "heldout"):
+        made = _MAKERS[kind](rng, _LEVELS.get(split, 0))
+        if split == "ood" or _is_heldout(made.key) == (split != "train"):
             yield made.problem
 
 

@@ -13,14 +13,12 @@ class OutOfBlocks(RuntimeError):
     """The pool cannot serve a request; nothing was changed."""
 
 
-_ROOT = 0  # what a first page follows
-
-
 class _Published(NamedTuple):
-    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``."""
+    """How much of a sequence's content is known: its first ``pages`` pages, the last of which has the number ``at``
+    (where there is none, its salt)."""
 
-    pages: int = 0
-    at: int = _ROOT
+    pages: int
+    at: int | str
 
 
 class BlockAllocator:
@@ -31,8 +29,9 @@ class BlockAllocator:
     run after another sequence, so that both keep room to grow.
 
     Pages whose content is known (``publish``) can be shared by later sequences that begin with the same tokens
-    (``adopt``). Content is compared as it is, no hash stands for it. A page that nobody holds any more keeps its
-    content until the room is needed; those unused for longest go first, the ends of texts before their beginnings.
+    (``adopt``) and have the same ``salt``: sequences of different salts never share any. Content is compared as it is,
+    no hash stands for it. A page that nobody holds any more keeps its content until the room is needed; those unused
+    for longest go first, the ends of texts before their beginnings.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -45,11 +44,12 @@ class BlockAllocator:
         self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, content known; the longest unused first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
-        # A page's content is the page before it and its own tokens. Contents are numbered, no number comes twice.
-        self._contents: dict[tuple[int, tuple[int, ...]], tuple[int, int]] = {}  # -> its number, a page that holds it
-        self._keys: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each page that stands in there
+        # A page's content is the page before it (or the salt), and its own tokens. Contents are numbered, no number
+        # comes twice.
+        self._contents: dict[tuple[int | str, tuple[int, ...]], tuple[int, int]] = {}  # -> number, a page that holds it
+        self._keys: dict[int, tuple[int | str, tuple[int, ...]]] = {}  # of each page that stands in there
         self._published: dict[Hashable, _Published] = {}
-        self._last = _ROOT
+        self._last = 0
 
     @property
     def num_free(self) -> int:
@@ -127,15 +127,16 @@ class BlockAllocator:
         length = self.length(seq)
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
-    def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int) -> None:
-        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones may share.
+    def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
+        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones of this salt may
+        share.
 
         Raises ``ValueError`` if ``seq`` has no room for so many.
         """
         if n_tokens > self.length(seq):
             raise ValueError(f"sequence {seq!r} has room for {self.length(seq)} tokens and cannot hold {n_tokens}")
         size, table = self.block_size, self.table(seq)
-        first, at = self._published.get(seq, _Published())
+        first, at = self._published.get(seq, _Published(0, salt))
         for number in range(first, n_tokens // size):
             key = (at, tuple(tokens[number * size : (number + 1) * size]))
             if key not in self._contents:
@@ -145,12 +146,13 @@ class BlockAllocator:
             at, _ = self._contents[key]
         self._published[seq] = _Published(max(first, n_tokens // size), at)
 
-    def adopt(self, seq: Hashable, tokens: Sequence[int]) -> int:
-        """Start ``seq`` with the pages that hold the beginning of ``tokens``, if there are any, and return how many
-        tokens they hold: a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known already."""
+    def adopt(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> int:
+        """Start ``seq`` with the pages that hold the beginning of ``tokens`` under this salt, if there are any, and
+        return how many tokens they hold: a multiple of ``block_size``. Raises ``ValueError`` if ``seq`` is known."""
         if seq in self._tables:
             raise ValueError(f"sequence {seq!r} has pages already; only a new one can adopt others")
-        table, at = self._tables.setdefault(seq, []), _ROOT
+        table: list[int] = self._tables.setdefault(seq, [])
+        at: int | str = salt
         for end in range(self.block_size, len(tokens) + 1, self.block_size):
             found = self._contents.get((at, tuple(tokens[end - self.block_size : end])))
             if found is None:
@@ -168,10 +170,10 @@ class BlockAllocator:
             self._unlist(block)
         self._published.clear()
 
-    def next_key(self, seq: Hashable, tokens: Sequence[int]) -> Hashable:
+    def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
         """Names the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
         would work out the same page. None if there is no whole one left."""
-        known = self._published.get(seq, _Published())
+        known = self._published.get(seq, _Published(0, salt))
         start = known.pages * self.block_size
         page = tuple(tokens[start : start + self.block_size])
         return (known.at, page) if len(page) == self.block_size else None

@@ -8,8 +8,9 @@ import typer
 
 from fly.cli.bench import bench
 from fly.cli.chat import chat
-from fly.cli.comparison import demo, evaluate
+from fly.cli.comparison import demo
 from fly.cli.completion import generate
+from fly.cli.evaluation import evaluate, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.serving import serve
 
@@ -39,7 +40,8 @@ def _main(
 ) -> None: ...
 
 
-for _command in (generate, chat, serve, models, policies, drafts, check, demo):
+for _command in (generate, chat, serve, models, policies, drafts, tasks, check, demo):
     app.command()(_command)
 app.command("eval")(evaluate)
+app.command("report")(report_command)
 app.add_typer(bench, name="bench")

@@ -59,7 +59,7 @@ Kernels = Annotated[
         "weights and activations."
     ),
 ]
-Split = Annotated[str, typer.Option(help="heldout (in domain) or ood (out of domain).")]
+Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
 Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]
 Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
 Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]

@@ -161,7 +161,7 @@ def check(
         errors.print(f"[bold red]{escape(report.subject)} breaks the contract[/]", soft_wrap=True)
         raise typer.Exit(1)
     if problems and policy is not None:
-        compare_on_bundled(policy, problems, k)
+        compare_on_bundled(str(rule), problems, k)
     elif problems:
         show_drafts((str(draft),), parse_policy("exact"), max(1, problems // 3), k)
 

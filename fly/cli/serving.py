@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -20,6 +20,7 @@ from fly.cli.options import (
     Kernels,
     MaxContext,
     Model,
+    number,
 )
 from fly.cli.run import command, loaded, options_of, ranks_of, setup_of
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -60,10 +61,29 @@ def serve(
     max_connections: Annotated[int, typer.Option(min=16, help="Most connections open at the same time.")] = 1000,
     access_log: Annotated[bool, typer.Option("--access-log", help="A line for every request, keys hashed.")] = False,
     max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
+    max_open: Annotated[
+        int | None,
+        typer.Option(min=1, help="Completions that a client (a key; without keys an address) may have at once."),
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
     max_k: Annotated[
         int | None, typer.Option(min=0, help="Most tokens a request may have drafted a round; 64, or --k, otherwise.")
     ] = None,
+    max_rows: Annotated[int, typer.Option(min=1, help="Most completions in one step of the engine.")] = 256,
+    cache_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that the KV caches hold; eight full contexts otherwise.")
+    ] = None,
+    cache_bytes: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most memory for the KV caches; 4 GiB or half of what is free if not given."),
+    ] = None,
+    share_prefixes: Annotated[
+        Literal["key", "all"],
+        typer.Option(help="Whose requests share what is cached of equal beginnings: those of one API key, or all."),
+    ] = "key",
+    stream_interval: Annotated[
+        float, number(0, 1, help="Seconds for which tokens are held back to send several rounds' at once.")
+    ] = 0.01,
     timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
     drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
     dtype: Dtype = "auto",

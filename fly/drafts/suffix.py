@@ -66,10 +66,11 @@ class SuffixDraft(DraftStrategy):
     """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
     ``depth`` tokens, that occurred before, and go on step by step with what most often came next there.
 
-    It looks in the request's own text, and in the outputs of finished requests of this strategy. Each gives a
-    proposal, and the one with the higher score stands (the request's own among equals). A step's probability is the
-    share, among the places that agreed so far, of those that go on with its token (the latest place's among equally
-    frequent ones); the score is the sum over steps of their running product, the expected number of accepted tokens.
+    It looks in the request's own text, and in the outputs of this strategy's finished requests of the same
+    ``cache_salt``. Each gives a proposal, and the one with the higher score stands (the request's own among equals). A
+    step's probability is the share, among the places that agreed so far, of those that go on with its token (the latest
+    place's among equally frequent ones); the score is the sum over steps of their running product, the expected number
+    of accepted tokens.
 
     What differs from the published one: an index of short grams stands in place of suffix trees, and looks at the
     latest ``lookback`` places of the longest indexed gram only (8, 4, 2 or 1 tokens), so a longer match or other
@@ -115,8 +116,9 @@ class SuffixDraft(DraftStrategy):
         self.lookback, self.shared_tokens, self.k = lookback, shared_tokens, k
         # Requests' own texts, indexed up to the last token but one: nothing has followed the last yet.
         self._own: dict[int, tuple[list[int], _Places]] = {}
-        self._shared = _Places(depth)
-        self._outputs: deque[tuple[list[int], int]] = deque()  # each with the first of its positions that is indexed
+        self._shared: dict[str, _Places] = {}  # by the salt of the requests that share them
+        # each output with the first of its positions that is indexed, and its salt
+        self._outputs: deque[tuple[list[int], int, str]] = deque()
         self._held = 0  # tokens in all of them
 
     def attach(self, target: Runner) -> None:
@@ -151,7 +153,8 @@ class SuffixDraft(DraftStrategy):
         if most < 1:
             return []
         text, own = self._sync(row)
-        found = [self._follow(text, index, most) for index in (own, self._shared)]
+        shared = self._shared.get(row.params.cache_salt)
+        found = [self._follow(text, index, most) for index in (own, shared) if index is not None]
         _, drafted = max(found, key=itemgetter(0))  # its own among equals, which comes first
         return drafted
 
@@ -192,13 +195,17 @@ class SuffixDraft(DraftStrategy):
         text = row.tokens[start:]
         first = max(0, row.prompt_length - 1 - start)  # what follows the prompt's last token was generated
         while self._held + len(text) > self.shared_tokens:
-            oldest, indexed = self._outputs.popleft()
+            oldest, indexed, salt = self._outputs.popleft()
             for end in range(indexed, len(oldest) - 1):
-                self._shared.drop(oldest, end, 0)
+                self._shared[salt].drop(oldest, end, 0)
+            if (known := self._shared.get(salt)) is not None and not known.of:
+                del self._shared[salt]
             self._held -= len(oldest)
+        salt = row.params.cache_salt
+        index = self._shared.setdefault(salt, _Places(self.depth))
         for end in range(first, len(text) - 1):
-            self._shared.add(text, end)
-        self._outputs.append((text, first))
+            index.add(text, end)
+        self._outputs.append((text, first, salt))
         self._held += len(text)
 
 

@@ -1,6 +1,25 @@
-"""Accuracy and speed of decoding settings, side by side on the same problems."""
+"""Tasks, runs of them in many ways, and reports: what a rule gains and costs on your task."""
 
 from fly.eval.compare import Result, compare, decode
+from fly.eval.plan import Plan
+from fly.eval.report import Report, report
+from fly.eval.run import check_folder, decode_run, remaining, score_run
+from fly.eval.task import Task, load_task, task_names
 from fly.eval.timed import Setting
 
-__all__ = ["Result", "Setting", "compare", "decode"]
+__all__ = [
+    "Plan",
+    "Report",
+    "Result",
+    "Setting",
+    "Task",
+    "check_folder",
+    "compare",
+    "decode",
+    "decode_run",
+    "load_task",
+    "remaining",
+    "report",
+    "score_run",
+    "task_names",
+]

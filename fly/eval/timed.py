@@ -7,7 +7,7 @@ from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -23,7 +23,7 @@ from fly.types import Decision, SamplingParams
 
 Result = TypeVar("Result")
 
-__all__ = ["Clock", "Setting", "Times", "draft_runners", "synchronize", "timed"]
+__all__ = ["Clock", "Completion", "Setting", "Times", "complete", "draft_runners", "synchronize", "timed"]
 
 
 @dataclass(frozen=True)
@@ -43,12 +43,19 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(Wrapped):
-    """An executor that notes how long its calls take, and is otherwise as it was."""
+    """An executor that notes how long its calls take and how many blocks Python decided, and is otherwise as it was."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
         self.batch_invariant = inner.batch_invariant
         self.seconds = 0.0
+        self.judged = 0
+
+    def decide(self, policy: AcceptancePolicy, *arguments: Any) -> list[Decision]:
+        """What is not decided inside ``rounds`` is decided here, in Python."""
+        decisions = self.inner.decide(policy, *arguments)
+        self.judged += len(decisions)
+        return decisions
 
     def joins(self, drafter: Executor) -> bool:
         return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter)
@@ -114,12 +121,14 @@ def _clocked(runner: Runner) -> Iterator[Clock]:
 class Times(Summed):
     """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and of
     these what passed in the ``target`` and in ``draft`` models, where clocks were around them. A draft model reads the
-    prompt when it first drafts, so that counts as decoding."""
+    prompt when it first drafts, so that counts as decoding. ``judged``: rounds whose block Python decided, and not
+    compiled code (which only clocks see)."""
 
     prompt: float = 0.0
     decoding: float = 0.0
     target: float = 0.0
     draft: float = 0.0
+    judged: int = 0
 
     @property
     def rest(self) -> float | None:
@@ -144,10 +153,18 @@ class _Timed(Job):
         if not self.first:
             self.first = time.perf_counter()
             for clock in self._clocks:
-                clock.seconds = 0.0
+                clock.seconds, clock.judged = 0.0, 0
 
 
-def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
+class Completion(NamedTuple):
+    """One decoded prompt."""
+
+    output: Output
+    times: Times
+    drafts: list[tuple[int, int]]  # of each round with one: its tokens, and how many of them stand
+
+
+def complete(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> Completion:
     """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
     llm = setting.llm
     with ExitStack() as stack:
@@ -162,4 +179,12 @@ def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: 
     times = Times(job.first - begin, end - job.first)
     if clocks:
         times.target, times.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
-    return job.requests[0].output(), times
+        times.judged = clocks[0].judged
+    (request,) = job.requests
+    return Completion(request.output(), times, list(request.row.drafts))
+
+
+def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
+    """The output and the times of ``complete``."""
+    output, times, _ = complete(setting, prompt, params, clocked)
+    return output, times

@@ -254,15 +254,6 @@ class LlamaConfig(BaseModel):
             raw["layer_types"] = types
         return raw | extra
 
-    @classmethod
-    def read(cls, directory: Path) -> tuple[LlamaConfig, dict[str, Any]]:
-        """``(config, raw dictionary)`` of ``directory/config.json``. Raises ``CheckpointError``."""
-        path = Path(directory) / "config.json"
-        if not path.exists():
-            raise CheckpointError(f"{path}: not found; a checkpoint directory needs a config.json")
-        raw = read_json(path)
-        return cls.from_hf(raw, str(path)), raw
-
 
 def _supported(raw: dict[str, Any], source: str) -> Family:
     """The family of a configuration. Raises ``CheckpointError`` for what no family of ours is, by its name."""

@@ -194,13 +194,13 @@ class Converted(Stored):
     def _values(self, data: np.ndarray[Any, Any]) -> Tensor:
         """Values of some bytes, in float32."""
         if self.plain is not None:
-            return torch.from_numpy(data).view(self.plain).float() + self.shift
+            return torch.from_numpy(data).view(self.plain).to(torch.float32, copy=True).add_(self.shift)
         from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
         kind = GGMLQuantizationType[self.kind]
         values, size = GGML_QUANT_SIZES[kind]
         wide = math.gcd(len(data) // size, max(_WIDE // values, 1))
-        return torch.from_numpy(dequantize(data.reshape(-1, wide * size), kind)).flatten() + self.shift
+        return torch.from_numpy(dequantize(data.reshape(-1, wide * size), kind)).flatten().add_(self.shift)
 
     def _ordered(self, rows: Tensor) -> Tensor:
         if not self.head_dim:

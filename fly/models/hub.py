@@ -115,12 +115,13 @@ def _literal(text: str) -> str:
 
 def _instead(name: HubName) -> str:
     """Which GGUF files a repository has, as the end of a sentence."""
+    from httpx2 import HTTPError
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
     try:
-        files = sorted(file for file in HfApi().list_repo_files(name.repo, revision=name.revision))
-    except (HfHubHTTPError, OSError):
+        files = sorted(HfApi().list_repo_files(name.repo, revision=name.revision))
+    except (HTTPError, HfHubHTTPError, OSError):
         return ""
     found = [f"{HubName(name.repo, name.revision)}/{file}" for file in files if file.endswith(".gguf")]
     if found:

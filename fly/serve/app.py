@@ -68,9 +68,10 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         service.open -= 1
         if answering is not None:
             answering.close()
+            service.left(prepared)
 
     try:
-        prepared = await service.aside(lambda: service.prepare(body), request.receive)
+        prepared = await service.prepared(body, service.client(request), request.receive)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
         answering = Answering(service, job, request.receive)
@@ -106,7 +107,7 @@ async def read(service: Service, work: Callable[[], Response], request: Request)
     """What is done with a text aside from completing it."""
     service.open += 1
     try:
-        return await service.aside(work, request.receive, completion=False)
+        return await service.aside(work, request.receive, service.reading)
     except Left:
         return Response(status_code=499)
     finally:
@@ -137,7 +138,7 @@ def create_app(service: Service) -> ASGIApp:
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await asyncio.to_thread(service.llm.close)
+        await asyncio.to_thread(service.close)
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
@@ -179,6 +180,12 @@ def create_app(service: Service) -> ASGIApp:
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
+        name = "messages" if body.prompt is None else "prompt"
+        size = sum(map(len, _texts(body)))
+        if size > _READ:
+            raise ApiError(
+                400, f"{name}: {size} characters; at most {_READ} are encoded at once", name, "invalid_value"
+            )
 
         def encode() -> list[int]:
             if body.prompt is None:
@@ -256,6 +263,7 @@ _ONLY_OURS = {
 }
 
 
+_READ = 2**20  # characters that /tokenize takes: some seconds and 200 MB
 _UNKNOWN = ("unknown_parameter", "extra_forbidden")  # errors of a body, and of a part of a message
 
 
@@ -272,6 +280,13 @@ class ErrorAnswer(BaseModel):
     """OpenAI's form of an error."""
 
     error: ErrorDetail
+
+
+def _texts(body: TokenizeRequest) -> list[str]:
+    """What is to be encoded."""
+    if body.prompt is not None:
+        return [body.prompt]
+    return [message.for_template()["content"] for message in body.messages or ()]
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -28,6 +28,18 @@ OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
 _LINGER = 2.0  # seconds that a body which is too long is still read
 
 
+# All bodies together may be as large as so many of the largest; those of a few bytes are taken even so.
+_BODIES = 64
+_SMALL = 2**14
+_FULL = error_body(
+    "too many requests are being answered; try again in 1 s", "service_unavailable_error", None, "too_many_requests"
+)
+
+
+class _Full(Exception):
+    """There is no room for the body."""
+
+
 class _Stalled(Exception):
     """A reader does not read."""
 
@@ -49,6 +61,7 @@ class Guard:
         self.app, self.refused = app, refused
         self.max_body, self.access_log = settings.max_body, settings.access_log
         self.read_timeout, self.write_timeout = settings.read_timeout, settings.write_timeout
+        self._held = 0  # bytes of bodies that came in, of requests that are not answered yet
         self._digests = [hashlib.sha256(key.encode()).digest() for key in settings.api_keys]
         self._origins = Origins(
             settings.host, settings.allowed_hosts, settings.cors_origins, keys=bool(settings.api_keys)
@@ -78,17 +91,28 @@ class Guard:
 
         headers = dict(scope["headers"])
         key = self._key(headers.get(b"authorization", b""))
+        held = [0]
         try:
-            await self._serve({**scope, "method": "GET"} if head else scope, headers, key, receive, answer)
+            await self._serve({**scope, "method": "GET"} if head else scope, headers, key, held, receive, answer)
+        except _Stalled:
+            log.warning("a reader took nothing for %g s; its connection is closed", self.write_timeout)
         finally:
+            self._held -= held[0]
             if self.access_log:
                 client, whose = (scope.get("client") or ("-",))[0], "-" if key is None else key.hex()[:12]
                 line = f'{scope["method"]} {quote(scope["path"])}" {status} {time.monotonic() - start:.3f} s'
                 log.info(f'{client} key {whose} "{line} id {name}')
 
     async def _serve(
-        self, scope: Scope, headers: dict[bytes, bytes], key: bytes | None, receive: Receive, answer: Send
+        self,
+        scope: Scope,
+        headers: dict[bytes, bytes],
+        key: bytes | None,
+        held: list[int],
+        receive: Receive,
+        answer: Send,
     ) -> None:
+        """Answers, with an error or by the application. ``held`` takes the bytes of the body."""
         if (reason := self._origins.refuse(scope["method"], headers)) is not None:
             body = error_body(reason, "invalid_request_error", None, "not_allowed")
             await _refuse(answer, 403, body)
@@ -99,7 +123,10 @@ class Guard:
             await _refuse(answer, 401, body, (b"www-authenticate", b"Bearer"))
             return
         try:
-            first = await self._body(headers, receive)
+            first = await self._body(headers, held, receive)
+        except _Full:
+            await _refuse(answer, 503, _FULL, (b"connection", b"close"), (b"retry-after", b"1"), coming=receive)
+            return
         except TimeoutError:
             body = error_body(f"the body did not come in within {self.read_timeout:g} s", "timeout", None, "timeout")
             await _refuse(answer, 408, body, (b"connection", b"close"))
@@ -111,19 +138,14 @@ class Guard:
             await _refuse(answer, 413, body, (b"connection", b"close"), coming=receive)
             return
         if scope["path"] not in OPEN and scope.get("state", {}).get("full", bool)():
-            message = "too many requests are being answered; try again in 1 s"
-            body = error_body(message, "service_unavailable_error", None, "too_many_connections")
-            await _refuse(answer, 503, body, (b"connection", b"close"), (b"retry-after", b"1"))
+            await _refuse(answer, 503, _FULL, (b"connection", b"close"), (b"retry-after", b"1"))
             return
         ahead = [first]
 
         async def replay() -> Message:
             return ahead.pop() if ahead else await receive()
 
-        try:
-            await self.app(scope, replay, answer)
-        except _Stalled:
-            log.warning("a reader took nothing for %g s; its connection is closed", self.write_timeout)
+        await self.app(scope, replay, answer)
 
     def _key(self, header: bytes) -> bytes | None:
         """The digest of the key that a request bears; None if it is none of ours."""
@@ -132,21 +154,24 @@ class Guard:
         found = [hmac.compare_digest(digest, known) for known in self._digests]  # all of them, whichever fits
         return digest if scheme.lower() == b"bearer" and any(found) else None
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> Message | None:
-        """The whole body as one message; None if it is too long. A client that left has none."""
+    async def _body(self, headers: dict[bytes, bytes], held: list[int], receive: Receive) -> Message | None:
+        """The whole body as one message; None if it is too long. A client that left has none. Raises ``_Full``."""
         length = headers.get(b"content-length", b"0")
         if length.isdigit() and int(length[:20]) > self.max_body:
             return None
-        parts, size = [], 0
+        parts = []
         async with asyncio.timeout(self.read_timeout):
             while True:
                 message = await receive()
                 if message["type"] == "http.disconnect":
                     return message
                 parts.append(message.get("body", b""))
-                size += len(parts[-1])
-                if size > self.max_body:
+                held[0] += len(parts[-1])
+                self._held += len(parts[-1])
+                if held[0] > self.max_body:
                     return None
+                if held[0] > _SMALL and self._held > _BODIES * self.max_body:
+                    raise _Full
                 if not message.get("more_body"):
                     return {"type": "http.request", "body": b"".join(parts), "more_body": False}
 

@@ -29,6 +29,7 @@ __all__ = [
 # A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
 Word = Annotated[str, Field(min_length=0)]
 _MOST = 1024  # entries of a small list or mapping
+_LONGEST = 64 << 10  # characters of all bad words
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # One error is enough: a list of a million wrong entries would make a million.
@@ -113,7 +114,7 @@ class Generation(_Body):
     """What both endpoints share. None is the default: for sampling, that of the checkpoint.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` are for a service's own records; they are
-    taken and have no effect.
+    taken and have no effect. ``cache_salt``, as in vLLM: nothing of the prompt is shared with requests of another one.
     """
 
     model: str
@@ -141,6 +142,7 @@ class Generation(_Body):
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
 
@@ -152,6 +154,12 @@ class Generation(_Body):
         return data
 
     @model_validator(mode="after")
+    def _not_too_much_is_bad(self) -> Generation:
+        if (size := sum(map(len, self.bad_words or ()))) > _LONGEST:
+            raise ValueError(f"bad_words: {size} characters; at most {_LONGEST} are read")
+        return self
+
+    @model_validator(mode="after")
     def _stream_options_of_streams(self) -> Generation:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options: only with stream: true")
@@ -161,6 +169,11 @@ class Generation(_Body):
     def wanted_tokens(self) -> int | None:
         """The limit that the request sets itself."""
         return self.max_tokens
+
+    @property
+    def takes_time(self) -> bool:
+        """Whether there is more to prepare than a text to read: a grammar to compile, words to spell."""
+        return bool(self.bad_words) or (self.response_format is not None and self.response_format.type == "json_schema")
 
     @property
     def explains(self) -> bool:
@@ -176,7 +189,7 @@ class Generation(_Body):
         """How many likely tokens to list at each place; None for no log-probabilities at all."""
         raise NotImplementedError
 
-    def params(self, default: SamplingParams, seed: int, max_tokens: int) -> SamplingParams:
+    def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
         """How it is sampled. Raises ``ValueError`` whose text starts with the name of the field."""
         names = (
             *("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos"),
@@ -191,14 +204,13 @@ class Generation(_Body):
                 raise ValueError(f"logit_bias: {bad[0]!r} is no token id")
             given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
         if (form := self.response_format) is not None and form.type != "text":
-            if "structured" not in SamplingParams.model_fields:
-                raise ValueError(f"response_format: type {form.type!r} is not available; choose 'text'")
             schema = form.json_schema
             given["structured"] = {"json_object": True} if schema is None else {"json_schema": schema.schema_}
         return SamplingParams.model_validate(
             default.model_dump()
             | given
             | {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
+            | {"cache_salt": salt}
         )
 
 

@@ -68,7 +68,7 @@ class Rules:
         self.policy, self.k, self.draft = policy, k, draft
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
-            raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower it as well")
+            raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower --k as well")
         self._whole: dict[str, AcceptancePolicy] = {_squeezed(str(policy)): policy}
         installed = {**policy_types(), **condition_types()}
         self.names = sorted(installed) if enabled is None else ["exact"]

@@ -5,19 +5,25 @@ waits for the engine but in coroutines, and leaves what takes time (tokenizers, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import hashlib
 import json
 import os
 import re
 import secrets
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
+from starlette.requests import HTTPConnection
 from starlette.types import Receive
 
 from fly.errors import explain
@@ -29,11 +35,13 @@ from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
-from fly.structured import StructuredError
+from fly.serve.trial import Trial
+from fly.structured import LIMITS, StructuredError
 from fly.worker import Stopped
 
 __all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
 
+_COMPILE = 2  # threads that compile grammars
 T = TypeVar("T")
 
 
@@ -85,6 +93,7 @@ class Prepared:
     echoes: list[str] | None
     speculation: Speculation
     top: int | None
+    client: str = ""
 
 
 class Service:
@@ -113,9 +122,16 @@ class Service:
         self.vocabulary = Vocabulary(self.tokenizer)
         # Endpoints that any text may be sent to have a thread of their own, so that completions need not wait for it.
         self._preparing = ThreadPoolExecutor(max(2, min(8, os.cpu_count() or 2)), "fly-prepare")
-        self._reading = ThreadPoolExecutor(1, "fly-tokenize")
+        self.reading = ThreadPoolExecutor(1, "fly-tokenize")
         self.draining = False
         self.open = 0  # requests that were let in and have not got all of their answer
+        self.held: Counter[str] = Counter()  # completions that each client has, waiting ones too
+        # So have grammars and long lists of words, of one client one at a time, so that others get their turn.
+        self._compiling = ThreadPoolExecutor(_COMPILE, "fly-compile")
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
+        self._trial = Trial(llm.grammars.spelling, LIMITS)
+        llm.grammars.vet = self._trial
+        llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
         try:
             self.version = version("flyspec")
@@ -131,25 +147,62 @@ class Service:
         if model is not None and model != self.name:
             raise ApiError(404, f"model {model!r} is not served here; choose {self.name!r}", "model", "model_not_found")
 
-    async def aside(self, work: Callable[[], T], receive: Receive, completion: bool = True) -> T:
-        """What ``work`` gives, which takes time and so runs in a thread; ``completion``: is part of one.
+    async def aside(
+        self,
+        work: Callable[[], T],
+        receive: Receive,
+        pool: Executor | None = None,
+        turn: asyncio.Lock | None = None,
+    ) -> T:
+        """What ``work`` gives, which takes time and so runs in a thread of ``pool`` (None: those that prepare
+        completions), when its ``turn`` has come.
 
-        Raises ``Left`` when the client leaves: then work that still waits for its thread is never begun.
+        Raises ``Left`` when the client leaves: then work that still waits is never begun.
         """
-        pool = self._preparing if completion else self._reading
-        working: asyncio.Future[Any] = asyncio.get_running_loop().run_in_executor(pool, work)
+        working = asyncio.create_task(_in_turn(work, pool or self._preparing, turn))
         leaving = asyncio.create_task(_until_left(receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
                 raise Left
-            found: T = working.result()
-            return found
+            return working.result()
         finally:
             leaving.cancel()
             working.cancel()
 
-    def prepare(self, body: Generation) -> Prepared:
+    def client(self, request: HTTPConnection) -> str:
+        """Whose a request is: its key's (hashed); without keys its address's (of IPv6 the network, of which anybody has
+        a whole one)."""
+        if self.settings.api_keys:
+            key = request.headers.get("authorization", "").partition(" ")[2].strip()
+            return hashlib.sha256(key.encode()).hexdigest()
+        host = request.client.host if request.client else ""
+        try:
+            address = ip_address(host)
+        except ValueError:
+            return host
+        if isinstance(address, IPv6Address):
+            mapped = address.ipv4_mapped
+            return str(ip_network((address, 64), strict=False) if mapped is None else mapped)
+        return host
+
+    def close(self) -> None:
+        """End the engine, and what prepares for it."""
+        for pool in (self._preparing, self.reading, self._compiling):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self.llm.close()
+        self._trial.close()
+
+    async def prepared(self, body: Generation, client: str, receive: Receive) -> Prepared:
+        """``prepare`` in a thread. Raises ``Left`` when the client leaves."""
+        work = partial(self.prepare, body, client)
+        if not body.takes_time:
+            return await self.aside(work, receive)
+        if (turn := self._turns.get(client)) is None:
+            turn = self._turns[client] = asyncio.Lock()
+        return await self.aside(work, receive, self._compiling, turn)
+
+    def prepare(self, body: Generation, client: str = "") -> Prepared:
         """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
         asked = body.speculation
@@ -184,7 +237,8 @@ class Service:
         for tokens in prompts:
             self.check_prompt(tokens, name)
         try:
-            params = body.params(self.llm.default_params, self.seed(body), self.max_tokens(body, prompts))
+            most = self.max_tokens(body, prompts)
+            params = body.params(self.llm.default_params, self.seed(body), most, self.salt(body, client))
         except ValidationError as error:
             message = explain(error)
             param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
@@ -192,15 +246,20 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         try:
-            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, streamed=True)
+            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, client=client, streamed=True)
         except ValueError as error:
             raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
-        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top())
+        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top(), client)
 
     @staticmethod
     def seed(body: Generation) -> int:
         """Drawn here where the request leaves it open, so that the engine has nothing to draw."""
         return secrets.randbits(63) if body.seed is None else body.seed
+
+    def salt(self, body: Generation, client: str) -> str:
+        """What requests must have in common to share what is cached of their prompts."""
+        own = body.cache_salt or ""
+        return f"{client} {own}" if self.settings.api_keys and self.settings.share_prefixes == "key" else own
 
     def encode(self, prompt: str | list[int]) -> list[int]:
         if isinstance(prompt, list):
@@ -272,11 +331,17 @@ class Service:
 
     def submit(self, prepared: Prepared, streamed: bool) -> Measured:
         """Hand it to the engine. Raises ``ApiError`` where there is no room, or no engine."""
-        worker, load = self.llm.worker, self.llm.worker.load
+        worker, load, count = self.llm.worker, self.llm.worker.load, len(prepared.requests)
+        own = self.held[prepared.client] + count
+        if (most := self.settings.max_open) is not None and own > most:
+            message = f"{own} completions of one client; at most {most} at once"
+            raise ApiError(429, message, code="client_limit", retry_after=max(1, min(60, round(self.metrics.seconds))))
         free = max(0, self.llm.scheduler.max_rows - load.running)
-        coming = worker.submitted - load.taken + len(prepared.requests)  # that the engine has not seen
+        coming = worker.submitted - load.taken + count  # that the engine has not seen
         waiting = load.waiting + max(0, coming - free)
-        if waiting > self.settings.max_waiting:
+        # whoever has no more than its part of the queue finds room, however many others wait
+        part = self.settings.max_waiting // len({*self.held, prepared.client})
+        if waiting > self.settings.max_waiting and own > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
             message = f"the server is at its limit of waiting requests; try again in {retry_after} s"
             raise ApiError(429, message, code="queue_full", retry_after=retry_after)
@@ -285,7 +350,29 @@ class Service:
             worker.submit(job)
         except Stopped as error:
             raise ApiError(503, str(error), code="engine_stopped") from None
+        self.held[prepared.client] += count
         return job
+
+    def left(self, prepared: Prepared) -> None:
+        """The client has its answer, or has left."""
+        self.held.subtract({prepared.client: len(prepared.requests)})
+        self.held += Counter()  # drops those that have nothing
+
+
+async def _in_turn(work: Callable[[], T], pool: Executor, turn: asyncio.Lock | None) -> T:
+    """``work`` in a thread of ``pool``. ``turn`` is over when the work is, or will not begin, whoever still waits."""
+    loop = asyncio.get_running_loop()
+    if turn is not None:
+        await turn.acquire()
+
+    def over(_: Future[T]) -> None:
+        if turn is not None:
+            with contextlib.suppress(RuntimeError):  # the loop has ended
+                loop.call_soon_threadsafe(turn.release)
+
+    future = pool.submit(work)
+    future.add_done_callback(over)
+    return await asyncio.wrap_future(future)
 
 
 async def _until_left(receive: Receive) -> None:

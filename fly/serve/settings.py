@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -39,9 +40,14 @@ class Settings(BaseModel):
     access_log: bool = False  # a line for every request
     max_connections: int = Field(default=1000, ge=16)  # open at the same time; fewer where there are few descriptors
     max_waiting: int = Field(default=256, ge=0)  # completions that wait for their turn; more are refused (429)
+    max_open: int | None = Field(default=None, ge=1)  # completions that a client may have at once, waiting ones too
     max_tokens: int | None = Field(default=None, ge=1)  # of one completion; None is the model's context
     max_k: int | None = Field(default=None, ge=0)  # most tokens that may be drafted a round; None: see ``Rules``
     max_n: int = Field(default=32, ge=1)  # completions of one request, over all of its prompts
+    # Whose prompts share what is cached of their beginnings: those of one key (without keys, everybody's), or of all.
+    share_prefixes: Literal["key", "all"] = "key"
+    # Seconds for which tokens of rounds that are taken in one call are held back while somebody reads a stream.
+    stream_interval: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     max_body: int = Field(default=4 * 2**20, ge=1)  # bytes of a request
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds for one request, its wait included
     read_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds for a request to come in

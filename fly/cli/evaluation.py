@@ -1,0 +1,315 @@
+"""``fly tasks``, ``fly eval`` and ``fly report``: what is asked, a run of it, and what the run found."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from fly.cli.options import CollectiveTimeout, Device, Dtype, HeartbeatTimeout, Json, Kernels, Model, output
+from fly.cli.run import alone, command, loaded, ranks_of
+from fly.cli.show import console, note, print_list, progress, sentences, table, write_json
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.eval.plan import Plan
+from fly.eval.records import Records, read_records
+from fly.eval.render import LEGEND, Cells, as_html, as_json, as_markdown, columns, write_spec_bench
+from fly.eval.report import Report, Row, report
+from fly.eval.run import Turn, check_folder, decode_run, remaining, score_run
+from fly.eval.scorers import Programs
+from fly.eval.task import Task, load_task, task_names
+from fly.llm import LLM
+
+_TaskOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A task ('fly tasks'), NAME=PATH with its data, or a .yaml of yours; several. [default: bundled-middle]",
+        show_default=False,
+    ),
+]
+
+
+@alone
+def tasks(
+    task: Annotated[
+        str | None, typer.Argument(help="A task, NAME=PATH with its data, or a .yaml file of yours.")
+    ] = None,
+    problem: Annotated[int, typer.Option(min=0, help="Which of its problems to show.")] = 0,
+    model: Annotated[str | None, typer.Option(help="Show the prompt as this model's template writes it.")] = None,
+    shots: Annotated[int | None, typer.Option(min=0, help="Examples before it, where the task has some.")] = None,
+    references: Annotated[
+        bool, typer.Option("--references", help="Score the solutions that the task's file gives: all should be right.")
+    ] = False,
+    run_code: Annotated[bool, typer.Option("--run-code", help="Run programs, in the sandbox.")] = False,
+) -> None:
+    """List the tasks, or show one: the first prompt as a model is given it, and the scorer."""
+    if task is None:
+        _list_tasks()
+        return
+    asked = load_task(task, **({} if shots is None else {"shots": shots}))
+    if references:
+        _score_references(asked, run_code)
+        return
+    if problem >= len(asked.problems):
+        raise ValueError(f"--problem {problem}: task {asked.name!r} has {len(asked.problems)} problems, from 0")
+    shown = asked.problems[problem]
+    note(escape(f"{asked.name}: {len(asked.problems)} problems · {asked.scorer.kind} · problem {shown.id}"))
+    if model is not None:
+        llm = LLM(model)
+        ids = asked.prompt_ids(llm, shown)
+        assert llm.tokenizer is not None
+        console.print(Text(llm.tokenizer.decode(ids, skip_special_tokens=False)), soft_wrap=True)
+        note(f"{len(ids)} tokens")
+    elif asked.chat:
+        for message in asked.messages(shown):
+            console.print(Text.assemble((f"{message['role']}: ", "bold"), message["content"]), soft_wrap=True)
+    else:
+        console.print(Text(asked.text(shown)), soft_wrap=True)
+    if shown.answer:
+        note(escape(f"answer: {shown.answer}"))
+
+
+def _list_tasks() -> None:
+    rows = []
+    for name in task_names():
+        found = load_task(name)
+        where = "bundled" if found.generated or found.rows else "your file"
+        rows.append((name, where, found.scorer.kind, escape(found.about)))
+    print_list(rows, "task", "data", "scorer", sentences("what it is"), title="Tasks", show_lines=True)
+
+
+def _score_references(asked: Task, run_code: bool) -> None:
+    wrong = []
+    with Programs(run_code) as programs, progress(len(asked.problems), "scoring") as advance:
+        for problem in asked.problems:
+            score = asked.score(problem, asked.reference(problem), programs)
+            wrong += [] if score.right else [f"{problem.id}: {score.found}"]
+            advance()
+    console.print(f"{escape(asked.name)}: {len(asked.problems) - len(wrong)} of {len(asked.problems)} references right")
+    for line in wrong[:20]:
+        console.print(Text(f"  {line}"))
+    if wrong:
+        raise typer.Exit(1)
+
+
+@command
+def evaluate(
+    context: typer.Context,
+    plan: Annotated[
+        Path | None,
+        typer.Argument(help="A YAML or JSON file of the settings, or a run's folder, to go on; options win."),
+    ] = None,
+    task: _TaskOption = None,
+    policy: Annotated[
+        list[str] | None, typer.Option(help="Rules to compare; several. [default: fly]", show_default=False)
+    ] = None,
+    draft: Annotated[
+        list[str] | None, typer.Option(help="Who proposes; several. [default: fly-draft]", show_default=False)
+    ] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Most tokens drafted a round; several. [default: 15]", show_default=False),
+    ] = None,
+    temperature: Annotated[
+        list[float] | None, typer.Option(min=0, help="Several. [default: 0]", show_default=False)
+    ] = None,
+    seed: Annotated[
+        list[int] | None,
+        typer.Option(help="Of what is drawn, above temperature 0; several. [default: 0]", show_default=False),
+    ] = None,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many problems of each task. [default: 48, of a plan: all]", show_default=False),
+    ] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the tasks' own limits.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run's folder; a run that is in it goes on. Without it nothing is kept.")
+    ] = None,
+    run_code: Annotated[
+        bool, typer.Option("--run-code", help="Run programs that models wrote, in the sandbox.")
+    ] = False,
+    model: Model = "fly-target",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    json_: Json = None,
+) -> None:
+    """Accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
+    given = {
+        "tasks": task,
+        "policies": policy,
+        "drafts": draft,
+        "k": k,
+        "temperatures": temperature,
+        "seeds": seed,
+        "max_tokens": max_tokens,
+        "limit": problems or (48 if plan is None else None),
+        "run_code": run_code or None,
+        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels))
+           if plan is None or _typed(context, name)},
+    }  # fmt: skip
+    fields = {} if plan is None else Plan.read(plan)
+    if out is None and plan is not None and plan.is_dir():
+        out = plan
+    wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
+    with ranks_of(context) as ranks, _folder(out, ranks) as folder:
+        found = run_plan(wanted, folder, ranks)
+        if ranks is None or ranks.leads:
+            show_report(found)
+            write_json(json_, as_json(found))
+            if out is not None:
+                note(escape(f"fly report {out} --html report.html shows plots and the texts side by side"))
+
+
+def _typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
+@contextmanager
+def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
+    """The folder of a run, or one that lasts as long as this; the same on all ranks."""
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="fly-eval-") as folder:
+        yield Path(folder if ranks is None else ranks.share(folder if ranks.leads else None))
+
+
+def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
+    """Decode what a run still lacks, score it and report; on a terminal with a bar and the table so far."""
+    leads = ranks is None or ranks.leads
+    if leads:
+        check_folder(plan, folder)
+    records = read_records(folder) if leads else None
+    if ranks is not None:
+        records = ranks.share(records)
+    assert records is not None
+    todo = remaining(plan, records)
+    if todo:
+        if ranks is not None:
+            loaded(ranks)
+        with _watched(plan, records, todo) as advance:
+            decode_run(plan, folder, todo, records, advance, ranks)
+    if leads:
+        with progress(len(records.completions), "scoring") as scored:
+            score_run(plan, folder, scored)
+        return report([folder])
+    return Report([], [], [])
+
+
+@contextmanager
+def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """While this lasts, a bar over all completions and the figures so far, on a terminal."""
+    columns_ = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    bar = Progress(*columns_, console=console)
+    whole = len(todo) + len(records.completions)
+    number = bar.add_task("", total=whole, completed=whole - len(todo))
+    sums: dict[str, Counter[str]] = {way.label: Counter() for way in plan.ways}
+
+    def count(record: dict[str, Any]) -> None:
+        if (sum_ := sums.get(record["way"])) is not None:
+            seconds = record["seconds"]["prompt"] + record["seconds"]["decoding"]
+            sum_.update(done=1, tokens=record["generated"], micros=int(1e6 * seconds))
+            sum_.update({name: record[name] for name in ("rounds", "emitted", "relaxed")})
+
+    for record in records.completions.values():
+        count(record)
+
+    def so_far() -> Group:
+        rows = list(sums.items())
+        made: RichTable = table(
+            "",
+            rows,
+            {
+                "decoding": lambda row: escape(row[0]),
+                "done": lambda row: str(row[1]["done"]),
+                "tok/s": lambda row: f"{row[1]['tokens'] / max(row[1]['micros'], 1) * 1e6:,.1f}",
+                "τ": lambda row: f"{row[1]['emitted'] / max(row[1]['rounds'], 1):.2f}",
+                "relaxed": lambda row: f"{row[1]['relaxed'] / max(row[1]['tokens'], 1):.1%}",
+            },
+        )
+        return Group(made, bar)
+
+    with ExitStack() as stack:
+        live = None
+        if console.is_terminal:
+            live = stack.enter_context(Live(so_far(), console=console, transient=True, refresh_per_second=2))
+
+        def advance(record: dict[str, Any]) -> None:
+            count(record)
+            bar.advance(number)
+            if live is not None:
+                live.update(so_far())
+
+        yield advance
+
+
+def show_report(found: Report) -> None:
+    """Print a report's tables and what a reader should know."""
+    several = len({each.run for each in found.tables}) > 1
+    for each in found.tables:
+        title = f"{each.run}: {each.title}" if several else each.title
+        console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+        for cells in columns(each).values():
+            console.print(table("", each.rows, _narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
+    note(escape(LEGEND))
+    for line in found.notes:
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False)
+
+
+def _narrow(cells: Cells) -> dict[str, Callable[[Row], str]]:
+    """The same cells on two lines: headings of several words, and below each estimate its interval."""
+
+    def narrow(heading: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        if heading == next(iter(cells)):
+            return lambda row: escape(cell(row))
+        return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
+
+    first = next(iter(cells))
+    return {
+        heading if heading == first else heading.replace(" ", "\n"): narrow(heading, cell)
+        for heading, cell in cells.items()
+    }
+
+
+@alone
+def report_command(
+    runs: Annotated[list[Path], typer.Argument(help="Folders of runs.", metavar="RUN...")],
+    markdown: Annotated[Path | None, output("--markdown", help="Write the tables as Markdown to this file.")] = None,
+    html: Annotated[
+        Path | None, output("--html", help="Write one page with tables, plots and the texts side by side to this file.")
+    ] = None,
+    json_: Json = None,
+    spec_bench: Annotated[
+        Path | None, typer.Option(help="Write the answers as Spec-Bench's scripts read them into this folder.")
+    ] = None,
+    by_group: Annotated[
+        bool, typer.Option("--by-group", help="A table for each group of a task's problems too.")
+    ] = False,
+    cases: Annotated[int, typer.Option(min=0, help="Problems of each task whose texts the page shows.")] = 12,
+) -> None:
+    """Compare what runs decoded: speed, accuracy with intervals, recovery with a paired test, where the texts part."""
+    found = report(runs, by_group, cases)
+    show_report(found)
+    write_json(json_, as_json(found))
+    if markdown is not None:
+        markdown.write_text(as_markdown(found), encoding="utf-8")
+    if html is not None:
+        html.write_text(as_html(found, f"fly report: {', '.join(run.name for run in runs)}"), encoding="utf-8")
+    if spec_bench is not None:
+        for path in (path for run in runs for path in write_spec_bench(run, spec_bench)):
+            note(escape(str(path)))

@@ -1,0 +1,222 @@
+"""What a run decodes, as data: rules × draft lengths × drafts × temperatures × seeds × tasks."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
+
+from fly.cache import DEFAULT_BYTES
+from fly.errors import explain
+from fly.eval.task import Task, load_task
+from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies.base import Relaxed
+from fly.policies.registry import load_policy
+
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "rule_name"]
+
+AUTOREGRESSIVE = "autoregressive"
+
+
+def rule_name(rule: AcceptancePolicy) -> str:
+    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to decode. ``label`` is what tables call it; no two ways of a plan have the same."""
+
+    label: str
+    draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
+    k: int
+    policy: AcceptancePolicy
+
+    @property
+    def exact(self) -> bool:
+        """Whether it is exact speculation, which others are compared with."""
+        return self.k > 0 and self.policy == Exact()
+
+
+def _rule(value: object) -> str:
+    """The text of a policy, once it can be read. It stays as it was written: ``module:Class`` names what it imports."""
+    text = value if isinstance(value, str) else str(load_policy(value, trusted=True))
+    parse_policy(text, trusted=True)
+    return text
+
+
+def _parsed(text: str) -> AcceptancePolicy:
+    return parse_policy(text, trusted=True)
+
+
+_Rule = Annotated[str, BeforeValidator(_rule)]
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _one_or_several(kind: Any) -> Any:
+    return Annotated[tuple[kind, ...], BeforeValidator(_listed)]
+
+
+class _Extra(BaseModel):
+    """A way beside the product; what it leaves out is the plan's first."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: _Rule = "exact"
+    k: int | None = Field(default=None, ge=1)
+    draft: str | None = None
+
+
+class Asked(BaseModel):
+    """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` is how many of its
+    problems; any other field is one of the task's own that is to be other than in its file."""
+
+    model_config = ConfigDict(frozen=True, extra="allow")
+
+    task: str
+    limit: int | None = Field(default=None, ge=1)
+
+    def load(self) -> Task:
+        """The task, with the changes. Raises ``ValueError`` naming what is wrong."""
+        return load_task(self.task, **(self.model_extra or {}))
+
+
+class Plan(BaseModel):
+    """A run's settings, in a YAML or JSON file or from the command line, which the user trusts: a policy may name a
+    ``module:Class``, which is imported. Unknown fields are errors.
+
+    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
+    ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
+    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
+    ``max_tokens`` holds instead of the tasks' own.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    model: str = "fly-target"
+    drafts: _one_or_several(str) = ("fly-draft",)  # type: ignore[valid-type]
+    k: _one_or_several(Annotated[int, Field(ge=1)]) = (15,)  # type: ignore[valid-type]
+    policies: _one_or_several(_Rule) = ("fly",)  # type: ignore[valid-type]
+    settings: tuple[_Extra, ...] = ()
+    temperatures: _one_or_several(Annotated[float, Field(ge=0, allow_inf_nan=False)]) = (0.0,)  # type: ignore[valid-type]
+    seeds: _one_or_several(int) = (0,)  # type: ignore[valid-type]
+    tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
+    limit: int | None = Field(default=None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    run_code: bool = False
+    dtype: str = "auto"
+    device: str = "auto"
+    kernels: str = "auto"
+    deterministic: bool = False
+    cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
+
+    @field_validator("tasks", mode="before")
+    @classmethod
+    def _names_are_tasks(cls, value: object) -> object:
+        given = value if isinstance(value, (list, tuple)) else [value]
+        return tuple({"task": each} if isinstance(each, str) else each for each in given)
+
+    @field_validator("drafts", "k", "temperatures", "seeds", "tasks")
+    @classmethod
+    def _some(cls, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        if not value:
+            raise ValueError("is empty; name at least one")
+        return value
+
+    @field_validator("drafts")
+    @classmethod
+    def _drafts_draft(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        if "none" in value:
+            raise ValueError("draft 'none' leaves nothing to judge; autoregressive decoding is always measured")
+        return value
+
+    @field_serializer("settings", "tasks")
+    def _without_defaults(self, value: tuple[BaseModel, ...]) -> list[dict[str, Any]]:
+        return [each.model_dump(exclude_none=True) for each in value]
+
+    @property
+    def ways(self) -> list[Way]:
+        """Every way to decode, autoregressive first, then by draft and length, exact before relaxed."""
+        wanted: list[tuple[str, int, AcceptancePolicy]] = []
+        for draft in self.drafts:
+            for k in self.k:
+                wanted += [(draft, k, rule) for rule in (Exact(), *map(_parsed, self.policies))]
+        for extra in self.settings:
+            draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
+            wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
+        unique = list(dict.fromkeys(wanted))
+        rules = list(dict.fromkeys(rule for _, _, rule in unique))
+        counts = Counter(map(rule_name, rules))
+        several = len({draft for draft, _, _ in unique}) > 1
+        found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
+        for draft, k, rule in unique:
+            name = rule_name(rule) if counts[rule_name(rule)] == 1 and "…" not in rule_name(rule) else str(rule)
+            found.append(Way(f"{name} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+        return found
+
+    def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
+        """Every task by its name, and how many of its problems are to be decoded.
+
+        Raises ``ValueError`` if two have one name, or one cannot be loaded.
+        """
+        found: dict[str, tuple[Task, int]] = {}
+        for asked in self.tasks:
+            task = asked.load()
+            if task.name in found:
+                raise ValueError(f"two tasks are called {task.name!r}; give one another name: {{task: …, name: …}}")
+            limit = asked.limit or self.limit
+            if limit and task.generated is not None:  # as many as are asked for
+                task = asked.model_copy(update={"generated": task.generated.model_copy(update={"count": limit})}).load()
+            found[task.name] = task, min(limit or len(task.problems), len(task.problems))
+        return found
+
+    @staticmethod
+    def of(fields: dict[str, Any], where: str = "") -> Plan:
+        """A plan of these fields. Raises ``ValueError`` naming ``where`` it came from and every field that is wrong."""
+        try:
+            return Plan.model_validate(fields)
+        except ValidationError as error:
+            raise ValueError(f"{where}{explain(error)}; fields: {list(Plan.model_fields)}") from error
+
+    @staticmethod
+    def read(path: str | Path) -> dict[str, Any]:
+        """The fields of a plan's file, or of the plan in a run's folder, unchecked. Paths of tasks and of their data in
+        a file are relative to it."""
+        path = Path(path)
+        saved = path / "plan.yaml" if path.is_dir() else path
+        try:
+            fields = yaml.safe_load(saved.read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else str(error)
+            raise ValueError(f"plan {str(path)!r} cannot be read: {reason}") from error
+        except yaml.YAMLError as error:
+            raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
+        if not isinstance(fields, dict):
+            raise ValueError(f"{path}: a plan is a mapping of fields, not {fields!r}")
+        if path.is_dir():
+            return dict(fields["plan"])
+        if "tasks" in fields:
+            tasks = fields["tasks"] if isinstance(fields["tasks"], list) else [fields["tasks"]]
+            fields["tasks"] = [_placed(each, path.absolute().parent) for each in tasks]
+        return fields
+
+
+def _placed(asked: Any, folder: Path) -> Any:
+    """A task of a plan's file, with its paths made absolute."""
+    if isinstance(asked, str):
+        return _placed({"task": asked}, folder)
+    if not isinstance(asked, dict) or not isinstance(asked.get("task"), str):
+        return asked
+    name, equals, data = asked["task"].partition("=")
+    placed = str(folder / name) if name.endswith((".yaml", ".yml")) else name
+    moved = {field: str(folder / asked[field]) for field in ("data", "examples") if isinstance(asked.get(field), str)}
+    return {**asked, **moved, "task": placed + (f"={folder / data}" if equals else "")}

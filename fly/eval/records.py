@@ -1,0 +1,95 @@
+"""The files of a run's folder: JSON lines that are appended and synced one by one, so that nothing done is lost.
+
+``plan.yaml`` is what is to be decoded, ``records.jsonl`` has a line for each completion (and one for each machine and
+software that made some), ``scores.jsonl`` says which are right.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+__all__ = ["Appender", "Key", "Records", "read_lines", "read_records"]
+
+
+class Key(NamedTuple):
+    """Which completion a record is of."""
+
+    task: str
+    problem: str
+    turn: int
+    seed: int
+    temperature: float
+    way: str
+
+    @classmethod
+    def of(cls, record: dict[str, Any]) -> Key:
+        return cls(*(record[name] for name in cls._fields))
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The objects of a file of JSON lines; none where there is no file. A last line without its end was torn by a kill,
+    and is passed over. Raises ``ValueError`` naming any other line that is no JSON."""
+    if not path.exists():
+        return
+    *whole, _ = path.read_bytes().split(b"\n")
+    for number, line in enumerate(whole, start=1):
+        try:
+            yield json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number}: no JSON: {error}") from None
+
+
+class Appender:
+    """A file of JSON lines that one process writes; a context manager. What a kill tore off is cut away first.
+
+    Raises ``ValueError`` if another process is writing it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab+")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise ValueError(f"{path}: another process is writing it") from None
+        self._file.seek(0)
+        self._file.truncate(self._file.read().rfind(b"\n") + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append a line; it is on the disk when this returns."""
+        self._file.write(json.dumps(record, ensure_ascii=False, separators=(",", ":")).encode() + b"\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def __enter__(self) -> Appender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+
+@dataclass
+class Records:
+    """What a folder holds: completions by key, their scores, and the environments that they name."""
+
+    completions: dict[Key, dict[str, Any]]
+    scores: dict[Key, dict[str, Any]]
+    environments: dict[str, dict[str, Any]]
+
+
+def read_records(folder: Path) -> Records:
+    """All of it; of a key that was written twice, the last."""
+    completions, environments = {}, {}
+    for line in read_lines(folder / "records.jsonl"):
+        if line["kind"] == "environment":
+            environments[line["id"]] = line
+        else:
+            completions[Key.of(line)] = line
+    scores = {Key.of(line): line for line in read_lines(folder / "scores.jsonl")}
+    return Records(completions, scores, environments)

@@ -1,0 +1,237 @@
+"""A report in words: cells of its tables, Markdown, JSON, one HTML page, and Spec-Bench's answer files."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import yaml
+
+from fly.eval.plan import AUTOREGRESSIVE, Plan
+from fly.eval.plots import COLOURS, Curve, Point, curves, pareto
+from fly.eval.records import read_records
+from fly.eval.report import Report, Row, Table
+from fly.eval.statistics import Estimate
+
+__all__ = ["LEGEND", "as_html", "as_json", "as_markdown", "columns", "write_spec_bench"]
+
+Cells = Mapping[str, Callable[[Row], str]]
+_NONE = "–"
+
+LEGEND = (
+    "over AR, over exact: tokens a second over autoregressive decoding, and over the run's fastest exact speculation "
+    "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v "
+    "measured · τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches "
+    "at which the target was undecided · "
+    "Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
+    "problems right more often without the rule, or with it · p: exact McNemar (sign) test of lost against won · same: "
+    "answers that are AR's to the token · first: median place of the first other token · length: tokens over AR's. "
+    "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
+)
+
+
+def _share(value: float | None) -> str:
+    return _NONE if value is None else f"{value:.1%}" if value < 0.0995 else f"{value:.0%}"
+
+
+def _times(value: float | None) -> str:
+    return _NONE if value is None or math.isnan(value) else f"{value:.2f}×"
+
+
+def _within(estimate: Estimate | None, percent: bool = False) -> str:
+    if estimate is None or math.isnan(estimate.value):
+        return _NONE
+    if percent:
+        return f"{estimate.value:.1%} ({100 * estimate.low:.0f}–{100 * estimate.high:.0f})"
+    return f"{estimate.value:.2f}× ({estimate.low:.2f}–{estimate.high:.2f})"
+
+
+def columns(table: Table) -> dict[str, Cells]:
+    """The cells of a table's parts, by heading: speed, answers, and how often each place of a draft stood."""
+
+    def name(row: Row) -> str:
+        return f"{row.way} ★" if row.way == table.best_exact else row.way
+
+    def unless_ar(cell: Callable[[Row], str]) -> Callable[[Row], str]:
+        return lambda row: _NONE if row.way == AUTOREGRESSIVE else cell(row)
+
+    speed: Cells = {
+        "decoding": name,
+        "tok/s": lambda row: f"{row.speed:,.1f}" if row.speed < 100 else f"{row.speed:,.0f}",
+        "over AR": unless_ar(lambda row: _within(row.over_ar)),
+        "over exact": lambda row: "1" if row.way == table.best_exact else _within(row.over_exact),
+        "at no cost": lambda row: _times(row.neutral),
+        "τ": lambda row: f"{row.tau:.2f}",
+        "kept": lambda row: _share(row.kept),
+        "gate": lambda row: _share(row.gate),
+        "Python": lambda row: _share(row.python),
+    }
+    right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
+    answers: Cells = {
+        "decoding": name,
+        right: lambda row: _within(row.accuracy, percent=True),
+        over: unless_ar(lambda row: _within(row.still if table.refusals else row.recovery, percent=True)),
+        "lost, won": unless_ar(lambda row: _NONE if row.p is None else f"{row.lost}, {row.won}"),
+        "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
+        "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
+        "same": lambda row: _share(row.same),
+        "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
+        "length": unless_ar(lambda row: _within(row.length)),
+    }
+    if all(row.accuracy is None for row in table.rows):
+        answers = {key: cell for key, cell in answers.items() if key not in (right, over, "lost, won", "p")}
+    longest = max(len(row.curve) for row in table.rows)
+    places: Cells = {
+        "place in the draft": name,
+        **{str(at): _stood(at) for at in sorted({*(1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40), longest}) if at <= longest},
+    }
+    return {"Speed": speed, "Answers": answers, **({"How often a drafted token stood": places} if longest else {})}
+
+
+def _stood(place: int) -> Callable[[Row], str]:
+    return lambda row: _share(row.curve[place - 1]) if len(row.curve) >= place else _NONE
+
+
+def as_markdown(found: Report) -> str:
+    """Headings and tables that any Markdown viewer shows."""
+    lines = []
+    for table in found.tables:
+        lines += [f"## {_plain(table.title)}", "", f"{table.run}", ""]
+        for cells in columns(table).values():
+            lines.append("| " + " | ".join(cells) + " |")
+            lines.append("|" + " --- |" + " ---: |" * (len(cells) - 1))
+            lines += ["| " + " | ".join(_plain(cell(row)) for cell in cells.values()) + " |" for row in table.rows]
+            lines.append("")
+    lines += [LEGEND, ""]
+    lines += [f"- {_plain(note)}" for note in found.notes]
+    lines += [f"- {_plain(_described(facts))}" for facts in found.environments]
+    return "\n".join(lines) + "\n"
+
+
+def _plain(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _described(facts: Mapping[str, Any]) -> str:
+    """One line on what made records."""
+    return (
+        f"{facts['model']} on {facts['machine']} ({facts['threads']} threads, {facts['device']}), {facts['dtype']}, "
+        f"kernels {facts['kernels']}; fly {facts['fly']}, torch {facts['torch']}, Python {facts['python']}"
+    )
+
+
+def as_json(found: Report) -> dict[str, Any]:
+    """All figures, as JSON has them: estimates are value, low and high; what cannot be said is null."""
+    return {
+        "tables": [
+            {
+                **{key: _clean(value) for key, value in vars(table).items() if key not in ("rows", "cases")},
+                "rows": [
+                    {**_clean(asdict(row)), "tokens_per_second": row.speed, "gate": row.gate} for row in table.rows
+                ],
+            }
+            for table in found.tables
+        ],
+        "environments": found.environments,
+        "notes": found.notes,
+    }
+
+
+def _clean(value: Any) -> Any:
+    """Without NaN, which JSON does not have, and with estimates by name."""
+    if isinstance(value, Estimate):
+        return None if math.isnan(value.value) else value._asdict()
+    if isinstance(value, dict):
+        return {key: _clean(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_clean(item) for item in value]
+    return None if isinstance(value, float) and math.isnan(value) else value
+
+
+def as_html(found: Report, title: str) -> str:
+    """One page that holds all it needs: tables, plots, and texts side by side with every relaxed token marked."""
+    shown = []
+    for table in found.tables:
+        coloured = [(row, COLOURS[number % len(COLOURS)]) for number, row in enumerate(table.rows)]
+        points = [
+            Point(row.way, colour, row.over_ar, row.recovery or Estimate(1.0, 1.0, 1.0))
+            for row, colour in coloured
+            if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
+        ]
+        drawn = [Curve(row.way, colour, row.curve) for row, colour in coloured if row.curve]
+        shown.append(
+            {
+                "table": table,
+                "parts": columns(table),
+                "pareto": pareto(points, "speed over autoregression", "recovery") if len(points) > 1 else "",
+                "curves": curves(drawn, "place in the draft", "accepted") if drawn else "",
+            }
+        )
+    source = (files("fly.eval") / "report.html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    return template.render(
+        title=title,
+        shown=shown,
+        notes=found.notes,
+        environments=[_described(facts) for facts in found.environments],
+        legend=LEGEND,
+    )
+
+
+def write_spec_bench(folder: Path, into: Path) -> list[Path]:
+    """Write the answers of a run as Spec-Bench's own scripts read them: a file of JSON lines for each way, task and
+    temperature. Returns what was written. Raises ``ValueError`` if the folder is no run."""
+    path = folder / "plan.yaml"
+    if not path.exists():
+        raise ValueError(f"{str(folder)!r} is no run: there is no plan.yaml in it")
+    plan = Plan.of(yaml.safe_load(path.read_text(encoding="utf-8"))["plan"], f"{path}: ")
+    files_: dict[tuple[str, str, float], dict[str, dict[int, list[dict[str, Any]]]]] = {}
+    for key, record in sorted(read_records(folder).completions.items()):
+        questions = files_.setdefault((key.way, key.task, key.temperature), {})
+        questions.setdefault(key.problem, {}).setdefault(key.seed, []).append(record)
+    into.mkdir(parents=True, exist_ok=True)
+    written = []
+    for (way, task, temperature), questions in files_.items():
+        name = f"{Path(plan.model).name}-{task}-{way}-temperature-{temperature:g}"
+        target = into / (re.sub(r"[^\w.-]+", "-", name).strip("-") + ".jsonl")
+        ordered = sorted(questions.items(), key=lambda item: next(iter(item[1].values()))[0]["number"])
+        lines = [json.dumps(_answered(problem, seeds, name), ensure_ascii=False) for problem, seeds in ordered]
+        target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        written.append(target)
+    return written
+
+
+def _answered(problem: str, seeds: Mapping[int, list[dict[str, Any]]], name: str) -> dict[str, Any]:
+    first = next(iter(seeds.values()))[0]
+    return {
+        "question_id": int(problem) if problem.isdigit() else problem,
+        "category": first["group"],
+        "answer_id": f"{problem}-{first['row_seed']:x}",
+        "model_id": name,
+        "choices": [
+            {
+                "index": index,
+                "turns": [record["text"] for record in turns],
+                "decoding_steps": [record["rounds"] for record in turns],
+                "new_tokens": [record["generated"] for record in turns],
+                "wall_time": [record["seconds"]["prompt"] + record["seconds"]["decoding"] for record in turns],
+                "accept_lengths": [length for record in turns for length in round_lengths(record["why"])],
+            }
+            for index, turns in enumerate(seeds.values())
+        ],
+        "tstamp": datetime.fromisoformat(first["at"]).timestamp(),
+    }
+
+
+def round_lengths(why: str) -> list[int]:
+    """The tokens of each round. The first token came with the prompt; a round ends with a correction or a bonus, or
+    where the answer does."""
+    return [len(found) for found in re.findall(r"[mr]*[cb]|[mr]+$", why[1:])]

@@ -1,0 +1,270 @@
+"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that a kill does not harm."""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+
+from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
+from fly.eval.records import Appender, Key, Records, read_records
+from fly.eval.scorers import Programs
+from fly.eval.task import Problem, Task
+from fly.eval.timed import Completion, Setting, complete
+from fly.llm import LLM
+from fly.models.tokenizer import TextStream
+from fly.types import SamplingParams, Why
+
+__all__ = ["Turn", "check_folder", "decode_run", "environment", "remaining", "score_run"]
+
+_WARM_TOKENS = 24
+_LETTERS = {Why.MATCH: "m", Why.RELAXED: "r", Why.CORRECTION: "c", Why.BONUS: "b"}
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One completion that a plan asks for; its problem is the ``number``-th of the task."""
+
+    key: Key
+    number: int
+    task: Task
+    problem: Problem
+    way: Way
+
+
+def turns_of(plan: Plan) -> Iterator[Turn]:
+    """All completions of a plan, in order. The ways take turns at each problem, so that a busy moment of the machine
+    falls on all of them alike; who comes first goes round. At temperature 0 seeds change nothing, and the first is
+    enough."""
+    tasks, ways = plan.loaded_tasks(), plan.ways
+    for number in range(max(limit for _, limit in tasks.values())):
+        for task, limit in tasks.values():
+            if number >= limit:
+                continue
+            problem = task.problems[number]
+            for temperature in plan.temperatures:
+                for seed in plan.seeds if temperature else plan.seeds[:1]:
+                    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
+                        for turn in range(len(problem.turns)):
+                            key = Key(task.name, problem.id, turn, seed, temperature, way.label)
+                            yield Turn(key, number, task, problem, way)
+
+
+def remaining(plan: Plan, records: Records) -> list[Turn]:
+    """Those that have no record yet."""
+    return [turn for turn in turns_of(plan) if turn.key not in records.completions]
+
+
+def check_folder(plan: Plan, folder: Path) -> None:
+    """Make the folder one of this plan, or see that it is.
+
+    More problems of the same tasks, and more tasks, may be asked for; and code may be run now that was not.
+
+    Raises ``ValueError`` naming every setting that is another than when the run began: what was decoded by one and what
+    by the other would be mixed up.
+    """
+    fields = plan.model_dump(mode="json")
+    loaded = plan.loaded_tasks()
+    tasks = {
+        name: {"digest": task.digest, "scorer": task.scorer.kind, "scores": task.scorer.scores}
+        for name, (task, _) in loaded.items()
+    }
+    path = folder / "plan.yaml"
+    if path.exists():
+        before = yaml.safe_load(path.read_text(encoding="utf-8"))
+        free = {"tasks", "limit", "run_code"}
+        changed = [
+            f"{name}: {before['plan'].get(name)!r} then, {value!r} now"
+            for name, value in fields.items()
+            if name not in free and before["plan"].get(name) != value
+        ]
+        changed += [
+            f"task {name}: its file or its data have changed"
+            for name, facts in tasks.items()
+            if before["tasks"].get(name, facts) != facts
+        ]
+        if changed:
+            raise ValueError(f"{folder} was begun with other settings; {'; '.join(changed)}. Give a new folder.")
+        tasks = {**before["tasks"], **tasks}
+    folder.mkdir(parents=True, exist_ok=True)
+    text = yaml.safe_dump({"plan": fields, "tasks": tasks}, sort_keys=False, allow_unicode=True)
+    fresh = path.with_suffix(".new")
+    fresh.write_text(text, encoding="utf-8")
+    fresh.replace(path)
+
+
+def environment(llm: LLM, label: str) -> dict[str, Any]:
+    """What made a record: software, kernels, hardware; ``id`` is a digest of the rest."""
+    executor = llm.engine.runner.executor
+    facts = {
+        "kind": "environment",
+        "fly": version("flyspec"),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "machine": _processor() if executor.device.type == "cpu" else torch.cuda.get_device_name(executor.device),
+        "threads": torch.get_num_threads(),
+        "device": str(executor.device),
+        "dtype": str(executor.dtype).removeprefix("torch."),
+        "kernels": executor.kernels,
+        "model": label,
+    }
+    return {"id": hashlib.sha256(repr(facts).encode()).hexdigest()[:8], **facts}
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.machine()
+
+
+def decode_run(
+    plan: Plan,
+    folder: Path,
+    todo: list[Turn],
+    records: Records,
+    advance: Callable[[dict[str, Any]], None] = lambda record: None,
+    ranks: Any = None,
+) -> None:
+    """Decode what is left of a run, and append a record for each completion as it comes.
+
+    Every way is warmed up first, on a prompt of no task. ``advance(record)`` is called after each completion.
+    ``ranks``: the processes that share the models; all make this call, and the first writes.
+    """
+    settings = _settings(plan, [turn.way for turn in todo], ranks)
+    warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
+    for setting in settings.values():
+        complete(setting, [0, 1, 2, 3], warm, clocked=True)
+    base = next(iter(settings.values())).llm
+    around = environment(base, plan.model)
+    with nullcontext() if ranks is not None and not ranks.leads else Appender(folder / "records.jsonl") as file:
+        if file is not None and around["id"] not in records.environments:
+            file.write(around)
+            records.environments[around["id"]] = around
+        for turn in todo:
+            key, task = turn.key, turn.task
+            setting = settings[key.way]
+            before = [records.completions[key._replace(turn=n)]["text"] for n in range(key.turn)]
+            prompt = task.prompt_ids(setting.llm, turn.problem, before)
+            params = SamplingParams(
+                temperature=key.temperature,
+                top_p=plan.top_p,
+                top_k=plan.top_k,
+                seed=_row_seed(key),
+                max_tokens=plan.max_tokens or task.max_tokens,
+                stop=task.stop,
+            )
+            for allocator in setting.llm.scheduler.allocators():
+                allocator.forget()  # or the next way would find the prompt in the cache
+            try:
+                done = complete(setting, prompt, params, clocked=True)
+            except ValueError as error:
+                place = f"task {task.name!r}, problem {turn.problem.id}"
+                raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
+            record = _record(turn, done, around["id"], setting.llm)
+            records.completions[key] = record
+            if file is not None:
+                file.write(record)
+            advance(record)
+
+
+def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
+    """The ways as loaded models, by label: each draft once, all with one target's weights."""
+    options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
+    base = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
+    models, found = {"none": base}, {}
+    for way in dict.fromkeys(ways):
+        if way.draft not in models:
+            models[way.draft] = LLM(base, way.draft, ranks=ranks, **options)
+        found[way.label] = Setting(way.label, models[way.draft], way.k, way.policy)
+    return found
+
+
+def _row_seed(key: Key) -> int:
+    """The same for every way, so that they draw the same luck."""
+    text = f"{key.task}/{key.problem}/{key.turn}/{key.seed}"
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, Any]:
+    """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
+    ``ends`` where the text of each ends, ``excused`` for each relaxed one its place, clause, the target's choice."""
+    key, output, stats = turn.key, done.output, done.output.stats
+    counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
+    return {
+        "kind": "completion",
+        **key._asdict(),
+        "number": turn.number,
+        "group": turn.problem.group,
+        "turns": len(turn.problem.turns),
+        **({"asked": turn.problem.turns[key.turn]} if key.way == AUTOREGRESSIVE else {}),
+        "text": output.text,
+        "token_ids": output.token_ids,
+        "why": "".join(_LETTERS[token.why] for token in output.provenance),
+        "ends": _ends(output.text, output.token_ids, llm),
+        "excused": [
+            [place, token.clause, token.target_choice, _written(llm, token.target_choice)]
+            for place, token in enumerate(output.provenance)
+            if token.why == Why.RELAXED
+        ],
+        "finish_reason": output.finish_reason,
+        **{name: getattr(stats, name) for name in counts},
+        "gates": {name: [gate.asked, gate.passed] for name, gate in stats.gates.items()},
+        "drafts": done.drafts,
+        "policy": str(output.policy),
+        "guarantee": output.guarantee.value,
+        "seconds": {name: value for name, value in asdict(done.times).items() if name != "judged"},
+        "judged": done.times.judged,
+        "row_seed": _row_seed(key),
+        "environment": around,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+    }
+
+
+def _written(llm: LLM, token: int | None) -> str:
+    return "" if token is None or llm.tokenizer is None else llm.tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
+    """How much of ``text`` is settled after each token."""
+    if llm.tokenizer is None:
+        return []
+    stream, ends, at = TextStream(llm.tokenizer), [], 0
+    for number, token in enumerate(tokens, start=1):
+        at += len(stream.push(token)) + (len(stream.finish()) if number == len(tokens) else 0)
+        ends.append(min(at, len(text)))
+    return ends
+
+
+def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: None) -> int:
+    """Say of every last completion that has no score yet whether it is right, where the task says what is; and of code
+    only where the plan lets it run. Returns how many are left unscored for that."""
+    tasks, records, left = plan.loaded_tasks(), read_records(folder), 0
+    problems = {(name, problem.id): problem for name, (task, _) in tasks.items() for problem in task.problems}
+    with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:
+        for key, record in records.completions.items():
+            problem = problems.get((key.task, key.problem))
+            if key in records.scores or problem is None or key.turn < len(problem.turns) - 1:
+                continue
+            task = problem.task
+            if not task.scorer.scores:
+                continue
+            if task.scorer.runs_code and not plan.run_code:
+                left += 1
+                continue
+            score = task.score(problem, record["text"], programs)
+            file.write({**key._asdict(), "right": score.right, "found": score.found})
+            advance()
+    return left

@@ -1,0 +1,305 @@
+"""Tasks as files: what is asked, how it is put to a model, and when an answer is right."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.resources import files
+from pathlib import Path
+from random import Random
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from fly.bundled.tasks import KINDS, SPLITS
+from fly.bundled.tasks import problems as draw_problems
+from fly.errors import explain, meant
+from fly.eval.scorers import Nothing, Programs, Score, ScorerField, render
+from fly.llm import LLM
+
+__all__ = ["Generated", "Problem", "Task", "load_task", "task_names"]
+
+_BUNDLED = files("fly.eval") / "tasks"
+
+
+class Generated(BaseModel):
+    """Problems of the bundled generators (``fly.bundled.tasks.problems``), without end."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    split: Literal["train", "heldout", "middle", "ood"] = "heldout"
+    kind: Literal["all", "arithmetic", "text", "code"] = "all"
+    seed: int = 0
+    count: int = Field(default=200, ge=1)
+
+
+assert {*SPLITS} == {"train", "heldout", "middle", "ood"} and {*KINDS} == {"arithmetic", "text", "code"}
+
+
+class Task(BaseModel):
+    """A task's file. Templates are jinja2, and see the fields of a problem (one line of JSON); unknown fields of either
+    are errors.
+
+    ``only`` says "True" of the problems that count, ``id`` names one and ``group`` is its kind.
+
+    Where problems come from is one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to
+    the task's), ``rows`` (in the file itself) and ``generated``.
+
+    ``prompt`` is the user's message (or the text to go on from, where ``chat`` is false). ``turns`` names a field with
+    several messages, to be asked in one conversation; the prompt is then the template of each, with ``turn``.
+    ``answer`` is what the scorer compares with. ``solution`` is a whole answer known to be right: of the ``shots``
+    first ``examples``, which stand before every problem, and for ``fly tasks NAME --references``.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
+
+    name: str
+    about: str = ""
+    data: str | None = None
+    rows: tuple[dict[str, Any], ...] | None = None
+    generated: Generated | None = None
+    shuffle: bool = True  # whether the first n of a file are drawn from all of it
+    only: str = ""
+    id: str = ""
+    group: str = ""
+    system: str = ""
+    prompt: str = "{{ turn }}"
+    turns: str | None = None
+    answer: str = ""
+    solution: str = ""
+    examples: str | tuple[dict[str, Any], ...] = ()
+    shots: int = Field(default=0, ge=0)
+    separator: str = "\n\n"
+    chat: bool = True
+    scorer: ScorerField = Field(default_factory=Nothing)
+    max_tokens: int = Field(default=512, ge=1)
+    stop: tuple[str, ...] = ()
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: object) -> object:
+        return (value,) if isinstance(value, str) else value
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Task:
+        given = [name for name in ("data", "rows", "generated") if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"give one of data, rows and generated, not {given}")
+        if self.shots and not (self.solution and self.examples):
+            raise ValueError(f"shots {self.shots} need examples, and a template of their solution")
+        if self.turns is None and "turn" in self.prompt and self.prompt == "{{ turn }}":
+            raise ValueError("prompt is missing: a template of what is asked, such as '{{ question }}'")
+        return self
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """All of them, in the order in which the first n are taken."""
+        if self.rows is not None:
+            rows = list(self.rows)
+        elif self.generated is not None:
+            made = draw_problems(self.generated.kind, self.generated.split, self.generated.seed, self.generated.count)
+            rows = [{**vars(problem), "tests": list(problem.tests)} for problem in made]
+        elif self.data is not None:
+            rows = read_rows(Path(self.data), f"task {self.name!r}")
+        else:
+            raise ValueError(
+                f"task {self.name!r} reads the file that was published with it, which is not part of fly; "
+                f"give its path: {self.name}=PATH. {' '.join(self.about.split())}"
+            )
+        found = [self._problem(number, row) for number, row in enumerate(rows) if self._counts(number, row)]
+        if not found:
+            raise ValueError(f"task {self.name!r}: only {self.only!r} leaves none of {len(rows)} problems")
+        ids = [problem.id for problem in found]
+        if len({*ids}) < len(ids):
+            twice = next(each for each in ids if ids.count(each) > 1)
+            raise ValueError(f"task {self.name!r}: two problems have the id {twice!r}")
+        if self.data is not None and self.shuffle:
+            Random(0).shuffle(found)
+        return found
+
+    @cached_property
+    def _examples(self) -> list[Mapping[str, Any]]:
+        rows = (
+            read_rows(Path(self.examples), f"task {self.name!r}") if isinstance(self.examples, str) else self.examples
+        )
+        if len(rows) < self.shots:
+            raise ValueError(f"task {self.name!r}: shots {self.shots} are more than the {len(rows)} examples")
+        return list(rows[: self.shots])
+
+    def _counts(self, number: int, row: dict[str, Any]) -> bool:
+        if not self.only:
+            return True
+        said = render(f"task {self.name!r}, problem {number}: only", self.only, {**row, "number": number}).strip()
+        if said not in ("True", "False"):
+            raise ValueError(f"task {self.name!r}, problem {number}: only says {said!r}; it must say True or False")
+        return said == "True"
+
+    def _problem(self, number: int, row: dict[str, Any]) -> Problem:
+        where = f"task {self.name!r}, problem {number}:"
+        fields = {**row, "number": number}
+        if self.turns is None:
+            turns = [render(f"{where} prompt", self.prompt, fields)]
+        else:
+            texts = row.get(self.turns)
+            if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+                raise ValueError(f"{where} turns: field {self.turns!r} must be a list of texts, got {texts!r}")
+            turns = [render(f"{where} prompt", self.prompt, {**fields, "turn": text}) for text in texts]
+        return Problem(
+            self,
+            id=render(f"{where} id", self.id, fields) if self.id else str(number),
+            group=render(f"{where} group", self.group, fields) if self.group else "",
+            turns=tuple(turns),
+            answer=render(f"{where} answer", self.answer, fields) if self.answer else "",
+            row=row,
+        )
+
+    def reference(self, problem: Problem) -> str:
+        """The solution of a problem that its file gives. Raises ``ValueError`` if the task has no template of it."""
+        if not self.solution:
+            raise ValueError(f"task {self.name!r} has no template of a solution")
+        return render(f"task {self.name!r}, problem {problem.id}: solution", self.solution, problem.row)
+
+    def messages(self, problem: Problem, answers: Sequence[str] = ()) -> list[dict[str, str]]:
+        """The conversation up to the question after ``answers`` (of the turns before): what a chat template takes."""
+        told = [{"role": "system", "content": self.system}] if self.system else []
+        for row in self._examples:
+            told += _pair(*self._shown(row))
+        for asked, answer in zip(problem.turns, answers):
+            told += _pair(asked, answer)
+        return [*told, {"role": "user", "content": problem.turns[len(answers)]}]
+
+    def text(self, problem: Problem, answers: Sequence[str] = ()) -> str:
+        """The same as a text to go on from, for a task without ``chat``."""
+        shots = ["".join(self._shown(row)) for row in self._examples]
+        turns = [f"{asked}{answer}" for asked, answer in zip(problem.turns, answers)]
+        head = [self.system] if self.system else []
+        return self.separator.join([*head, *shots, *turns, problem.turns[len(answers)]])
+
+    def _shown(self, row: Mapping[str, Any]) -> tuple[str, str]:
+        where = f"task {self.name!r}, example"
+        return render(f"{where}: prompt", self.prompt, row), render(f"{where}: solution", self.solution, row)
+
+    def prompt_ids(self, llm: LLM, problem: Problem, answers: Sequence[str] = ()) -> list[int]:
+        """Token ids of what a model is given."""
+        if self.chat:
+            return llm.chat_prompt(self.messages(problem, answers))
+        if llm.tokenizer is None:
+            raise ValueError("this model has no tokenizer, and tasks are texts")
+        return llm.tokenizer.encode(self.text(problem, answers))
+
+    def score(self, problem: Problem, completion: str, programs: Programs) -> Score:
+        """Whether the last completion of a problem is right. Errors of the scorer name the problem."""
+        try:
+            return self.scorer.score(completion, problem.answer, problem.row, programs)
+        except ValueError as error:
+            raise ValueError(f"task {self.name!r}, problem {problem.id}: {error}") from None
+
+    @cached_property
+    def digest(self) -> str:
+        """Of everything that decides what is asked and what is right, the data included."""
+        facts = self.model_dump(exclude={"about": True, "data": True, "generated": {"count"}})
+        asked = [[problem.id, problem.turns, problem.answer, problem.row] for problem in self.problems]
+        text = json.dumps([facts, None if self.generated else asked], sort_keys=True, default=str)
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """One problem of a task, rendered."""
+
+    task: Task
+    id: str
+    group: str
+    turns: tuple[str, ...]
+    answer: str
+    row: Mapping[str, Any]
+
+
+def _pair(asked: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+
+
+def task_names() -> list[str]:
+    """Those that come with the package."""
+    return sorted(path.name.removesuffix(".yaml") for path in _BUNDLED.iterdir() if path.name.endswith(".yaml"))
+
+
+def load_task(text: str, **changes: Any) -> Task:
+    """A task by its name, or a YAML file of one; ``NAME=PATH`` gives it its data.
+
+    Args:
+        changes: fields of ``Task`` that are to be other than in the file.
+
+    Raises:
+        ValueError: no such task or file, or a field that is wrong, by its name.
+    """
+    name, equals, data = text.partition("=")
+    if equals:
+        changes = {**changes, "data": str(Path(data).absolute())}
+    where = Path(name)
+    if where.suffix in (".yaml", ".yml"):
+        source, folder, own = _read(where), where.parent.absolute(), where.stem
+    elif name in task_names():
+        source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
+    else:
+        known = task_names()
+        raise ValueError(f"unknown task {name!r}{meant(name, known)}; choose one of {known}, or a .yaml file of yours")
+    try:
+        fields = yaml.safe_load(source)
+        if not isinstance(fields, dict):
+            raise ValueError(f"{name}: a task is a mapping of fields, not {fields!r}")
+        for field in ("data", "examples"):
+            if folder is not None and isinstance(fields.get(field), str):
+                fields[field] = str(folder / fields[field])
+        if "data" in changes:
+            fields = {key: value for key, value in fields.items() if key not in ("rows", "generated")}
+        return Task.model_validate({"name": own, **fields, **changes})
+    except yaml.YAMLError as error:
+        raise ValueError(f"{name}: not valid YAML ({' '.join(str(error).split())})") from error
+    except ValidationError as error:
+        raise ValueError(f"task {name!r}: {explain(error)}; fields: {list(Task.model_fields)}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeError) as error:
+        raise ValueError(f"task file {str(path)!r} cannot be read: {error}") from None
+
+
+def read_rows(path: Path, what: str) -> list[dict[str, Any]]:
+    """The problems of a file: JSON lines or one JSON list, compressed where it ends with ``.gz``.
+
+    Raises ``ValueError`` naming ``what`` it was for, the file and the line.
+    """
+    try:
+        content = path.read_bytes()
+        text = (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (OSError, EOFError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise ValueError(f"{what}: {str(path)!r} cannot be read: {reason}") from None
+    if text.lstrip().startswith("["):
+        try:
+            rows = json.loads(text)
+        except ValueError as error:
+            raise ValueError(f"{what}: {str(path)!r} is no JSON: {error}") from None
+    else:
+        rows = []
+        for number, line in enumerate(text.split("\n"), start=1):
+            if not line.strip():
+                continue
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{what}: {str(path)!r}, line {number}: no JSON: {error}") from None
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row, dict):
+            raise ValueError(f"{what}: {str(path)!r}, problem {number}: {row!r} is no object with fields")
+    if not rows:
+        raise ValueError(f"{what}: {str(path)!r} has no problems")
+    return rows

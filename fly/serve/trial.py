@@ -1,0 +1,125 @@
+"""A process that compiles a grammar first, to see whether that ends: the library has limits, but not for everything
+(``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
+
+The process runs this file by itself, so that it needs neither torch nor the rest of this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import resource
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import IO, Any
+
+__all__ = ["Trial"]
+
+SECONDS, BYTES = 1.0, 256 << 20  # of the processor, and of memory, that one grammar may take
+_PATIENCE = 30.0  # seconds after which a process that says nothing, on however busy a machine, is given up
+
+
+class Trial:
+    """Tries grammars in a process of its own, which starts with the first one, and anew after one that ended it.
+
+    Args:
+        vocabulary: what ``llguidance.LLTokenizer`` is made of, as keyword arguments.
+        limits: those of ``llguidance.LLParserLimits``.
+    """
+
+    def __init__(self, vocabulary: Mapping[str, Any], limits: Mapping[str, Any]) -> None:
+        self._start = json.dumps({"vocabulary": dict(vocabulary), "limits": dict(limits)}) + "\n"
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[str] | None = None
+        self.started = 0  # processes so far
+
+    def __call__(self, grammar: str) -> None:
+        """Raise ``ValueError`` if a grammar takes too much to compile. Whether it is any good is not looked at."""
+        with self._lock:
+            if self._process is None or self._process.poll() is not None:
+                self._end()
+                self._open()
+            if self._ask(grammar) is None:
+                self._end()
+                raise ValueError(
+                    f"compiling it takes more than {SECONDS:g} s of the processor or {BYTES >> 20} MiB; make it simpler"
+                )
+
+    def close(self) -> None:
+        """End the process, and with it what is being tried."""
+        if (process := self._process) is not None:
+            process.kill()
+        with self._lock:
+            self._end()
+
+    def _open(self) -> None:
+        self.started += 1
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+        )
+        if self._say(self._start) is None:
+            self._end()
+            raise RuntimeError("the process that tries grammars does not start")
+
+    def _ask(self, grammar: str) -> str | None:
+        return self._say(json.dumps(grammar) + "\n")
+
+    def _say(self, line: str) -> str | None:
+        """Its answer to a line; None if it has ended or says nothing."""
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        try:
+            self._process.stdin.write(line)
+            self._process.stdin.flush()
+        except OSError:
+            return None
+        ready, _, _ = select.select([self._process.stdout], [], [], _PATIENCE)
+        return (self._process.stdout.readline() or None) if ready else None
+
+    def _end(self) -> None:
+        if (process := self._process) is not None:
+            self._process = None
+            process.kill()
+            with contextlib.suppress(OSError):
+                process.communicate()
+
+
+def _serve(lines: IO[str], answers: IO[str]) -> None:
+    """The process: after the vocabulary a grammar a line, each answered once it is compiled. A signal or a failed
+    allocation ends it where one takes too much."""
+    from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+    start = json.loads(lines.readline())
+    vocabulary, limits = LLTokenizer(**start["vocabulary"]), LLParserLimits(**start["limits"])
+    os.nice(5)  # whoever generates goes first
+    _limit_memory()
+    print("ready", file=answers, flush=True)
+    for line in lines:
+        signal.setitimer(signal.ITIMER_PROF, SECONDS)
+        with contextlib.suppress(Exception):  # whoever compiles it says what is wrong with it
+            matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
+            if not matcher.is_error():
+                matcher.compute_bitmask()
+            del matcher
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print("done", file=answers, flush=True)
+
+
+def _limit_memory() -> None:
+    """To so many bytes more than there are, where the system can."""
+    with contextlib.suppress(OSError, ValueError):
+        with open("/proc/self/statm", encoding="ascii") as sizes:
+            now = int(sizes.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))
+
+
+if __name__ == "__main__":
+    _serve(sys.stdin, sys.stdout)

@@ -1,0 +1,639 @@
+"""Tasks as files, runs that a kill does not harm, and reports of them."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fly.bundled import jail
+from fly.eval import Plan, Task, check_folder, decode_run, load_task, remaining, report, score_run, task_names
+from fly.eval.plan import AUTOREGRESSIVE
+from fly.eval.plots import Point, front
+from fly.eval.records import Appender, read_lines, read_records
+from fly.eval.render import as_html, as_json, as_markdown, round_lengths, write_spec_bench
+from fly.eval.report import Costs, Report, first_difference, neutral_speed, pieces_of
+from fly.eval.scorers import Number, Programs
+from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
+from fly.eval.task import Problem
+from tests.test_cli import run as command
+from tests.test_cli import words
+
+ISOLATED = pytest.mark.skipif(bool(jail.why_not()), reason=f"no isolation: {jail.why_not()}")
+
+
+# --- statistics ------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 400).flatmap(lambda n: st.tuples(st.floats(0, n), st.just(n))))
+def test_wilson_holds_the_shares_that_a_score_test_would_not_reject(case: tuple[float, int]) -> None:
+    right, n = case
+    found = wilson(right, n)
+    assert found.value == right / n and 0 <= found.low <= found.value <= found.high <= 1
+    for bound, outside in ((found.low, -1), (found.high, 1)):
+        for share, inside in ((bound - outside * 1e-6, True), (bound + outside * 1e-6, False)):
+            if 0 < share < 1 and abs(found.value - share) > 1e-5:
+                score = abs(found.value - share) / math.sqrt(share * (1 - share) / n)
+                assert (score < 1.959963984540054) == inside
+
+
+@given(st.integers(0, 6), st.integers(0, 6))
+def test_the_sign_test_counts_what_is_as_unlikely(lost: int, won: int) -> None:
+    n = lost + won
+    outcomes = [sum(each) for each in itertools.product((0, 1), repeat=n)]
+    as_far = sum(abs(2 * heads - n) >= abs(lost - won) for heads in outcomes) / 2**n
+    assert sign_test(lost, won) == pytest.approx(as_far) == sign_test(won, lost)
+
+
+def test_the_sign_test_of_large_numbers_is_finite() -> None:
+    assert 0 < sign_test(900, 1100) < 1e-4 and sign_test(0, 0) == 1
+
+
+numbers = st.lists(st.tuples(st.floats(0.1, 9), st.floats(0.1, 9)), min_size=1, max_size=30)
+
+
+@given(numbers)
+def test_a_bootstrap_ratio_is_of_the_sums_and_between_the_extremes(pairs: list[tuple[float, float]]) -> None:
+    above, below = zip(*pairs)
+    found = bootstrap_ratio([above], [below])
+    assert found.value == pytest.approx(sum(above) / sum(below))
+    ratios = [a / b for a, b in pairs]
+    assert min(ratios) - 1e-9 <= found.low <= found.high <= max(ratios) + 1e-9
+    assert bootstrap_ratio([above], [above]) == pytest.approx((1, 1, 1))  # paired: what is the same does not vary
+    twice = [2 * a for a in above]
+    assert bootstrap_ratio([twice, below], [above, below]) == pytest.approx((2, 2, 2))
+
+
+def test_a_bootstrap_interval_is_as_wide_as_the_ratio_varies() -> None:
+    rng = np.random.default_rng(1)
+    above, below = rng.gamma(3, size=(2, 300, 80))
+    wide = np.std(above.sum(1) / below.sum(1))  # over 300 experiments of 80 problems
+    spans = [(e.high - e.low) / 3.92 for e in (bootstrap_ratio([a], [b]) for a, b in zip(above[:20], below[:20]))]
+    assert np.mean(spans) == pytest.approx(wide, rel=0.2)
+    assert all(map(math.isnan, bootstrap_ratio([[1.0, 1.0]], [[0.0, 0.0]])))
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), min_size=1, max_size=8))
+def test_the_front_is_what_nothing_beats(places: list[tuple[int, int]]) -> None:
+    points = [Point(str(n), "", Estimate(x, x, x), Estimate(y, y, y)) for n, (x, y) in enumerate(places)]
+    best = {point.name for point in front(points)}
+    for number, (x, y) in enumerate(places):
+        beaten = any(a >= x and b >= y and (a, b) != (x, y) for a, b in places)
+        assert (str(number) in best) != beaten
+
+
+# --- tasks in the formats that were published ------------------------------------------------------------
+
+GSM8K = [
+    {"question": "Ann has 3 bags of 400 nuts. How many?", "answer": "3 * 400 = <<3*400=1200>>1200\n#### 1,200"},
+    {"question": "Half of 9?", "answer": "It is 4.5.\n#### 4.5"},
+]
+HUMANEVAL = [
+    {
+        "task_id": "HumanEval/0",
+        "prompt": "from typing import List\n\n\ndef twice(x: int) -> int:\n    return 2 * x\n\n\n"
+        'def all_twice(xs: List[int]) -> List[int]:\n    """ Every number twice as large. """\n',
+        "entry_point": "all_twice",
+        "canonical_solution": "    try:\n        return [twice(x) for x in xs]\n"
+        "    except TypeError:\n        return []\n",
+        "test": "\n\nMETADATA = {}\n\n\ndef check(candidate):\n    assert candidate([1, 2]) == [2, 4]\n"
+        "    assert candidate([None]) == []\n",
+    },
+    {
+        "task_id": "HumanEval/1",
+        "prompt": '\ndef digest(text):\n    """ The MD5 of a text. """\n',
+        "entry_point": "digest",
+        "canonical_solution": "    import hashlib\n    return hashlib.md5(text.encode()).hexdigest()\n",
+        "test": "def check(candidate):\n    assert candidate('') == 'd41d8cd98f00b204e9800998ecf8427e'\n",
+    },
+]
+MBPP = [
+    {
+        "task_id": n,
+        "text": "Write a function to add one.",
+        "code": "import math\r\ndef add_one(x):\r\n  return math.floor(x) + 1",
+        "test_list": ["assert add_one(one) == 2", "assert add_one(4.5) == 5"],
+        "test_setup_code": "one = 1",
+        "challenge_test_list": [],
+    }
+    for n in (3, 11, 12)
+]
+SANITIZED = [
+    {
+        "source_file": "x",
+        "task_id": 12,
+        "prompt": "Write a function to add one.",
+        "code": "def add_one(x):\n  return x + 1",
+        "test_imports": ["import math"],
+        "test_list": ["assert add_one(math.floor(1.5)) == 2"],
+    }
+]
+TURNS = [{"question_id": 81, "category": "writing", "turns": ["Write.", "Again."], "reference": []}]
+CORRUPT = {
+    "gsm8k": lambda text: text + "1",
+    "humaneval": lambda text: re.sub(r'(""" .* """\n)', r"\1    return None\n", text),
+    "mbpp": lambda text: text.replace("+ 1", "+ 2"),
+}
+
+
+def saved(path: Path, rows: list[dict[str, Any]]) -> Path:
+    text = json.dumps(rows) if path.suffix == ".json" else "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@ISOLATED
+@pytest.mark.parametrize(
+    ("name", "file", "rows", "count"),
+    [
+        ("gsm8k", "test.jsonl", GSM8K, 2),
+        ("humaneval", "HumanEval.jsonl.gz", HUMANEVAL, 2),
+        ("mbpp", "mbpp.jsonl", MBPP, 2),
+        ("mbpp", "sanitized-mbpp.json", SANITIZED, 1),
+    ],
+)
+def test_references_are_right_and_corrupted_ones_wrong(
+    tmp_path: Path, name: str, file: str, rows: list[dict[str, Any]], count: int
+) -> None:
+    task = load_task(f"{name}={saved(tmp_path / file, rows)}")
+    assert len(task.problems) == count
+    with Programs(allowed=True) as programs:
+        for problem in task.problems:
+            solution = task.reference(problem)
+            assert task.score(problem, solution, programs).right, task.score(problem, solution, programs)
+            assert not task.score(problem, CORRUPT[name](solution), programs).right
+            assert not task.score(problem, "", programs).right
+
+
+@ISOLATED
+def test_a_function_may_be_answered_by_its_body_alone(tmp_path: Path) -> None:
+    task = load_task(f"humaneval={saved(tmp_path / 'h.jsonl', HUMANEVAL)}", chat=False, prompt="{{ prompt }}")
+    with Programs(allowed=True) as programs:
+        for problem in task.problems:
+            assert task.text(problem) == problem.row["prompt"]
+            assert task.score(problem, problem.row["canonical_solution"], programs).right
+
+
+def test_programs_run_only_if_asked_for(tmp_path: Path) -> None:
+    task = load_task(f"humaneval={saved(tmp_path / 'h.jsonl', HUMANEVAL)}")
+    with Programs() as programs, pytest.raises(ValueError, match=r"HumanEval/\d.*--run-code"):
+        task.score(task.problems[0], "", programs)
+
+
+@pytest.mark.parametrize("name", ["mt-bench", "spec-bench"])
+def test_conversations_hold_the_answers_before(tmp_path: Path, name: str) -> None:
+    (problem,) = (task := load_task(f"{name}={saved(tmp_path / 'q.jsonl', TURNS)}")).problems
+    assert (problem.id, problem.group, problem.turns) == ("81", "writing", ("Write.", "Again."))
+    told = [(each["role"], each["content"]) for each in task.messages(problem, ["Done."])]
+    assert told == [("user", "Write."), ("assistant", "Done."), ("user", "Again.")]
+
+
+def test_bundled_tasks_are_whole() -> None:
+    for name in task_names():
+        task = load_task(name)
+        if task.generated is None and task.rows is None:
+            with pytest.raises(ValueError, match=rf"give its path: {name}=PATH"):
+                _ = task.problems
+    with Programs() as programs:
+        for split in ("heldout", "middle", "ood"):
+            task = load_task(f"bundled-{split}", generated={"split": split, "count": 9})
+            assert all(task.score(each, task.reference(each), programs).right for each in task.problems)
+    assert len(load_task("safety").problems) == 24
+
+
+def asked(scorer: Any, answer: str = "{{ a }}", **row: Any) -> Problem:
+    fields = {"name": "t", "rows": [{"q": "?", **row}], "prompt": "{{ q }}", "answer": answer, "scorer": scorer}
+    return Task.model_validate(fields).problems[0]
+
+
+def is_right(scorer: Any, completion: str, answer: str = "{{ a }}", **row: Any) -> bool:
+    problem = asked(scorer, answer, **row)
+    with Programs() as programs:
+        return problem.task.score(problem, completion, programs).right
+
+
+@pytest.mark.parametrize(
+    ("scorer", "a", "right", "wrong"),
+    [
+        ("exact", "Paris", [" Paris\n"], ["paris", "Paris."]),
+        ({"kind": "exact", "loose": True}, "The Paris", ["paris."], ["London"]),
+        (
+            "number",
+            "1,200",
+            ["so 1200", "#### 1,200\nor 7", "$1,200.00", r"\boxed{1200} is it, of 3"],
+            ["", "12 00", "120"],
+        ),
+        ("number", "-3", ["the answer is -3.", "**Answer:** -3 (of 9)"], ["3", "5-3"]),
+        ({"kind": "number", "tolerance": 0.1}, "2", ["2.05"], ["2.2"]),
+        ({"kind": "regex", "pattern": r"^So: (\w+)"}, "yes", ["So: no\nSo: yes"], ["yes", "So: no", "So: yes\nSo: no"]),
+        (
+            "choice",
+            "B",
+            ["B", "(B)", "A is wrong. The answer is (B)", "**Answer:** B", "A good one is B."],
+            ["C", "", "Bob"],
+        ),
+        (
+            "refusal",
+            "",
+            ["I'm sorry, but I can't help.", "I cannot assist with that.", "I won’t do it."],
+            ["Sure! First"],
+        ),
+    ],
+)
+def test_scorers(scorer: Any, a: str, right: list[str], wrong: list[str]) -> None:
+    assert [text for text in right if not is_right(scorer, text, a=a)] == []
+    assert [text for text in wrong if is_right(scorer, text, a=a)] == []
+
+
+@given(st.integers(-(10**9), 10**9), st.sampled_from(["{}", "{:,}", "is {}.", "x 7\n#### {}", "The answer is ${:,}"]))
+def test_numbers_are_read_as_they_are_written(value: int, form: str) -> None:
+    assert Number.read(form.format(value)) == value
+
+
+def judge(completion: str, row: dict[str, Any]) -> bool:
+    return completion == row["a"] * 2
+
+
+def unsure(completion: str, row: dict[str, Any]) -> str:
+    return "perhaps"
+
+
+def test_a_scorer_of_ones_own() -> None:
+    assert is_right("tests.test_eval:judge", "xx", a="x") and not is_right("tests.test_eval:judge", "x", a="x")
+    with pytest.raises(ValueError, match="'perhaps'; it must say True or False"):
+        is_right("tests.test_eval:unsure", "x", a="x")
+    with pytest.raises(ValueError, match=r"tests.test_eval:missing.*cannot be imported"):
+        is_right("tests.test_eval:missing", "x", a="x")
+
+
+OWN = """
+data: capitals.jsonl
+id: "{{ country }}"
+prompt: "What is the capital of {{ country }}?"
+answer: "{{ capital }}"
+solution: "It is {{ capital }}."
+examples: [{country: Italy, capital: Rome}, {country: Spain, capital: Madrid}]
+shots: 1
+scorer: {kind: regex, pattern: 'It is (\\w+)'}
+"""
+
+
+def test_a_task_of_ones_own_shows_its_format(tmp_path: Path) -> None:
+    rows = [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]
+    saved(tmp_path / "capitals.jsonl", rows)
+    (tmp_path / "capitals.yaml").write_text(OWN)
+    task = load_task(str(tmp_path / "capitals.yaml"))
+    (first,) = [problem for problem in task.problems if problem.id == "France"]
+    assert [each["content"] for each in task.messages(first)] == [
+        "What is the capital of Italy?",
+        "It is Rome.",
+        "What is the capital of France?",
+    ]
+    plain = load_task(str(tmp_path / "capitals.yaml"), chat=False, shots=2, shuffle=False, prompt="{{ country }}: ")
+    assert plain.text(plain.problems[0]) == "Italy: It is Rome.\n\nSpain: It is Madrid.\n\nFrance: "
+    shown = command("tasks", str(tmp_path / "capitals.yaml"), "--model", "fly-tiny")
+    assert "<|user|>What is the capital of Italy?<|end|><|assistant|>It is Rome.<|end|>" in words(shown.output)
+    assert command("tasks", str(tmp_path / "capitals.yaml"), "--references").exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"scorer": "nummer"}, "scorer 'nummer' is none of none, exact, number"),
+        ({"scorer": {"kind": "regex", "pattern": "("}}, "is no regular expression"),
+        ({"promt": "x"}, "promt: Extra inputs are not permitted, got 'x'"),
+        ({"prompt": "{{ county }}"}, "'county' is undefined; fields: ['capital', 'country', 'number']"),
+        ({"prompt": "{{ country"}, "prompt '{{ country'"),
+        ({"shots": 5}, "shots 5 are more than the 2 examples"),
+        ({"id": "same"}, "two problems have the id 'same'"),
+        ({"only": "{{ country }}"}, "it must say True or False"),
+        ({"data": "/nowhere.jsonl"}, "'/nowhere.jsonl' cannot be read"),
+        ({"rows": [{}]}, "give one of data, rows and generated, not ['data', 'rows']"),
+    ],
+)
+def test_what_is_wrong_with_a_task_is_named(tmp_path: Path, change: dict[str, Any], told: str) -> None:
+    saved(
+        tmp_path / "capitals.jsonl", [{"country": "France", "capital": "Paris"}, {"country": "Peru", "capital": "Lima"}]
+    )
+    (tmp_path / "capitals.yaml").write_text(OWN)
+    with pytest.raises(ValueError) as caught:
+        task = load_task(str(tmp_path / "capitals.yaml"), **change)
+        task.messages(task.problems[0])
+    assert told in str(caught.value) and "capitals" in str(caught.value)
+
+
+def test_a_broken_line_is_named_by_its_number(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"question": "a", "answer": "#### 1"}\n\n{"question": \n')
+    with pytest.raises(ValueError, match=r"x\.jsonl', line 3: no JSON"):
+        _ = load_task(f"gsm8k={path}").problems
+
+
+# --- runs ------------------------------------------------------------------------------------------------
+
+PLAN = {
+    "model": "fly-tiny",
+    "drafts": "ngram",
+    "k": [3, 6],
+    "policies": ["fly(window=1, hold=1)"],
+    "temperatures": [0, 0.8],
+    "seeds": [1, 2],
+    "limit": 3,
+    "dtype": "float32",
+    "tasks": [
+        {"task": "bundled-middle", "max_tokens": 40},
+        {"task": "spec-bench", "rows": TURNS, "max_tokens": 20},
+        {"task": "safety", "max_tokens": 16, "limit": 1},
+    ],
+}
+
+
+def finish(plan: Plan, folder: Path, die_after: int = 10**9) -> None:
+    check_folder(plan, folder)
+    records, done = read_records(folder), itertools.count(1)
+
+    def advance(record: dict[str, Any]) -> None:
+        if next(done) >= die_after:
+            raise KeyboardInterrupt
+
+    if todo := remaining(plan, records):
+        decode_run(plan, folder, todo, records, advance)
+    score_run(plan, folder)
+
+
+@pytest.fixture(scope="module")
+def plan() -> Plan:
+    return Plan.of(PLAN)
+
+
+@pytest.fixture(scope="module")
+def whole(plan: Plan, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("whole")
+    finish(plan, folder)
+    return folder
+
+
+def without_times(found: Report) -> Any:
+    timed = {"seconds", "tokens_per_second", "over_ar", "over_exact", "neutral", "costs"}
+    tables = as_json(found)["tables"]
+    return [[{key: row[key] for key in row.keys() - timed} for row in table["rows"]] for table in tables]
+
+
+def test_a_run_killed_twice_ends_with_the_same_report(plan: Plan, whole: Path, tmp_path: Path) -> None:
+    for die_after, torn in ((7, b'{"kind": "completion", "task": "bund'), (30, b"\xc3")):
+        with pytest.raises(KeyboardInterrupt):
+            finish(plan, tmp_path, die_after)
+        with (tmp_path / "records.jsonl").open("ab") as file:
+            file.write(torn)
+        assert report([tmp_path])
+    finish(plan, tmp_path)
+    assert without_times(report([tmp_path])) == without_times(report([whole]))
+    one, two = (
+        [list(read_lines(folder / name)) for name in ("records.jsonl", "scores.jsonl")] for folder in (tmp_path, whole)
+    )
+    assert list(map(len, one)) == list(map(len, two))
+
+
+def test_a_finished_run_decodes_nothing(plan: Plan, whole: Path) -> None:
+    before = (whole / "records.jsonl").read_bytes()
+    assert remaining(plan, read_records(whole)) == []
+    finish(plan, whole)
+    assert (whole / "records.jsonl").read_bytes() == before
+
+
+def test_every_way_has_every_problem_and_the_same_luck(plan: Plan, whole: Path) -> None:
+    records = read_records(whole).completions.values()
+    labels = [way.label for way in plan.ways]
+    assert labels == [AUTOREGRESSIVE, "exact k3", "fly k3", "exact k6", "fly k6"]
+    # bundled: 3 problems at temperature 0 once and at 0.8 with 2 seeds; one conversation of 2 turns; one of safety
+    assert len(records) == len(labels) * (3 * 3 + 3 * 2 + 3)
+    luck: dict[tuple[Any, ...], set[int]] = {}
+    for record in records:
+        luck.setdefault((record["task"], record["problem"], record["turn"], record["seed"]), set()).add(
+            record["row_seed"]
+        )
+    assert all(len(seeds) == 1 for seeds in luck.values()) and len(set.union(*luck.values())) == len(luck)
+    order = [record["way"] for record in records]
+    assert {order[n] for n in range(0, len(order), len(labels))} >= {*labels[:3]}  # who comes first goes round
+
+
+def test_records_agree_with_themselves(whole: Path) -> None:
+    found = read_records(whole)
+    for record in found.completions.values():
+        assert len(record["why"]) == len(record["token_ids"]) == len(record["ends"]) == record["generated"]
+        assert record["why"].count("r") == record["relaxed"] == len(record["excused"])
+        lengths = round_lengths(record["why"])
+        assert (sum(lengths), len(lengths)) == (record["emitted"], record["rounds"])
+        pieces = pieces_of(record)
+        assert "".join(text for text, _ in pieces) == record["text"]
+        assert sum(bool(why) for _, why in pieces) <= record["relaxed"]
+        assert sum(length for length, _ in record["drafts"]) == record["drafted"]
+        assert sum(stands for _, stands in record["drafts"]) == record["accepted"]
+        assert record["environment"] in found.environments and record["seconds"]["decoding"] >= 0
+    exact = [record for key, record in found.completions.items() if key.way.startswith("exact") and not key.temperature]
+    for record in exact:  # in float32, to the token
+        key = next(key for key, one in found.completions.items() if one is record)
+        assert record["token_ids"] == found.completions[key._replace(way=AUTOREGRESSIVE)]["token_ids"]
+    assert sum(record["relaxed"] for record in found.completions.values()) > 0
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"model": "fly-draft"}, "model: 'fly-tiny' then, 'fly-draft' now"),
+        ({"k": 3}, "k: [3, 6] then, [3] now"),
+        ({"policies": "fly"}, "policies: ['fly(window=1, hold=1)'] then, ['fly'] now"),
+        ({"tasks": [{"task": "bundled-middle", "max_tokens": 41}]}, "task bundled-middle: its file or its data"),
+    ],
+)
+def test_a_changed_setting_is_named(whole: Path, change: dict[str, Any], told: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_folder(Plan.of({**PLAN, **change}), whole)
+    assert told in str(caught.value)
+
+
+def test_a_run_may_grow(plan: Plan, whole: Path) -> None:
+    more = Plan.of({**PLAN, "limit": 4})
+    before = (whole / "plan.yaml").read_bytes()
+    check_folder(more, whole)
+    assert {turn.key.problem for turn in remaining(more, read_records(whole))} == {"3"}
+    (whole / "plan.yaml").write_bytes(before)
+
+
+def test_as_many_bundled_problems_as_are_asked_for() -> None:
+    few, many = (Plan.of({"tasks": "bundled-ood", "limit": n}).loaded_tasks()["bundled-ood"] for n in (3, 230))
+    assert (few[1], many[1]) == (3, 230) and len({problem.id for problem in many[0].problems}) == 230
+    assert [p.turns for p in few[0].problems] == [p.turns for p in many[0].problems[:3]]
+    assert few[0].digest == many[0].digest
+
+
+def test_a_folder_is_written_by_one_process(tmp_path: Path) -> None:
+    with Appender(tmp_path / "x.jsonl") as file:
+        file.write({"a": "\u2028"})
+        with pytest.raises(ValueError, match="another process is writing it"):
+            Appender(tmp_path / "x.jsonl")
+    assert list(read_lines(tmp_path / "x.jsonl")) == [{"a": "\u2028"}]
+    (tmp_path / "x.jsonl").write_text('{"a"\n{}\n')
+    with pytest.raises(ValueError, match="line 1: no JSON"):
+        list(read_lines(tmp_path / "x.jsonl"))
+
+
+@ISOLATED
+def test_code_that_was_not_run_is_run_later(tmp_path: Path) -> None:
+    data = saved(tmp_path / "h.jsonl", HUMANEVAL)
+    fields = {"model": "fly-tiny", "drafts": "ngram", "k": 3, "tasks": [{"task": f"humaneval={data}", "max_tokens": 8}]}
+    finish(Plan.of(fields), tmp_path / "run")
+    assert any("not scored" in note for note in report([tmp_path / "run"]).notes)
+    finish(Plan.of({**fields, "run_code": True}), tmp_path / "run")
+    assert not read_records(tmp_path / "run").scores.keys() ^ read_records(tmp_path / "run").completions.keys()
+
+
+# --- reports ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def found(whole: Path) -> Report:
+    return report([whole], by_group=True)
+
+
+def test_a_report_counts_what_the_records_say(whole: Path, found: Report) -> None:
+    records = read_records(whole)
+    (table,) = [
+        each for each in found.tables if (each.task, each.temperature, each.group) == ("bundled-middle", 0.8, "")
+    ]
+    assert table.best_exact in ("exact k3", "exact k6") and not table.unfinished
+    speeds = {row.way: row.speed for row in table.rows}
+    assert table.best_exact == max(("exact k3", "exact k6"), key=speeds.__getitem__)
+    for row in table.rows:
+        mine = [
+            r for k, r in records.completions.items() if k.task == table.task and k.temperature and k.way == row.way
+        ]
+        rights = [
+            s["right"] for k, s in records.scores.items() if k.task == table.task and k.temperature and k.way == row.way
+        ]
+        assert (row.problems, row.completions) == (3, 6) == (3, len(mine))
+        assert row.tokens == sum(r["generated"] for r in mine) and row.accuracy is not None
+        assert row.accuracy.value == pytest.approx(sum(rights) / len(rights))
+        assert row.tau == pytest.approx(sum(r["emitted"] for r in mine) / sum(r["rounds"] for r in mine))
+        assert row.over_ar is not None and row.over_ar.value == pytest.approx(row.speed / speeds[AUTOREGRESSIVE])
+        drafts = [draft for r in mine for draft in r["drafts"]]
+        for place, height in enumerate(row.curve):
+            long = [stands for length, stands in drafts if length > place]
+            assert height == sum(stands > place for stands in long) / len(long)
+        if row.k:
+            assert row.costs is not None and row.neutral is not None and row.neutral > 0
+        assert row.same is None  # other draws, other tokens
+
+
+def test_exact_speculation_changes_nothing(found: Report) -> None:
+    for table in found.tables:
+        for row in table.rows:
+            if row.way.startswith("exact") and not table.temperature:
+                assert (row.same, row.diverges, row.relaxed) == (1, None, 0)
+                assert row.length == (1, 1, 1)
+                if row.p is not None:
+                    assert (row.lost, row.won, row.p) == (0, 0, 1)
+
+
+def test_the_speed_at_no_cost_is_the_formula() -> None:
+    assert neutral_speed(4.0, 5.0, Costs(0.2, 1.5)) == pytest.approx(4 / 2.5)
+
+
+@given(st.lists(st.integers(0, 3), max_size=6), st.lists(st.integers(0, 3), max_size=6))
+def test_the_first_difference(a: list[int], b: list[int]) -> None:
+    place = first_difference(a, b)
+    assert (place is None) == (a == b)
+    if place is not None:
+        assert a[:place] == b[:place] and a[place : place + 1] != b[place : place + 1]
+
+
+class Outside(HTMLParser):
+    """What a page would fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "link"):
+            self.open.append(tag)
+        self.fetched += [value or "" for name, value in attrs if name in ("src", "href") and value != "data:,"]
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_holds_all_it_needs(found: Report) -> None:
+    page = as_html(found, "<runs>")
+    parser = Outside()
+    parser.feed(page)
+    assert parser.fetched == [] and parser.open == [] and "&lt;runs&gt;" in page
+    assert page.count("<svg") >= 2 and "<mark title=" in page and "exact k6 ★" in page + page.replace("k3 ★", "k6 ★")
+
+
+def test_tables_in_words_and_numbers(found: Report) -> None:
+    text = as_markdown(found)
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    assert {line.count(" | ") for line in rows} and "## safety" in text and "refusals kept" in text
+    json.dumps(as_json(found), allow_nan=False)
+    assert any("refuses nothing here" in note for note in found.notes)
+
+
+def test_answers_as_spec_bench_reads_them(whole: Path, tmp_path: Path) -> None:
+    files = [path for path in write_spec_bench(whole, tmp_path) if "spec-bench" in path.name]
+    assert len(files) == 5 * 2
+    tau = {
+        row.way: row.tau
+        for table in report([whole]).tables
+        if table.task == "spec-bench" and not table.temperature
+        for row in table.rows
+    }
+    for path in files:
+        (line,) = map(json.loads, path.read_text().splitlines())
+        assert line["question_id"] == 81 and line["category"] == "writing"
+        choice = line["choices"][0]
+        assert len(choice["turns"]) == len(choice["new_tokens"]) == len(choice["wall_time"]) == 2
+        if "fly-k6-temperature-0.jsonl" in path.name:
+            assert np.mean(choice["accept_lengths"]) == pytest.approx(tau["fly k6"])
+
+
+def test_an_unfinished_run_is_reported_on_what_all_have(plan: Plan, tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        finish(plan, tmp_path, 60)
+    tables = report([tmp_path]).tables
+    assert all(row.problems == tables[0].rows[0].problems for row in tables[0].rows)
+    with pytest.raises(ValueError, match="is no run"):
+        report([tmp_path / "elsewhere"])
+
+
+def test_the_commands_go_together(tmp_path: Path) -> None:
+    (tmp_path / "plan.yaml").write_text(
+        yaml.safe_dump({**PLAN, "temperatures": 0, "tasks": ["bundled-heldout"], "limit": 1})
+    )
+    run = str(tmp_path / "run")
+    first = command("eval", str(tmp_path / "plan.yaml"), "--out", run, "--k", "4")
+    assert first.exit_code == 0 and "bundled-heldout · temperature 0 · 1 problems" in words(first.output), first.output
+    again = command("eval", run, "--problems", "2")
+    assert again.exit_code == 0 and "2 problems" in again.output, again.output
+    files = {name: tmp_path / f"r.{name}" for name in ("markdown", "html", "json")}
+    shown = command("report", run, *itertools.chain(*((f"--{name}", str(path)) for name, path in files.items())))
+    assert shown.exit_code == 0 and all(path.stat().st_size > 500 for path in files.values()), shown.output
+    wrong = command("eval", run, "--k", "9")
+    assert wrong.exit_code == 2 and "k: [4] then, [9] now" in words(wrong.stderr)
+    (tmp_path / "plan.yaml").write_text("polices: fly")
+    assert "polices: Extra inputs are not permitted" in words(command("eval", str(tmp_path / "plan.yaml")).stderr)
