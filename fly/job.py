@@ -11,37 +11,10 @@ from typing import Any
 
 from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
-from fly.policies import AcceptancePolicy, Bound
-from fly.request import Sequence, Stats, Token
-from fly.types import Guarantee
+from fly.output import Output, Reader
+from fly.request import Sequence, Token
 
-__all__ = ["Entry", "Job", "News", "Output", "Request", "outputs_of"]
-
-
-@dataclass(frozen=True)
-class Output:
-    """What became of one request.
-
-    ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
-    ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
-    model's context). Of a conversation with a model that thinks before it answers, ``reasoning`` is that thinking, and
-    ``text`` what came after it (see ``fly.models.chat.Splitter``). ``provenance`` says of every token why it stands.
-    ``policy`` decided, and promises ``guarantee`` (with its ``bound`` where that is ``BOUNDED``). ``others`` are the
-    further completions where ``n`` asked for some.
-    """
-
-    prompt_token_ids: list[int]
-    text: str
-    token_ids: list[int]
-    finish_reason: str
-    logprobs: list[dict[int, float]] | None
-    provenance: list[Token]
-    stats: Stats
-    policy: AcceptancePolicy
-    guarantee: Guarantee
-    bound: Bound | None
-    others: tuple[Output, ...] = ()
-    reasoning: str = ""
+__all__ = ["Entry", "Job", "News", "Request", "outputs_of"]
 
 
 @dataclass(frozen=True)
@@ -121,6 +94,7 @@ class Request:
             guarantee=row.policy.guarantee,
             bound=row.policy.bound,
             reasoning=reasoning,
+            _reader=Reader(self.tokenizer, self.thinking),
         )
 
 

@@ -3,7 +3,6 @@ model may be loaded among several: all of them then make the same calls in the s
 
 from __future__ import annotations
 
-import asyncio
 import random
 import sys
 from collections import abc
@@ -18,23 +17,25 @@ from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
 from fly.bundled import open_model
 from fly.cache import PagedKVCache, block_size_for
+from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
 from fly.errors import short
-from fly.job import Job, Output, Request, outputs_of
+from fly.job import Request
 from fly.memory import cache_size
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from fly.ops import derive
-from fly.policies import AcceptancePolicy, Exact
+from fly.output import Output, Piece
+from fly.policies import Exact
 from fly.request import BadWords, Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
-from fly.stream import AsyncStream, Piece, Stream
+from fly.stream import AsyncStream, Stream
 from fly.structured import Grammars, Matcher
 from fly.types import SamplingParams
 from fly.vocabulary import Vocabulary
@@ -46,11 +47,8 @@ if TYPE_CHECKING:
 
 __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
 
-Prompt = str | abc.Sequence[int]
-Messages = abc.Sequence[abc.Mapping[str, Any]]
 
-
-class LLM:
+class LLM(Calls):
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
     Calls may come from any thread and any event loop: those that are open at the same time run in one batch, on a
@@ -66,7 +64,8 @@ class LLM:
         draft: any ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
-        policy: which drafted tokens stand; None is ``Exact()``.
+        policy: which drafted tokens stand: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset
+            (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is imported.
         k: most tokens drafted a round.
         dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
         device: ``"auto"`` or any torch device.
@@ -98,6 +97,14 @@ class LLM:
         whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
             (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
 
+    Attributes:
+        policy, k: what a call that says nothing else goes by; may be set.
+        default_params: the same for sampling: what the checkpoint recommends, or greedy.
+        tokenizer: the checkpoint's, or None.
+        eos_ids: tokens that end a text.
+        draft: who proposes, or None.
+        engine, scheduler, worker: what runs it all (``fly.engine``, ``fly.scheduler``, ``fly.worker``).
+
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
         ValueError: a bad argument, or a draft whose vocabulary has no translation to the target's.
@@ -107,7 +114,7 @@ class LLM:
         self,
         model: object,
         draft: str | Path | DraftStrategy | None = None,
-        policy: AcceptancePolicy | None = None,
+        policy: PolicyLike | None = None,
         k: int = 15,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
@@ -127,8 +134,7 @@ class LLM:
         whole_sums: bool = False,
     ) -> None:
         self.engine: Engine
-        self.k, self.policy = _check_k(k), Exact() if policy is None else policy
-        _check_policy(self.policy)
+        self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
         self.tokenizer: Tokenizer | None = None
@@ -167,6 +173,7 @@ class LLM:
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
         given = draft
+        self._named = _name_of(model), _name_of(draft)
 
         def make_draft(by: LoadExecutor = load_executor) -> DraftStrategy | None:
             made: Any = given
@@ -198,6 +205,7 @@ class LLM:
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
+        self._leads = ranks is None or ranks.leads
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
@@ -211,133 +219,8 @@ class LLM:
         """Who proposes."""
         return self.engine.strategy
 
-    def generate(
-        self,
-        prompts: Prompt | abc.Sequence[Prompt],
-        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
-        *,
-        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
-        k: int | abc.Sequence[int] | None = None,
-        priority: int = 0,
-        draft: str | abc.Sequence[str] = "",
-    ) -> list[Output]:
-        """Complete every prompt; outputs come in the order of the prompts.
-
-        All run at once, as far as the caches hold them, beside what other threads and coroutines asked for.
-
-        Args:
-            prompts: texts or lists of token ids (one text is a list of one). The text "" will do where the tokenizer
-                adds a begin token, from which the model then goes on.
-            params, policy, k: one for all, or one for each prompt; None is the checkpoint's sampling defaults and
-                this object's policy and k. k = 0 decodes autoregressively.
-            priority: smaller is served first, and may make others start again later.
-            draft: the name of one of several that were loaded (``"choose(small=fly-tiny, copy=ngram)"``); "" the first.
-
-        Raises:
-            ValueError: a prompt of no token or too many, an id outside the vocabulary, a request no cache can hold.
-                Nothing has run then.
-            Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
-            Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
-        """
-        requests = self.requests(prompts, params, policy, k, priority, draft)
-        if requests:
-            self.worker.run(Job(requests))
-        return outputs_of(requests)
-
-    async def agenerate(
-        self,
-        prompts: Prompt | abc.Sequence[Prompt],
-        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
-        *,
-        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
-        k: int | abc.Sequence[int] | None = None,
-        priority: int = 0,
-        draft: str | abc.Sequence[str] = "",
-    ) -> list[Output]:
-        """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
-        cancelled ends its requests. Arguments, result and errors as there."""
-        requests = self.requests(prompts, params, policy, k, priority, draft)
-        if requests:
-            await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
-        return outputs_of(requests)
-
-    def stream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        policy: AcceptancePolicy | None = None,
-        k: int | None = None,
-        priority: int = 0,
-        draft: str = "",
-    ) -> Stream:
-        """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
-
-        Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
-        It runs from the first fetch on, in one batch with all other calls, whether it is read or not. ``close`` frees
-        everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
-        without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
-        """
-        return Stream(self.worker, Job(self._streamed(prompt, params, policy, k, priority, draft), stepwise=True))
-
-    def astream(
-        self,
-        prompt: Prompt,
-        params: SamplingParams | None = None,
-        *,
-        policy: AcceptancePolicy | None = None,
-        k: int | None = None,
-        priority: int = 0,
-        draft: str = "",
-    ) -> AsyncStream:
-        """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
-        requests = self._streamed(prompt, params, policy, k, priority, draft)
-        return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
-
-    def _streamed(self, prompt: Prompt, *options: Any) -> list[Request]:
-        requests = self.requests([prompt], *options, streamed=True)
-        if len(requests) > 1:
-            n = requests[0].row.params.n
-            raise ValueError(f"n {n}: a stream is of one completion; open several, or use generate")
-        return requests
-
-    def chat(
-        self,
-        messages: Messages | str,
-        params: SamplingParams | None = None,
-        *,
-        tools: abc.Sequence[abc.Mapping[str, Any]] | None = None,
-        chat_template_kwargs: abc.Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Output:
-        """Answer a conversation through the checkpoint's chat template. ``tools`` and ``chat_template_kwargs`` are for
-        the template (see ``chat_prompt``), ``options`` as in ``generate``. Where the model thinks before it answers,
-        ``reasoning`` has that, and ``text`` the answer."""
-        prompt = self.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
-        return self.generate([prompt], params, **options)[0]
-
-    async def achat(
-        self,
-        messages: Messages | str,
-        params: SamplingParams | None = None,
-        *,
-        tools: abc.Sequence[abc.Mapping[str, Any]] | None = None,
-        chat_template_kwargs: abc.Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Output:
-        """The same for coroutines."""
-        prompt = self.chat_prompt(messages, tools=tools, **(chat_template_kwargs or {}))
-        return (await self.agenerate([prompt], params, **options))[0]
-
-    def close(self) -> None:
-        """End the engine's thread. Calls that are open raise ``Stopped``, as all later ones do."""
-        self.worker.close()
-
-    def __enter__(self) -> LLM:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __repr__(self) -> str:
+        return "LLM({}, draft={}, policy={!r}, k={})".format(*self._named, str(self.policy), self.k)
 
     def lead(self) -> None:
         """Among ranks, on the first one: from now on it alone is called, from any thread, and the others ``follow``
@@ -350,23 +233,14 @@ class LLM:
         engine fails of."""
         self.worker.follow(lambda values: self.requests(*values))
 
-    def chat_prompt(self, messages: Messages | str, **variables: Any) -> list[int]:
-        """Token ids of a conversation (or of one user message) by the checkpoint's chat template, for ``generate`` and
-        ``stream``. ``variables`` are ``tools``, ``documents`` and whatever else the template looks at, such as
-        ``enable_thinking``. Errors as of ``Tokenizer.apply_chat_template``."""
-        if self.tokenizer is None:
-            raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
-        listed = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-        return self.tokenizer.apply_chat_template(listed, **variables)
-
     def requests(
         self,
-        prompts: Prompt | abc.Sequence[Prompt],
-        params: SamplingParams | abc.Sequence[SamplingParams] | None = None,
-        policy: AcceptancePolicy | abc.Sequence[AcceptancePolicy] | None = None,
+        prompts: Prompts,
+        params: Params = None,
+        policy: PolicyLike | abc.Sequence[PolicyLike] | None = None,
         k: int | abc.Sequence[int] | None = None,
         priority: int = 0,
-        draft: str | abc.Sequence[str] = "",
+        draft: str | abc.Sequence[str] | None = None,
         client: str = "",
         *,
         streamed: bool = False,
@@ -374,19 +248,19 @@ class LLM:
         """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
         completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
         ``client`` is whose they are: clients share the engine. Arguments and errors as there; from any thread."""
-        listed: list[Any] = [prompts] if isinstance(prompts, str) else list(prompts)
-        if listed and isinstance(listed[0], int):
-            raise ValueError("prompts is one list of token ids; give a list of prompts: [[1, 2, 3]]")
+        given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
         if streamed and self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no text to stream; use generate with token ids")
-        every_params = _one_each(self.default_params if params is None else params, len(listed), "params")
-        every_policy = _one_each(self.policy if policy is None else policy, len(listed), "policy")
-        every_k = _one_each(self.k if k is None else k, len(listed), "k")
-        every_draft, choices = _one_each(draft, len(listed), "draft"), self.draft.choices() if self.draft else []
+        every_params = _one_each(self.default_params if params is None else params, len(given), "params")
+        rule = self.policy if policy is None else policy
+        every_policy = _one_each(rule if isinstance(rule, (list, tuple)) else as_policy(rule), len(given), "policy")
+        every_k = _one_each(self.k if k is None else k, len(given), "k")
+        every_draft = _one_each("" if draft is None else draft, len(given), "draft")
+        choices = self.draft.choices() if self.draft else []
         requests = []
-        for number, (name, *asked) in enumerate(zip(every_draft, listed, every_params, every_policy, every_k)):
+        for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
             if name and name not in choices:
                 raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {choices}")
             row = self._row(*asked)
@@ -407,7 +281,7 @@ class LLM:
                 requests.append(Request(sample, self.tokenizer, text, streamed, thinking))
         return requests
 
-    def _row(self, prompt: Prompt, params: SamplingParams, policy: AcceptancePolicy, k: int) -> Sequence:
+    def _row(self, prompt: Prompt, params: SamplingParams, policy: PolicyLike, k: int) -> Sequence:
         config = self.engine.runner.executor.config
         if isinstance(prompt, str):
             if self.tokenizer is None:
@@ -422,7 +296,7 @@ class LLM:
                 raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids")
             tokens = [int(token) for token in ids]
         if not isinstance(params, SamplingParams):
-            raise ValueError(f"params {short(params)} are no SamplingParams")
+            raise ValueError(f"params {short(params)} are no SamplingParams; keywords do too: temperature=0")
         if not tokens:
             need = "some text: this tokenizer adds no begin token" if isinstance(prompt, str) else "at least one"
             raise ValueError(f"an empty prompt has no token to go on from; give {need}")
@@ -448,7 +322,7 @@ class LLM:
             tokens=tokens,
             prompt_length=len(tokens),
             params=params,
-            policy=self._bound(policy),
+            policy=self._bind(as_policy(policy)),
             seed=self._random.getrandbits(63) if params.seed is None else params.seed,
             k=_check_k(k),
             stop_ids=eos | set(params.stop_token_ids),
@@ -471,11 +345,6 @@ class LLM:
         """Follows the grammar of a request, if it has one."""
         return None if params.structured is None else self.grammars.matcher(params)
 
-    def _bound(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        _check_policy(policy)
-        bound: AcceptancePolicy = self._bind(policy)
-        return bound
-
 
 def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:
     return Vocabulary(size, device=device) if tokenizer is None else tokenizer.vocabulary(size, device)
@@ -487,9 +356,11 @@ def _check_k(k: int) -> int:
     return k
 
 
-def _check_policy(policy: object) -> None:
-    if not isinstance(policy, AcceptancePolicy):
-        raise ValueError(f"policy {short(policy)} is no AcceptancePolicy; fly.policies.parse_policy reads texts")
+def _name_of(given: object) -> str:
+    """What a model or a draft is called in a line."""
+    if isinstance(given, LLM):
+        return given._named[0]
+    return repr(str(given)) if isinstance(given, (str, Path)) else type(given).__name__ if given is not None else "None"
 
 
 def _one_each(value: Any, count: int, name: str) -> list[Any]:

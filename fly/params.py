@@ -3,15 +3,61 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sized
-from typing import Annotated
+from collections.abc import Iterable, Mapping, Sequence, Sized
+from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-__all__ = ["SamplingParams", "StructuredOutput"]
+from fly.errors import meant
+
+__all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
 
-class StructuredOutput(BaseModel):
+class Sampling(TypedDict, total=False):
+    """The fields of ``SamplingParams``, as they may be given."""
+
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    seed: int | None
+    max_tokens: int
+    min_tokens: int
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    ignore_eos: bool
+    logprobs: int | None
+    explain: bool
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: Sequence[str]
+    bad_words_ids: Sequence[Sequence[int]]
+    n: int
+    cache_salt: str
+    structured: StructuredOutput | Mapping[str, Any] | None
+
+
+class _Params(BaseModel):
+    """Shows only what is not as it is by default."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def __repr_args__(self) -> Iterable[tuple[str | None, Any]]:
+        plain = {name: field.get_default(call_default_factory=True) for name, field in type(self).model_fields.items()}
+        return [(name, value) for name, value in super().__repr_args__() if name is None or value != plain[name]]
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_exist(cls, given: object) -> object:
+        known = list(cls.model_fields)
+        if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in known), None)):
+            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{meant(unknown, known)}; choices: {known}")
+        return given
+
+
+class StructuredOutput(_Params):
     """The form that an output must have: exactly one of these.
 
     ``json_schema``: valid JSON under a schema (a dictionary, or its JSON text; properties come in the schema's order).
@@ -19,8 +65,6 @@ class StructuredOutput(BaseModel):
     regex, with no look-around and no backreferences). ``grammar``: a context-free grammar as llguidance takes it, in a
     variant of Lark's syntax.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     json_schema: str | None = None  # JSON text
     json_object: bool = False
@@ -61,12 +105,12 @@ class StructuredOutput(BaseModel):
         return self
 
 
-class SamplingParams(BaseModel):
+class SamplingParams(_Params):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
-    one. Output ends exactly at the first stop token id, end-of-sequence (unless ``ignore_eos``), stop string or
-    ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
+    one. Output ends exactly at the first of the ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), ``stop``
+    string or ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
     log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
     the provenance how likely each token was, and how undecided the target.
 
@@ -90,8 +134,6 @@ class SamplingParams(BaseModel):
     ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=0)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
@@ -113,6 +155,14 @@ class SamplingParams(BaseModel):
     n: int = Field(default=1, ge=1)
     cache_salt: str = ""
     structured: StructuredOutput | None = None
+
+    if TYPE_CHECKING:  # lists will do for tuples, and a dictionary for a form
+
+        def __init__(self, **fields: Unpack[Sampling]) -> None: ...
+
+    def changed(self, fields: Mapping[str, Any]) -> Self:
+        """The same but for ``fields``, all of it checked. Raises ``ValidationError``."""
+        return self.model_validate(self.model_dump() | dict(fields))
 
     @property
     def penalises(self) -> bool:

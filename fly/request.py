@@ -82,16 +82,26 @@ class Form(Protocol):
 
 
 class Token(NamedTuple):
-    """Provenance of one emitted token."""
+    """Provenance of one emitted token.
+
+    Attributes:
+        id: the token.
+        why: why it stands.
+        clause: for a relaxed token, the conditions that excused it.
+        target_choice: the target's most likely token there.
+        prob: where ``SamplingParams.explain`` asks for it, how likely the token was to the target (of its unprocessed
+            distribution, as the next two),
+        choice_prob: how likely the target's choice was,
+        entropy: and how undecided the target, in nats.
+    """
 
     id: int
     why: Why
-    clause: str | None = None  # for a relaxed token: the conditions that excused it
-    target_choice: int | None = None  # the target's most likely token there
-    # Of the target's unprocessed distribution there, where ``SamplingParams.explain`` asks for them:
-    prob: float | None = None  # of this token
-    choice_prob: float | None = None  # of the most likely one
-    entropy: float | None = None  # in nats
+    clause: str | None = None
+    target_choice: int | None = None
+    prob: float | None = None
+    choice_prob: float | None = None
+    entropy: float | None = None
 
 
 @dataclass
@@ -114,24 +124,45 @@ class Gate(Summed):
     refused: int = 0
 
 
-@dataclass
+@dataclass(repr=False)
 class Stats:
-    """What speculation did for one request (or, added up, for many). Only emitted tokens count as accepted.
+    """What speculation did for one request (or, added up, for many).
 
-    ``rounds`` counts target forwards after the prompt's; ``tau`` is the mean number of tokens a round emits.
+    Attributes:
+        prompt_tokens: tokens of the prompt.
+        cached: those of them that were in the cache already, from other requests.
+        preempted: times it had to make room for others and start again from its tokens.
+        generated: tokens of the output.
+        rounds: target forwards after the prompt's.
+        emitted: tokens that rounds gave: all but the first, which the prompt's forward gives.
+        drafted: tokens that the target was asked about.
+        accepted: those of them that were emitted.
+        relaxed: those of these that the policy excused.
+        nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
+        gates: what each clause of a relaxation did, by its text (``Gate``).
+        tau: mean number of tokens that a round emits.
+        acceptance_rate: share of drafted tokens that were emitted.
+        silent_gates: clauses that never held.
     """
 
     prompt_tokens: int = 0
-    cached: int = 0  # prompt tokens that were in the cache already, from other requests
-    preempted: int = 0  # times it had to make room for others and start again from its tokens
+    cached: int = 0
+    preempted: int = 0
     generated: int = 0
     rounds: int = 0
-    emitted: int = 0  # by rounds, so without the first token, which the prompt's forward gives
+    emitted: int = 0
     drafted: int = 0
     accepted: int = 0
     relaxed: int = 0
-    nats: float = 0.0  # sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution
-    gates: dict[str, Gate] = field(default_factory=dict)  # by clause
+    nats: float = 0.0
+    gates: dict[str, Gate] = field(default_factory=dict)
+
+    def __repr__(self) -> str:
+        """The counts that are not 0."""
+        shown = {name: value for name, value in vars(self).items() if value} | {"tau": round(self.tau, 2)}
+        if self.gates:
+            shown["gates"] = list(self.gates)
+        return f"Stats({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     @property
     def tau(self) -> float:

@@ -8,23 +8,11 @@ from collections.abc import AsyncIterator, Iterator
 
 from fly.job import Entry, Job
 from fly.models.chat import Kind, Splitter
+from fly.output import Piece
 from fly.request import Stats, Token
 from fly.worker import Worker
 
-__all__ = ["AsyncStream", "Piece", "Stream"]
-
-
-class Piece(str):
-    """A piece of streamed text that knows the tokens it came with, and its ``kind``: ``"text"``, or ``"reasoning"``
-    where a model thinks before it answers a conversation."""
-
-    tokens: tuple[Token, ...]
-    kind: Kind
-
-    def __new__(cls, text: str, tokens: tuple[Token, ...], kind: Kind = "text") -> Piece:
-        piece = super().__new__(cls, text)
-        piece.tokens, piece.kind = tokens, kind
-        return piece
+__all__ = ["AsyncStream", "Stream"]
 
 
 class _Pieces:

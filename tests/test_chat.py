@@ -22,7 +22,6 @@ from typer.testing import CliRunner, Result
 import fly
 from fly import LLM, SamplingParams, cli
 from fly.bundled import CHECKPOINTS
-from fly.cli.completion import pieces as pieces_of
 from fly.models import CheckpointError, chat, generation
 from fly.models.chat import ChatPrompt, ChatTemplate, Splitter, Tags, Thinking
 from fly.models.generation import read_sampling_defaults, sampling_defaults
@@ -495,7 +494,7 @@ def test_outputs_and_streams_tell_thinking_apart(
     for kind, wanted in (("reasoning", thought), ("text", answer)):
         assert "".join(piece for piece in pieces if piece.kind == kind) == wanted
     assert [token.id for piece in pieces for token in piece.tokens] == output.token_ids
-    shown = list(pieces_of(got, llm.tokenizer, llm.chat_prompt(MESSAGES, **think)))
+    shown = got.pieces
     assert [(piece, piece.kind) for piece in shown if piece] == [(piece, piece.kind) for piece in pieces if piece]
     # several completions, and a form, of which nothing is thinking
     several = llm.chat(MESSAGES, PARAMS.model_copy(update={"n": 2}), chat_template_kwargs=think)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import abc
 from typing import Any
 
@@ -89,3 +90,23 @@ def test_a_text_loads_several_each_in_the_targets_vocabulary() -> None:
     assert not any(isinstance(member, TranslatedDraft) for member in llm.draft.members)  # type: ignore[union-attr]
     assert "".join(llm.stream("Tom", fly.SamplingParams(temperature=0.0, max_tokens=5), draft="small"))
     assert check_draft(lambda: ChooseDraft(a=NGramDraft(), b=NGramDraft())).passed
+
+
+def test_every_call_takes_the_name_of_a_draft() -> None:
+    heard = {name: Heard() for name in ("one", "other")}
+    with fly.LLM("fly-tiny", ChooseDraft(**heard), k=2) as llm:
+        few: Any = {"temperature": 0.0, "max_tokens": 6, "draft": "other"}
+
+        async def waits() -> None:
+            await llm.agenerate("Tom", **few)
+            await llm.achat("Tom", **few)
+            async for _ in llm.astream("Tom", **few):
+                pass
+
+        llm.generate(["Tom", "Tim"], **few)
+        llm.chat([[{"role": "user", "content": "Tom"}], "Tim"], **few)
+        "".join(llm.stream("Tom", **few))
+        asyncio.run(waits())
+        assert not heard["one"].heard and len(heard["other"].heard) == 8
+        llm.generate("Tom", temperature=0.0, max_tokens=6, draft=None)
+        assert heard["one"].heard

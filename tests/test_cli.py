@@ -20,7 +20,6 @@ from fly import cli
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cli import show
-from fly.cli.completion import pieces
 from fly.eval import Setting, compare
 from fly.policies import Exact, FLy
 from tests.ggufs import write_gguf
@@ -201,7 +200,7 @@ def test_an_output_comes_in_pieces_as_its_stream_would(stop: tuple[str, ...]) ->
     ):
         prompt = llm.chat_prompt(QUESTION)
         (output,) = llm.generate([prompt], params)
-        shown = list(pieces(output, llm.tokenizer))
+        shown = output.pieces
         assert "".join(shown) == output.text == "".join(llm.stream(prompt, params))
         known = [token for piece in shown for token in piece.tokens]
         assert known == output.provenance[: len(known)]

@@ -26,7 +26,8 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams
 from fly.bundled import tasks
 from fly.drafts import NGramDraft, SingleDraft
-from fly.job import Job, Output
+from fly.job import Job
+from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact, FLy, LossySampling
 from fly.stream import AsyncStream
 from fly.worker import Stopped

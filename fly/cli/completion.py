@@ -6,8 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,12 +29,10 @@ from fly.cli.options import (
 from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
-from fly.llm import LLM, Output, Piece
-from fly.models.chat import ChatPrompt, Splitter
-from fly.models.tokenizer import TextStream
+from fly.llm import LLM, Piece
 from fly.policies import AcceptancePolicy
 from fly.request import Stats
-from fly.types import SamplingParams, StructuredOutput, Why
+from fly.types import SamplingParams, StructuredOutput
 
 # Why a token stands -> how it looks, and what that means. Underline marks what differs from the target's own text, for
 # eyes without colour.
@@ -132,7 +129,7 @@ def generate(
         ids: Any = llm.chat_prompt(text) if templated else text
         if as_json:
             output = llm.generate([ids], params)[0]
-            console.print_json(json.dumps({**_as_json(output), "kernels": kernels_of(llm)}))
+            console.print_json(json.dumps({**output.to_dict(), "kernels": kernels_of(llm)}))
             return
         stats, elapsed = show_stream(llm, ids, params) if n == 1 else _show_all(llm, ids, params)
         if console.is_terminal:
@@ -185,25 +182,9 @@ def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, flo
     elapsed = time.perf_counter() - start
     for number, output in enumerate(every := (first, *first.others), start=1):
         note(f"--- {number} of {len(every)} ---")
-        show(pieces(output, llm.tokenizer, prompt))
+        show(output.pieces)
         console.print()
     return sum((output.stats for output in every), Stats()), elapsed
-
-
-def pieces(output: Output, tokenizer: Any, prompt: Any = None) -> Iterator[Piece]:
-    """The text of an output as a stream of it would have come; ``prompt`` may say how it began with thinking."""
-    thinking = prompt.thinking if isinstance(prompt, ChatPrompt) else None
-    text, splitter = TextStream(tokenizer, shown=thinking.tags if thinking else ()), Splitter(thinking)
-    left, held = {"text": len(output.text), "reasoning": len(output.reasoning)}, []
-    for number, token in enumerate(output.provenance, start=1):
-        held.append(token)
-        found = splitter.push(text.push(token.id))
-        if number == len(output.provenance):
-            found += splitter.finish(text.finish())
-        for kind, piece in found:
-            if piece := piece[: left[kind]]:  # nothing of a stop string
-                yield Piece(piece, tuple(held), kind)
-                left[kind], held = left[kind] - len(piece), []
 
 
 def show(texts: Iterable[Piece]) -> None:
@@ -216,9 +197,8 @@ def show(texts: Iterable[Piece]) -> None:
         elif thought and console.is_terminal:
             console.print("\n")
             thought = ""
-        why = max((token.why for token in piece.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
         if console.is_terminal:
-            style = STYLES[why.name.lower()][0] + (" dim" if piece.kind == "reasoning" else "")
+            style = STYLES[piece.why.name.lower()][0] + (" dim" if piece.kind == "reasoning" else "")
             console.print(Text(str(piece), style), end="", soft_wrap=True)
         elif piece.kind == "text":
             console.file.write(str(piece))
@@ -247,31 +227,3 @@ def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
     note(" · ".join([*parts, f"kernels {kernels_of(llm)}"]))
-
-
-def _as_json(output: Output) -> dict[str, Any]:
-    stats = output.stats
-    counts = ("prompt_tokens", "generated", "rounds", "drafted", "accepted", "relaxed", "tau")
-    return {
-        "text": output.text,
-        "reasoning": output.reasoning,
-        "token_ids": output.token_ids,
-        "finish_reason": output.finish_reason,
-        "policy": str(output.policy),
-        "guarantee": output.guarantee.value,
-        "bound": output.bound and str(output.bound),
-        "provenance": [
-            {
-                "id": token.id,
-                "why": token.why.name.lower(),
-                "clause": token.clause,
-                "target_choice": token.target_choice,
-            }
-            for token in output.provenance
-        ],
-        "stats": {
-            **{name: getattr(stats, name) for name in counts},
-            "gates": {name: asdict(gate) for name, gate in stats.gates.items()},
-        },
-        "others": [_as_json(other) for other in output.others],
-    }

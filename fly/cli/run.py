@@ -103,7 +103,7 @@ def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any
 
 def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
     """``default`` with what was given (which None is not). Raises ``ValidationError``."""
-    return SamplingParams.model_validate(default.model_dump() | {n: v for n, v in given.items() if v is not None})
+    return default.changed({name: value for name, value in given.items() if value is not None})
 
 
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:

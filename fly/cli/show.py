@@ -15,6 +15,8 @@ from rich.measure import Measurement
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
+from fly.calls import one_bar
+
 console = Console()
 errors = Console(stderr=True)
 
@@ -88,7 +90,7 @@ def progress(total: int, *what: str) -> Iterator[Callable[..., None]]:
     """While this lasts, a bar of ``total`` for each of ``what``. Gives what advances one: that of the name it is
     called with, or else the first."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True) as bars:
+    with one_bar(), Progress(*columns, console=console, transient=True) as bars:
         tasks = {name: bars.add_task(escape(name), total=total) for name in what}
         yield lambda name=what[0]: bars.advance(tasks.get(name, tasks[what[0]]))
 

@@ -13,8 +13,9 @@ import torch
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
 from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
-from fly.job import Job, Output, Request
+from fly.job import Job, Request
 from fly.llm import LLM
+from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Summed, Token
 from fly.runner import Runner

@@ -1,0 +1,362 @@
+"""What a program calls: generate, chat and stream, from threads and from coroutines. Every form in which people write
+prompts and options is read here. Knows nothing of how models are loaded, nor of HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import warnings
+from abc import ABC, abstractmethod
+from collections import abc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from numbers import Integral
+from typing import Any, Self, TypeAlias, Unpack, overload
+
+import numpy as np
+import torch
+from pydantic import ValidationError
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from fly.errors import explain, meant, short
+from fly.job import Job, Request, outputs_of
+from fly.models.tokenizer import Tokenizer
+from fly.output import Output
+from fly.params import Sampling
+from fly.policies import AcceptancePolicy, load_policy
+from fly.stream import AsyncStream, Stream
+from fly.types import SamplingParams
+from fly.worker import Worker
+
+__all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "listed", "one_bar"]
+
+Prompt: TypeAlias = str | abc.Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
+Prompts: TypeAlias = Prompt | abc.Iterable[Prompt]
+Conversation: TypeAlias = str | abc.Sequence[abc.Mapping[str, Any]]
+PolicyLike: TypeAlias = AcceptancePolicy | str | abc.Mapping[str, Any]
+Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
+
+_LONG = 1.0  # seconds after which a call shows how far it is
+_OWN = ("policy", "k", "priority", "draft")  # options of a call that no ``SamplingParams`` have
+_bars = threading.Lock()
+
+
+class Options(Sampling, total=False):
+    """What a call may say by keywords: the fields of ``SamplingParams``, and these."""
+
+    sampling_params: Params  # another name of ``params``
+    policy: PolicyLike | abc.Sequence[PolicyLike] | None
+    k: int | abc.Sequence[int] | None
+    priority: int
+    draft: str | abc.Sequence[str] | None
+
+
+class ChatOptions(Options, total=False):
+    """What a chat may say beside: what the template looks at (see ``Calls.chat_prompt``)."""
+
+    tools: abc.Sequence[abc.Mapping[str, Any]] | None
+    chat_template_kwargs: abc.Mapping[str, Any] | None
+
+
+class Calls(ABC):
+    """Completes prompts and answers conversations through a ``worker``; what makes ``requests`` of them is ``LLM``."""
+
+    tokenizer: Tokenizer | None
+    eos_ids: frozenset[int]
+    default_params: SamplingParams
+    worker: Worker
+    _leads = True  # of several ranks one shows what goes on
+    _hinted = False  # at ``chat``
+
+    @abstractmethod
+    def requests(
+        self,
+        prompts: Prompts,
+        params: Params = None,
+        policy: PolicyLike | abc.Sequence[PolicyLike] | None = None,
+        k: int | abc.Sequence[int] | None = None,
+        priority: int = 0,
+        draft: str | abc.Sequence[str] | None = None,
+        client: str = "",
+        *,
+        streamed: bool = False,
+    ) -> list[Request]:
+        """What ``generate`` would run, checked."""
+
+    def generate(
+        self, prompts: Prompts, params: Params = None, *, progress: bool = True, **options: Unpack[Options]
+    ) -> list[Output]:
+        """Complete every prompt; outputs come in the order of the prompts.
+
+        All run at once, as far as the caches hold them, beside what other threads and coroutines asked for.
+
+        Args:
+            prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (of
+                two dimensions, one has a prompt in each row). The text "" will do where the tokenizer adds a begin
+                token, from which the model then goes on.
+            params: one ``SamplingParams`` for all, or one for each prompt; None is ``default_params``, the checkpoint's
+                sampling defaults. ``sampling_params`` is another name for it.
+            progress: show how far it is, on a terminal, once it has taken a second.
+            options: every field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which changes what ``params``
+                say; and these, one for all or one for each prompt, where None is what this object was made with:
+
+                policy: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset (``"fly.paper"``) or its
+                    mapping (``{"name": "fly", "theta": 0.3}``).
+                k: most tokens drafted a round; 0 decodes autoregressively.
+                draft: the name of one of several that were loaded (``"choose(small=fly-tiny, copy=ngram)"``); None or
+                    "" is the first.
+                priority: one for all; smaller is served first, and may make others start again later.
+
+        Raises:
+            ValueError: an unknown option, or a value out of range; a prompt of no token or too many, an id outside the
+                vocabulary, a request no cache can hold. Nothing has run then.
+            Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
+            Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
+        """
+        requests = self._asked(given := listed(prompts), params, options)
+        if requests:
+            with _shown(requests, progress and self._leads):
+                self.worker.run(Job(requests))
+        return self._answers(given, requests)
+
+    async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[Options]) -> list[Output]:
+        """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
+        cancelled ends its requests. Arguments, result and errors as there, but there is no ``progress``."""
+        requests = self._asked(given := listed(prompts), params, options)
+        if requests:
+            await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
+        return self._answers(given, requests)
+
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
+        """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
+
+        Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
+        It runs from the first fetch on, in one batch with all other calls, whether it is read or not. ``close`` frees
+        everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
+        without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
+        """
+        return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
+
+    def astream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> AsyncStream:
+        """The same for coroutines: ``async for piece in llm.astream(...)``. Call it where an event loop runs."""
+        requests = self._streamed(prompt, params, options)
+        return AsyncStream(self.worker, Job(requests, stepwise=True, loop=asyncio.get_running_loop()))
+
+    @overload
+    def chat(  # type: ignore[overload-overlap]  # a text is a sequence of texts, too
+        self, messages: Conversation, params: Params = None, *, progress: bool = True, **options: Unpack[ChatOptions]
+    ) -> Output: ...
+
+    @overload
+    def chat(
+        self,
+        messages: abc.Sequence[Conversation],
+        params: Params = None,
+        *,
+        progress: bool = True,
+        **options: Unpack[ChatOptions],
+    ) -> list[Output]: ...
+
+    def chat(
+        self, messages: Any, params: Params = None, *, progress: bool = True, **options: Unpack[ChatOptions]
+    ) -> Output | list[Output]:
+        """Answer a conversation through the checkpoint's chat template, or each of a list of them.
+
+        Args:
+            messages: dictionaries with a role and a content; a text is one message of the user. A list of either kind
+                gives a list of outputs, which run at once.
+            params, progress, options: as in ``generate``; also ``tools`` and ``chat_template_kwargs``, for the template
+                (see ``chat_prompt``).
+
+        Where the model thinks before it answers, ``reasoning`` has that, and ``text`` the answer. Errors as of
+        ``generate`` and ``chat_prompt``.
+        """
+        prompts, rest = self._conversations(messages, options)
+        outputs = self.generate(prompts, params, progress=progress, **rest)
+        return outputs if _several(messages) else outputs[0]
+
+    @overload
+    async def achat(  # type: ignore[overload-overlap]
+        self, messages: Conversation, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> Output: ...
+
+    @overload
+    async def achat(
+        self, messages: abc.Sequence[Conversation], params: Params = None, **options: Unpack[ChatOptions]
+    ) -> list[Output]: ...
+
+    async def achat(
+        self, messages: Any, params: Params = None, **options: Unpack[ChatOptions]
+    ) -> Output | list[Output]:
+        """``chat`` for coroutines, without ``progress``."""
+        prompts, rest = self._conversations(messages, options)
+        outputs = await self.agenerate(prompts, params, **rest)
+        return outputs if _several(messages) else outputs[0]
+
+    def chat_prompt(self, messages: Conversation, **variables: Any) -> list[int]:
+        """Token ids of a conversation (or of one user message) by the checkpoint's chat template, for ``generate`` and
+        ``stream``. ``variables`` are ``tools``, ``documents`` and whatever else the template looks at, such as
+        ``enable_thinking``. Errors as of ``Tokenizer.apply_chat_template``."""
+        if self.tokenizer is None:
+            raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
+        said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        return self.tokenizer.apply_chat_template(said, **variables)
+
+    def close(self) -> None:
+        """End the engine's thread. Calls that are open raise ``Stopped``, as all later ones do."""
+        self.worker.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _asked(self, prompts: list[Any], params: Params, options: Options, streamed: bool = False) -> list[Request]:
+        """The requests of a call with these options."""
+        fields: dict[str, Any] = {**options}
+        named = fields.pop("sampling_params", None)
+        if params is not None and named is not None:
+            raise ValueError("params and sampling_params are two names of one argument; give one of them")
+        asked = named if params is None else params
+        own = {name: fields.pop(name) for name in _OWN if name in fields}
+        known = [*SamplingParams.model_fields, "sampling_params", *_OWN]
+        if unknown := next((name for name in fields if name not in known), None):
+            raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
+        if fields:
+            asked = self.default_params if asked is None else asked
+            several = isinstance(asked, (list, tuple))
+            changed = [_changed(one, fields) for one in (asked if several else [asked])]
+            asked = changed if several else changed[0]
+        return self.requests(prompts, asked, **own, streamed=streamed)
+
+    def _streamed(self, prompt: Prompt, params: SamplingParams | None, options: Options) -> list[Request]:
+        requests = self._asked([prompt], params, options, streamed=True)
+        if len(requests) > 1:
+            n = requests[0].row.params.n
+            raise ValueError(f"n {n}: a stream is of one completion; open several, or use generate")
+        return requests
+
+    def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
+        """The prompts of one or several conversations, and the options that are left for ``generate``."""
+        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
+        each = messages if _several(messages) else [messages]
+        return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
+
+    def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
+        """What became of them. Once, where a chat model had nothing to say to a plain text, what may be the reason."""
+        outputs = outputs_of(requests)
+        if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
+            for prompt, output in zip(prompts, outputs):
+                silent = not output.text.strip() and not self.eos_ids.isdisjoint(output.token_ids[-1:])
+                if isinstance(prompt, str) and silent:
+                    self._hinted = True
+                    message = f"nothing was said to {short(prompt)}: this model has a chat template, which generate"
+                    warnings.warn(f"{message} does not apply; chat does, and chat_prompt for streams", stacklevel=3)
+                    break
+        return outputs
+
+
+def listed(prompts: Any) -> list[Any]:
+    """Prompts as a list of texts and lists of ids, whatever they came as. Raises ``ValueError`` if they are none."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, abc.Mapping):
+        raise ValueError(f"prompts {short(prompts)} is a mapping; give texts, or the token ids alone (its 'input_ids')")
+    if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UO":
+        prompts = prompts.tolist()  # texts, or ragged lists of ids
+    if isinstance(prompts, (np.ndarray, torch.Tensor)) and prompts.ndim != 2:
+        return [_ids(prompts)]
+    if not isinstance(prompts, abc.Iterable):
+        raise ValueError(f"prompts {short(prompts)} are neither texts nor token ids")
+    if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
+        return [prompts]
+    return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
+
+
+def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
+    """Token ids of an array or a tensor. Raises ``ValueError`` if it holds anything else."""
+    whole = prompt.dtype.kind in "iu" if isinstance(prompt, np.ndarray) else _is_whole(prompt.dtype)
+    if prompt.ndim != 1 or not whole:
+        shape = list(prompt.shape)
+        raise ValueError(f"prompt of {prompt.dtype} and shape {shape}: token ids are integers, of one dimension")
+    found: list[int] = prompt.tolist()
+    return found
+
+
+def _is_whole(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def as_policy(value: object) -> AcceptancePolicy:
+    """A policy, or the one that a text or a mapping describes, of whoever runs the program: it may import. Raises
+    ``ValueError`` naming what is wrong, and the choices."""
+    if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
+        return load_policy(value, trusted=True)
+    made = ""
+    if isinstance(value, type) and issubclass(value, AcceptancePolicy):
+        made = f"; give one of that class: {value.__name__}()"
+    raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
+
+
+def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"params {short(params)} are no SamplingParams")
+    try:
+        return params.changed(fields)
+    except ValidationError as error:
+        raise ValueError(explain(error)) from None
+
+
+def _several(messages: object) -> bool:
+    """Whether these are several conversations: what they hold is no message."""
+    return (
+        isinstance(messages, abc.Sequence)
+        and not isinstance(messages, str)
+        and bool(messages)
+        and not isinstance(messages[0], abc.Mapping)
+    )
+
+
+@contextmanager
+def one_bar() -> Iterator[bool]:
+    """Whether there may be a bar while this lasts: a terminal has room for one."""
+    free = _bars.acquire(blocking=False)
+    try:
+        yield free
+    finally:
+        if free:
+            _bars.release()
+
+
+@contextmanager
+def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
+    """While this lasts, and has lasted for ``_LONG``, a line on a terminal says how far the requests are."""
+    if not (wanted and (console := Console(stderr=True)).is_terminal):
+        yield
+        return
+
+    def line() -> Table:
+        done = sum(request.row.finish_reason is not None for request in requests)
+        tokens = sum(request.row.generated for request in requests)
+        made = Table.grid(padding=(0, 1))
+        made.add_row(ProgressBar(len(requests), done, width=30), f"{done}/{len(requests)}", f"{tokens:,} tokens")
+        return made
+
+    # What others print meanwhile is theirs.
+    live = Live(get_renderable=line, console=console, transient=True, redirect_stdout=False, redirect_stderr=False)
+    timer = threading.Timer(_LONG, live.start)
+    timer.daemon = True
+    with one_bar() as free:
+        if free:
+            timer.start()
+        try:
+            yield
+        finally:
+            timer.cancel()
+            if free:
+                timer.join()
+            live.stop()

@@ -1,0 +1,189 @@
+"""What became of a request, and how it is shown: as data, in a notebook. Knows nothing of models, or of who waits."""
+
+from __future__ import annotations
+
+import html
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
+from typing import Any
+
+from fly.errors import short
+from fly.models.chat import Kind, Splitter, Thinking
+from fly.models.tokenizer import TextStream, Tokenizer
+from fly.policies import AcceptancePolicy, Bound
+from fly.request import Stats, Token
+from fly.types import Guarantee, Why
+
+__all__ = ["Output", "Piece", "Reader"]
+
+# Colours that a page in the dark can be read by as well: the text's own colour stays, on a tinted ground.
+_STYLES = {
+    Why.MATCH: ("background:rgba(40,170,80,.22)", "drafted, and the target's own choice"),
+    Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, excused by the policy"),
+    Why.CORRECTION: ("background:rgba(220,50,50,.26)", "the target's, for a draft it rejected"),
+    Why.BONUS: ("background:rgba(0,150,200,.22)", "the target's, after a draft that stood"),
+}
+_BOX = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
+
+
+class Piece(str):
+    """A piece of text that knows the tokens it came with.
+
+    Attributes:
+        tokens: those that settled it, each with why it stands (``fly.Token``).
+        kind: ``"text"``, or ``"reasoning"`` where a model thinks before it answers a conversation.
+    """
+
+    tokens: tuple[Token, ...]
+    kind: Kind
+
+    def __new__(cls, text: str, tokens: tuple[Token, ...], kind: Kind = "text") -> Piece:
+        piece = super().__new__(cls, text)
+        piece.tokens, piece.kind = tokens, kind
+        return piece
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Piece, (str(self), self.tokens, self.kind)
+
+    @property
+    def why(self) -> Why:
+        """The reason it is coloured by: ``RELAXED`` if one of its tokens is, else that of the first."""
+        return max((token.why for token in self.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
+
+
+class Reader:
+    """Reads an output's tokens once more as a stream gives them. Copies of an output share it; what is pickled goes
+    without it."""
+
+    def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
+        self.tokenizer, self.thinking = tokenizer, thinking
+
+    def __deepcopy__(self, memo: object) -> Reader:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Reader, ()
+
+    def pieces(self, output: Output) -> list[Piece]:
+        if self.tokenizer is None:
+            return []
+        thinking = self.thinking
+        text, splitter = TextStream(self.tokenizer, shown=thinking.tags if thinking else ()), Splitter(thinking)
+        left, found = {"text": len(output.text), "reasoning": len(output.reasoning)}, []
+        held: tuple[Token, ...] = ()
+        for number, token in enumerate(output.provenance, start=1):
+            held += (token,)
+            settled = splitter.push(text.push(token.id))
+            if number == len(output.provenance):
+                settled += splitter.finish(text.finish())
+            for kind, piece in settled:
+                if piece := piece[: left[kind]]:  # nothing of a stop string
+                    found.append(Piece(piece, held, kind))
+                    left[kind], held = left[kind] - len(piece), ()
+        return found
+
+
+@dataclass(frozen=True, repr=False)
+class Output:
+    """What became of one request. ``to_dict`` gives it as JSON can hold it; notebooks show it in colours.
+
+    Attributes:
+        prompt_token_ids: the prompt.
+        text: what was said, without the end-of-sequence token that ended it and without a stop string.
+        token_ids: all that was generated, that token included.
+        finish_reason: ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the model's
+            context).
+        logprobs: for each token the log-probabilities that ``SamplingParams.logprobs`` asked for, by id; else None.
+        provenance: why each token stands (``fly.Token``).
+        stats: what speculation did for it (``fly.Stats``).
+        policy: what decided.
+        guarantee: what the policy promises, and its ``bound`` where that is ``BOUNDED``.
+        bound: see there; else None.
+        others: further completions, where ``n`` asked for some.
+        reasoning: of a conversation with a model that thinks before it answers, that thinking; ``text`` is what came
+            after it (see ``fly.models.chat.Splitter``).
+        pieces: the text as a stream of it would have come (``fly.Piece``); empty without a tokenizer.
+    """
+
+    prompt_token_ids: list[int]
+    text: str
+    token_ids: list[int]
+    finish_reason: str
+    logprobs: list[dict[int, float]] | None
+    provenance: list[Token]
+    stats: Stats
+    policy: AcceptancePolicy
+    guarantee: Guarantee
+    bound: Bound | None
+    others: tuple[Output, ...] = ()
+    reasoning: str = ""
+    _reader: Reader = field(default_factory=Reader, compare=False)
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        return self._reader.pieces(self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it as dictionaries, lists, texts and numbers, which ``json.dumps`` takes."""
+        return {
+            "prompt_token_ids": list(self.prompt_token_ids),
+            "text": self.text,
+            "reasoning": self.reasoning,
+            "token_ids": list(self.token_ids),
+            "finish_reason": self.finish_reason,
+            "logprobs": self.logprobs and [{str(i): nats for i, nats in one.items()} for one in self.logprobs],
+            "policy": str(self.policy),
+            "guarantee": self.guarantee.value,
+            "bound": self.bound and str(self.bound),
+            "provenance": [{**token._asdict(), "why": token.why.name.lower()} for token in self.provenance],
+            "stats": {**asdict(self.stats), "tau": self.stats.tau, "acceptance_rate": self.stats.acceptance_rate},
+            "others": [other.to_dict() for other in self.others],
+        }
+
+    def __repr__(self) -> str:
+        said = short(self.text) if self.text or not self.token_ids else f"token_ids={short(self.token_ids)}"
+        parts = [said, f"{len(self.token_ids)} tokens", self.finish_reason, f"{self.policy} ({self.guarantee.value})"]
+        if self.stats.drafted:
+            parts.append(f"tau={self.stats.tau:.2f}")
+        if self.others:
+            parts.append(f"{len(self.others)} others")
+        return f"Output({', '.join(parts)})"
+
+    def _repr_html_(self) -> str:
+        """Its tokens on the colour of why each stands, what the colours mean, and the counts."""
+        every = (self, *self.others)
+        texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in every]
+        counts = Counter(token.why for output in every for token in output.provenance)
+        legend = [_span(why.name.lower(), why, f"{means}: {counts[why]}") for why, (_, means) in _STYLES.items()]
+        seen = [f"{mark} {counts[why]}" for why, mark in zip(_STYLES, legend) if counts[why]]
+        small = '<div style="font-size:85%;opacity:.8">'
+        return f"<div>{''.join(texts)}{small}{' · '.join([*seen, *map(html.escape, self._summary())])}</div></div>"
+
+    def _summary(self) -> list[str]:
+        said = [self.finish_reason, f"{self.policy}: {self.guarantee.value}"]
+        return [*said, f"τ {self.stats.tau:.2f}"] if self.stats.drafted else said
+
+    def _coloured(self) -> str:
+        if self.pieces:
+            return "".join(_span(piece, piece.why, _reasons(piece), piece.kind) for piece in self.pieces)
+        if self.text or self.reasoning:
+            return html.escape(self.reasoning + self.text)
+        return " ".join(_span(str(token.id), token.why, _reasons(Piece("", (token,)))) for token in self.provenance)
+
+
+def _reasons(piece: Piece) -> str:
+    """What the pointer is told over a piece: for each of its tokens the id, why it stands, what the target wanted."""
+    lines = []
+    for token in piece.tokens:
+        wanted = token.target_choice not in (None, token.id)
+        parts = [f"token {token.id}: {token.why.name.lower()}", token.clause or ""]
+        parts += [f"target's choice {token.target_choice}" if wanted else ""]
+        parts += [f"probability {token.prob:.3g}" if token.prob is not None else ""]
+        lines.append(", ".join(filter(None, parts)))
+    return "\n".join(lines)
+
+
+def _span(text: str, why: Why, title: str, kind: Kind = "text") -> str:
+    style = _STYLES[why][0] + (";opacity:.6" if kind == "reasoning" else "")
+    return f'<span style="{style}" title="{html.escape(title)}">{html.escape(text)}</span>'

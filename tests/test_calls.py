@@ -1,0 +1,370 @@
+"""What users of other libraries type first: every form of prompts and options, and outputs that show themselves."""
+
+from __future__ import annotations
+
+import asyncio
+import html
+import inspect
+import io
+import json
+import pickle
+import re
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fly
+from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
+from fly.calls import ChatOptions, listed
+from fly.config import Config
+from fly.drafts import CascadeDraft, NGramDraft
+from fly.params import Sampling, StructuredOutput
+from fly.policies import AfterTokens, Exact, FLy
+from fly.worker import Stopped
+from tests import user
+from tests.toys import random_llama
+
+VOCAB = 1024
+MODEL = random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
+TEXT = "Take the list 4 9 5 7."
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    return LLM("fly-tiny", "ngram", "fly(theta=0.3)", k=4)
+
+
+def test_a_users_program_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    """What ``mypy`` makes of it is a matter of ``make types``."""
+    user.main()
+    assert capsys.readouterr().out.strip()
+
+
+# --- options ---------------------------------------------------------------------------------------------
+
+
+def every_way(llm: LLM, prompt: str, **options: Any) -> list[Output]:
+    """The same call in every form that gives outputs, of the same ids."""
+    ids = llm.chat_prompt(prompt)
+    stream = llm.stream(ids, **options)
+    text = "".join(stream)
+
+    async def coroutines() -> list[Output]:
+        [one], two = await llm.agenerate([ids], **options), await llm.achat(prompt, **options)
+        assert "".join([piece async for piece in llm.astream(ids, **options)]) == text
+        return [one, two, *await llm.achat([prompt], **options)]
+
+    found = [llm.generate([ids], **options)[0], llm.chat(prompt, **options), *llm.chat([prompt], **options)]
+    found += asyncio.run(coroutines())
+    assert {output.text for output in found} == {text}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "policy"),
+    [
+        ("fly(theta=0.5)", FLy(theta=0.5)),
+        ("fly.paper", FLy.paper()),
+        ("exact | entropy(0.3) & after(2)", None),
+        ({"name": "fly", "theta": 0.5}, FLy(theta=0.5)),
+        (FLy(theta=0.5) & AfterTokens(2), FLy(theta=0.5) & AfterTokens(2)),
+    ],
+)
+def test_a_policy_is_a_text_a_preset_or_a_mapping_everywhere(llm: LLM, given: Any, policy: Any) -> None:
+    wanted = str(policy or given)
+    assert {str(output.policy) for output in every_way(llm, TEXT, policy=given, max_tokens=5)} == {wanted}
+    made = LLM(llm, "ngram", policy=given)
+    assert str(made.policy) == str(Config(policy=given).policy) == str(made.generate("a", max_tokens=1)[0].policy)
+    assert [str(output.policy) for output in llm.generate(["a", "b"], max_tokens=1, policy=[given, Exact()])] == [
+        wanted,
+        "exact",
+    ]
+
+
+def test_sampling_parameters_are_keywords_everywhere(llm: LLM) -> None:
+    wanted = SamplingParams(temperature=1.5, max_tokens=9, seed=3)
+    [out] = llm.generate([llm.chat_prompt(TEXT)], wanted)
+    for one in every_way(llm, TEXT, temperature=1.5, max_tokens=9, seed=3, policy="fly"):
+        assert len(one.token_ids) == 9
+    exact = every_way(llm, TEXT, temperature=1.5, max_tokens=9, seed=3)
+    named = every_way(llm, TEXT, sampling_params=wanted)
+    assert {tuple(one.token_ids) for one in exact + named} == {tuple(out.token_ids)}
+    # keywords change what the parameters say, of each prompt
+    outs = llm.generate(["a", "b"], [SamplingParams(max_tokens=3), SamplingParams(max_tokens=5)], temperature=0)
+    again = llm.generate(["a", "b"], [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)])
+    assert [one.token_ids for one in outs] == [one.token_ids for one in again]
+    assert [len(one.token_ids) for one in llm.generate(["a"] * 2, n=2, max_tokens=2)[1].others] == [2]
+    # what keywords do not say is the checkpoint's
+    other = LLM(llm)
+    other.default_params = SamplingParams(temperature=0, max_tokens=7, ignore_eos=True)
+    assert len(other.generate("a", seed=1)[0].token_ids) == 7
+
+
+def test_options_are_the_fields_of_sampling_parameters() -> None:
+    own = {"sampling_params", "policy", "k", "priority", "draft", "tools", "chat_template_kwargs"}
+    assert Sampling.__optional_keys__ == set(SamplingParams.model_fields)
+    assert ChatOptions.__optional_keys__ == {*SamplingParams.model_fields, *own}
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (
+            lambda llm: llm.generate("a", temprature=1),
+            ["'temprature'", "did you mean 'temperature'", "'max_tokens'", "'k'"],
+        ),
+        (lambda llm: llm.generate("a", max_new_tokens=1), ["'max_new_tokens'", "did you mean 'max_tokens'"]),
+        (lambda llm: llm.chat("a", polcy="fly"), ["'polcy'", "did you mean 'policy'"]),
+        (lambda llm: llm.stream("a", progress=False), ["'progress'", "choices", "'temperature'"]),
+        (lambda llm: llm.generate("a", temperature=-1), ["temperature", "-1"]),
+        (lambda llm: llm.generate("a", max_tokens=2, min_tokens=3), ["min_tokens 3", "max_tokens 2"]),
+        (lambda llm: llm.generate("a", structured={"regx": "a"}), ["'regx'", "did you mean 'regex'"]),
+        (lambda llm: llm.generate("a", SamplingParams(), sampling_params=SamplingParams()), ["sampling_params", "one"]),
+        (lambda llm: llm.generate("a", {"temperature": 0}), ["{'temperature': 0}", "SamplingParams", "temperature=0"]),
+        (lambda llm: llm.generate("a", {"temperature": 0}, seed=1), ["{'temperature': 0}", "SamplingParams"]),
+        (lambda llm: llm.generate("a", policy="flie"), ["'flie'", "fly.paper"]),
+        (lambda llm: llm.generate("a", policy={"name": "fly", "thta": 1}), ["'thta'", "theta"]),
+        (lambda llm: llm.generate(["a", "b"], policy=["fly", 3]), ["policy 3", "text"]),
+        (lambda llm: llm.generate("a", policy=""), ["policy ''"]),
+        (lambda llm: llm.generate(np.array([1.0])), ["float64", "integers"]),
+        (lambda llm: llm.generate(torch.tensor([True])), ["bool", "integers"]),
+        (lambda llm: llm.generate(torch.zeros(1, 1, 1, dtype=torch.int64)), ["[1, 1, 1]", "one dimension"]),
+        (lambda llm: llm.generate(np.array([[5, VOCAB]])), [str(VOCAB)]),
+        (lambda llm: llm.generate({"input_ids": [[1]]}), ["mapping", "input_ids"]),
+        (lambda llm: llm.generate(5), ["prompts 5"]),
+        (lambda llm: SamplingParams(temprature=1), ["'temprature'", "did you mean 'temperature'", "'top_p'"]),
+    ],
+)
+def test_errors_name_what_is_wrong_and_the_choices(llm: LLM, call: Callable[[LLM], object], words: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        call(llm)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+# --- prompts ---------------------------------------------------------------------------------------------
+
+
+@given(
+    prompts=st.lists(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), min_size=1, max_size=4),
+    dtype=st.sampled_from(["int64", "int32", "int16"]),
+)
+def test_arrays_and_tensors_are_lists_of_ids(prompts: list[list[int]], dtype: str) -> None:
+    for make in (lambda ids: np.array(ids, dtype), lambda ids: torch.tensor(ids, dtype=getattr(torch, dtype))):
+        assert listed([make(ids) for ids in prompts]) == prompts == listed(iter(prompts))
+        assert listed(make(prompts[0])) == prompts[:1]
+        equal = [ids[:1] for ids in prompts]
+        assert listed(make(equal)) == equal
+        assert all(type(token) is int for ids in listed(make(equal)) for token in ids)
+
+
+def test_prompts_come_as_arrays_of_ids_or_of_texts() -> None:
+    llm = LLM(MODEL)
+    wanted = [out.token_ids for out in llm.generate([[1, 2, 3], [4, 5, 6]], max_tokens=4)]
+    ids = np.array([[1, 2, 3], [4, 5, 6]], dtype=np.uint16)
+    for prompts in (ids, torch.tensor(ids.tolist(), dtype=torch.int32), [ids[0], torch.tensor([4, 5, 6])], (*ids,)):
+        assert [out.token_ids for out in llm.generate(prompts, max_tokens=4)] == wanted
+    assert [out.token_ids for out in llm.generate(ids[1], max_tokens=4)] == wanted[1:]
+    assert [out.token_ids for out in llm.generate([4, 5, 6], max_tokens=4)] == wanted[1:]
+    assert listed(np.array(["a", "bc"])) == ["a", "bc"]
+    assert llm.generate([]) == llm.generate(np.zeros((0, 3), dtype=int)) == []
+
+
+def test_several_conversations_are_answered_at_once(llm: LLM) -> None:
+    asked = [[{"role": "user", "content": text}] for text in ("Take 1 2.", "Add 3 to 4.", TEXT)]
+    alone = [llm.chat(one, max_tokens=8, temperature=0).token_ids for one in asked]
+    for given_messages in (asked, tuple(asked), ["Take 1 2.", "Add 3 to 4.", TEXT]):
+        outputs = llm.chat(given_messages, max_tokens=8, temperature=0, policy=["exact"] * 3)
+        assert [out.policy for out in outputs] == [Exact()] * 3
+        assert [out.token_ids for out in llm.chat(given_messages, max_tokens=8, temperature=0)] == alone
+    assert [len(out.token_ids) for out in llm.chat(asked, [SamplingParams(max_tokens=n) for n in (1, 2, 3)])] == [
+        1,
+        2,
+        3,
+    ]
+
+
+# --- outputs ---------------------------------------------------------------------------------------------
+
+
+def test_outputs_are_written_short(llm: LLM) -> None:
+    [out] = llm.generate("x" * 30, temperature=0, max_tokens=60)
+    assert len(repr(out)) < 200 and repr(out).startswith(f"Output({out.text[:20]!r}"[:20])
+    assert f"{len(out.token_ids)} tokens, {out.finish_reason}, fly (heuristic)" in repr(out)
+    [ids] = LLM(MODEL).generate([[1, 2]], max_tokens=3)
+    assert repr(ids) == f"Output(token_ids={ids.token_ids}, 3 tokens, length, exact (lossless))"
+    assert repr(llm) == "LLM('fly-tiny', draft='ngram', policy='fly', k=4)"
+    assert repr(LLM(llm, CascadeDraft([NGramDraft()]))) == "LLM('fly-tiny', draft=CascadeDraft, policy='exact', k=15)"
+    assert repr(LLM(MODEL)) == "LLM(Llama, draft=None, policy='exact', k=15)"
+    assert repr(SamplingParams()) == "SamplingParams()"
+    assert repr(SamplingParams(temperature=0.0, stop="a")) == "SamplingParams(temperature=0.0, stop=('a',))"
+    assert repr(StructuredOutput(regex="a|b")) == "StructuredOutput(regex='a|b')"
+    assert eval(repr(SamplingParams(n=2, structured={"regex": "a"}))) == SamplingParams(n=2, structured={"regex": "a"})
+    assert repr(Stats(rounds=2, emitted=5, drafted=4)) == "Stats(rounds=2, emitted=5, drafted=4, tau=2.5)"
+
+
+def test_an_output_as_a_dictionary_is_json(llm: LLM) -> None:
+    out = llm.chat(TEXT, temperature=1, seed=5, max_tokens=12, n=2, logprobs=2, explain=True)
+    data = out.to_dict()
+    assert json.loads(json.dumps(data)) == data
+    assert data["token_ids"] == out.token_ids == [token["id"] for token in data["provenance"]]
+    assert data["stats"]["tau"] == out.stats.tau and data["policy"] == "fly" and data["guarantee"] == "heuristic"
+    assert [other["text"] for other in data["others"]] == [out.others[0].text]
+    assert [{int(i): nats for i, nats in one.items()} for one in data["logprobs"]] == out.logprobs
+    assert {token["why"] for token in data["provenance"]} <= {why.name.lower() for why in Why}
+    for name in Output.__dataclass_fields__.keys() - {"_reader"}:
+        assert name in data
+
+
+def said(page: str) -> str:
+    return html.unescape(re.sub(r"<[^>]*>", "", page))
+
+
+def test_a_notebook_shows_an_output_in_colours_and_escaped() -> None:
+    pair = LLM("fly-target", "fly-draft", "fly")
+    [out] = pair.generate(pair.chat_prompt(TEXT), temperature=1.2, seed=1, max_tokens=60, n=2, explain=True)
+    page = out._repr_html_()
+    assert said(page).startswith(out.text + out.others[0].text)
+    reasons = {token.why.name.lower() for each in (out, *out.others) for token in each.provenance}
+    assert len(reasons) > 2
+    for why in reasons:
+        assert re.search(rf'title="token \d+: {why}', page)
+    # each piece is in the colour of its reason
+    colours = {}
+    for style, why in re.findall(r'<span style="([^"]*)" title="token \d+: (\w+)[^\n"]*"', page):
+        assert colours.setdefault(why, style) == style
+    assert len(set(colours.values())) == len(colours)
+
+
+@given(text=st.text(alphabet="<>&\"'`/ab =\n", min_size=1), clause=st.text(alphabet="<>&\"'/a", max_size=4))
+def test_nothing_that_a_model_says_becomes_markup(text: str, clause: str) -> None:
+    token = Token(5, Why.RELAXED, clause, 6)
+    [plain] = LLM(MODEL).generate([[1]], max_tokens=1)
+    made = replace(plain, text=text, provenance=[token])
+    made.__dict__["pieces"] = [Piece(text, (token,)), Piece(text, (token,), "reasoning")]
+    for each in (made, replace(plain, text=text), replace(plain, provenance=[token]), replace(plain, reasoning=text)):
+        page = each._repr_html_()
+        tags = re.findall(r"<[^>]*>", page)
+        assert all(re.fullmatch(r'</?(div|span)( (style|title)="[^"<>]*")*>', tag) for tag in tags), page
+        assert page.count("<") == len(tags) == page.count(">")
+    assert said(made._repr_html_()).startswith(text + text)
+
+
+def test_outputs_and_pieces_travel(llm: LLM) -> None:
+    out = llm.chat(TEXT, max_tokens=6)
+    assert out.text and "".join(out.pieces) == out.text
+    assert deepcopy(out) == out and deepcopy(replace(out)).pieces == out.pieces
+    far = pickle.loads(pickle.dumps(replace(out)))
+    assert far == out and far.pieces == [] and said(far._repr_html_()).startswith(out.text)
+    piece = pickle.loads(pickle.dumps(out.pieces[0]))
+    assert (piece, piece.tokens, piece.kind) == (out.pieces[0], out.pieces[0].tokens, "text")
+
+
+# --- help, ends, hints, progress -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "names"),
+    [
+        (LLM, [name for name in vars(LLM(MODEL)) if not name.startswith("_")]),
+        (Output, [name for name in Output.__dataclass_fields__ if name != "_reader"]),
+        (Stats, [*Stats.__dataclass_fields__, "tau", "acceptance_rate"]),
+        (Token, Token._fields),
+        (Piece, ["tokens", "kind"]),
+        (SamplingParams, SamplingParams.model_fields),
+        (StructuredOutput, StructuredOutput.model_fields),
+    ],
+)
+def test_help_names_every_attribute(kind: type, names: list[str]) -> None:
+    doc = inspect.getdoc(kind) or ""
+    assert not [name for name in names if not re.search(rf"\b{name}\b", doc)]
+
+
+def test_a_with_block_ends_the_engine() -> None:
+    with LLM(MODEL) as llm:
+        [out] = llm.generate([[1, 2]], max_tokens=2)
+        thread = llm.worker._thread
+        assert thread is not None and thread.is_alive()
+    thread.join()
+    with pytest.raises(Stopped):
+        llm.generate([[1, 2]], max_tokens=2)
+    with pytest.raises(KeyError), LLM(MODEL) as llm:
+        raise KeyError("what happens inside goes on")
+    assert len(out.token_ids) == 2
+
+
+def test_generate_names_chat_once_where_a_chat_model_says_nothing(llm: LLM) -> None:
+    quiet = LLM(llm)
+    end = min(quiet.eos_ids)
+    nothing = {"temperature": 0, "logit_bias": {end: 100}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        quiet.chat(TEXT, **nothing)  # the template was applied
+        quiet.generate([llm.chat_prompt(TEXT)], **nothing)  # they know what they do
+        quiet.generate("a", max_tokens=0)
+        quiet.generate("a", max_tokens=3)
+        LLM(MODEL).generate([[1]], max_tokens=1)
+    with pytest.warns(UserWarning, match=r"nothing was said to 'a'.*chat") as caught:
+        quiet.generate(["a", "b"], **nothing)
+        quiet.generate("a", **nothing)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    with pytest.warns(UserWarning, match="chat"):
+        asyncio.run(LLM(llm).agenerate("a", **nothing))
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("terminal", "progress", "seconds"), [(True, True, 0.0), (True, False, 0.0), (False, True, 0.0), (True, True, 60.0)]
+)
+def test_a_long_call_shows_how_far_it_is_on_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, terminal: bool, progress: bool, seconds: float
+) -> None:
+    monkeypatch.setattr(calls, "_LONG", seconds)
+    monkeypatch.setattr(sys, "stderr", screen := Terminal() if terminal else io.StringIO())
+    monkeypatch.setenv("TERM", "xterm-256color")
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE", "NO_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    llm, run = LLM(MODEL), threading.Event()
+
+    def wait(*arguments: Any) -> Any:
+        deadline = time.monotonic() + 30
+        while "0/2" not in screen.getvalue() and terminal and progress and not seconds and time.monotonic() < deadline:
+            time.sleep(0.01)
+        run.set()
+        return begin(*arguments)
+
+    begin = llm.worker.run
+    monkeypatch.setattr(llm.worker, "run", wait)
+    llm.generate([[1], [2]], max_tokens=3, progress=progress)
+    assert run.is_set() and ("0/2" in screen.getvalue()) == (terminal and progress and not seconds)
+    # the terminal is as it was: nothing of ours goes on, and the next call may show its own
+    assert calls._bars.acquire(blocking=False)
+    calls._bars.release()
+    assert sum(isinstance(thread, threading.Timer) for thread in threading.enumerate()) == 0
+
+
+def test_there_is_one_bar_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(calls, "_LONG", 0.0)
+    monkeypatch.setattr(sys, "stderr", screen := Terminal())
+    with calls.one_bar() as free, calls.one_bar() as second:
+        assert (free, second) == (True, False)
+        LLM(MODEL).generate([[1], [2]], max_tokens=3)
+    assert screen.getvalue() == ""
+
+
+def test_fly_names_what_is_public() -> None:
+    assert set(fly.__all__) == {"LLM", "Guarantee", "Output", "Piece", "SamplingParams", "Stats", "Token", "Why"}
