@@ -506,6 +506,26 @@ def test_speculation_without_a_draft_is_refused() -> None:
         rules.choose(k=4)
 
 
+def test_a_request_names_one_of_the_drafts_that_are_loaded() -> None:
+    with running("choose(copy=ngram, small=fly-tiny)") as server:
+        [model] = httpx.get(f"{server.url}/v1/models").json()["data"]
+        assert (model["speculation"]["draft"], model["speculation"]["drafts"]) == ("copy", ["copy", "small", "none"])
+        body = {"model": MODEL, "messages": CHAT, "temperature": 0, "max_tokens": 24}
+        texts, drafted = set(), {}
+        for name in (None, "copy", "small", "none"):
+            asked = {} if name is None else {"speculation": {"draft": name}}
+            got = httpx.post(f"{server.url}/v1/chat/completions", json={**body, **asked}, timeout=60).json()
+            assert got["speculation"]["draft"] == (name or "copy")
+            texts.add(got["choices"][0]["message"]["content"])
+            drafted[name] = got["usage"]["completion_tokens_details"]
+        assert len(texts) == 1 and drafted[None] == drafted["copy"]
+        assert drafted["small"]["rejected_prediction_tokens"] == 0 < drafted["copy"]["rejected_prediction_tokens"]
+        assert drafted["none"]["accepted_prediction_tokens"] == 0 < drafted["small"]["accepted_prediction_tokens"]
+        refused = httpx.post(f"{server.url}/v1/chat/completions", json={**body, "speculation": {"draft": "big"}})
+        message = refused.json()["error"]["message"]
+        assert refused.status_code == 400 and "'big'" in message and "['copy', 'small', 'none']" in message
+
+
 # The operator's side.
 
 

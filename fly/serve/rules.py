@@ -7,7 +7,7 @@ imports code.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +45,8 @@ class Rules:
 
     Args:
         policy, k, draft: what holds where a request says nothing. ``draft`` is its text, "none" if there is none.
+        among: the names of several drafts that are loaded (``choose(...)``): requests name one of these, and the first
+            is what ``draft`` stands for.
         enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
             policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
             None is every rule that is installed. ``exact`` and the default policy are always enabled.
@@ -64,8 +66,10 @@ class Rules:
         enabled: tuple[str, ...] | None = None,
         max_k: int | None = None,
         require_lossless: bool = False,
+        among: Sequence[str] = (),
     ) -> None:
-        self.policy, self.k, self.draft = policy, k, draft
+        self.policy, self.k, self.draft = policy, k, among[0] if among else draft
+        self.drafts = list(dict.fromkeys([*(among or [draft]), "none"]))  # what requests may name
         self.max_k, self.require_lossless = max(64, k) if max_k is None else max_k, require_lossless
         if k > self.max_k:
             raise ValueError(f"k {k} is what requests get that say nothing, and above max_k {max_k}; lower --k as well")
@@ -85,10 +89,6 @@ class Rules:
     def choices(self) -> list[str]:
         """What requests may name."""
         return list(dict.fromkeys([*self.names, *map(str, self._whole)]))
-
-    @property
-    def drafts(self) -> list[str]:
-        return [self.draft, "none"] if self.draft != "none" else ["none"]
 
     def choose(
         self,
@@ -111,7 +111,7 @@ class Rules:
             return Speculation(Exact(), 0, "none")
         rule = self.policy if policy is None else self._read(policy)
         chosen = (self.k if k is None else k) if (draft or self.draft) != "none" else 0
-        return Speculation(rule, chosen, self.draft if chosen else "none")
+        return Speculation(rule, chosen, (draft or self.draft) if chosen else "none")
 
     def _read(self, given: str | Mapping[str, Any]) -> AcceptancePolicy:
         if isinstance(given, str) and (whole := self._whole.get(_squeezed(given))) is not None:

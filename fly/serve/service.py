@@ -114,9 +114,10 @@ class Service:
             raise ValueError("this model has no tokenizer.json; a server of texts needs one")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.name = settings.name or name
+        self._named = [] if llm.draft is None else llm.draft.choices()
         self.rules = Rules(
             llm.policy, llm.k if draft != "none" else 0, draft, settings.policies, settings.max_k,
-            settings.require_lossless,
+            settings.require_lossless, self._named,
         )  # fmt: skip
         self.metrics = Metrics(self.name)
         self.vocabulary = Vocabulary(self.tokenizer)
@@ -246,7 +247,10 @@ class Service:
         except ValueError as error:
             raise ApiError(400, str(error), str(error).partition(":")[0], "invalid_value") from None
         try:
-            requests = self.llm.requests(prompts, params, chosen.policy, chosen.k, client=client, streamed=True)
+            draft = chosen.draft if chosen.draft in self._named else None
+            requests = self.llm.requests(
+                prompts, params, chosen.policy, chosen.k, draft=draft, client=client, streamed=True
+            )
         except ValueError as error:
             raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
         return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top(), client)
