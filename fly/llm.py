@@ -101,6 +101,7 @@ class LLM(Calls):
         policy, k: what a call that says nothing else goes by; may be set.
         default_params: the same for sampling: what the checkpoint recommends, or greedy.
         tokenizer: the checkpoint's, or None.
+        vocabulary: what its token ids stand for (``fly.vocabulary``); rules and drafts are bound to it.
         eos_ids: tokens that end a text.
         draft: who proposes, or None.
         engine, scheduler, worker: what runs it all (``fly.engine``, ``fly.scheduler``, ``fly.worker``).
