@@ -25,9 +25,10 @@ class Output:
     ``token_ids`` include the end-of-sequence token that ended it, ``text`` shows neither that nor a stop string.
     ``finish_reason`` is ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the
     model's context). Of a conversation with a model that thinks before it answers, ``reasoning`` is that thinking, and
-    ``text`` what came after it (see ``fly.models.chat.Splitter``). ``provenance`` says of every token why it stands.
-    ``policy`` decided, and promises ``guarantee`` (with its ``bound`` where that is ``BOUNDED``). ``others`` are the
-    further completions where ``n`` asked for some.
+    ``text`` what came after it (see ``fly.models.chat.Splitter``). ``prompt_logprobs``, where they are asked for, have
+    an entry for each prompt token, None up to the first that is scored. ``provenance`` says of every token why it
+    stands. ``policy`` decided, and promises ``guarantee`` (with its ``bound`` where that is ``BOUNDED``). ``others``
+    are the further completions where ``n`` asked for some.
     """
 
     prompt_token_ids: list[int]
@@ -35,6 +36,7 @@ class Output:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[dict[int, float]] | None
+    prompt_logprobs: list[dict[int, float] | None] | None
     provenance: list[Token]
     stats: Stats
     policy: AcceptancePolicy
@@ -109,12 +111,14 @@ class Request:
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
         reasoning, text = Splitter.whole(self.thinking, text)
+        unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],
             text=text,
             token_ids=ids,
             finish_reason=row.finish_reason or "length",
             logprobs=row.logprobs if row.params.logprobs is not None else None,
+            prompt_logprobs=None if row.params.prompt_logprobs is None else [*unscored, *row.prompt_logprobs],
             provenance=row.provenance,
             stats=row.stats,
             policy=row.policy,
