@@ -47,7 +47,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
         max_gen_toks: tokens of an answer at most, where the task says nothing.
         prefix_token_id: the token that a text without a context follows; None is the begin token, else the end token.
         max_batch_size: is the harness's own, and changes nothing here.
-        device: as for ``LLM``. ``cuda:0``, which the harness says where nobody chose, is ``auto`` where there is no GPU.
+        device: as for ``LLM``. ``cuda:0``, which the harness gives unasked, is ``auto`` where there is no GPU.
         options: those of ``LLM``: ``k``, ``dtype``, ``kernels``, ``max_context``, and so on.
 
     Raises ``ValueError`` for an option that does not exist, and for a model without a tokenizer or an end token.

@@ -203,8 +203,8 @@ class Tokenizer:
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as a text, for those who know of no token ids. What spells a control token in a message is one
-        when that is encoded: where messages are not your own, use ``apply_chat_template``. Errors as there."""
+        """The conversation as a text, for those who know of no token ids. What spells a control token in a message, is
+        one when that is encoded: where messages are not your own, use ``apply_chat_template``. Errors as there."""
         template = pick(self.templates, None, False)
         given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
         try:
