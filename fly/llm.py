@@ -383,7 +383,8 @@ class LLM:
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             for other in others:  # a matcher goes by one text at a time
                 other.matcher = self._matcher(row.params)
-                other.finish_reason = None if row.params.max_tokens else "length"  # the first is scored for all
+                if not row.params.max_tokens:  # the first is scored for all
+                    other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # under a grammar nothing but the form is said
             thinking = asked[0].thinking if isinstance(asked[0], ChatPrompt) and row.matcher is None else None
             for sample in (row, *others):

@@ -199,8 +199,7 @@ class Sequence:
     id: int = field(default_factory=lambda: next(_ids))
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
-    # Of the prompt's tokens from the first that was asked for on; all completions of a prompt have this one list.
-    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the first that was asked for on
     stats: Stats = field(default_factory=Stats)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
     finish_reason: str | None = None
@@ -249,6 +248,7 @@ class Sequence:
             tokens=list(self.tokens),
             provenance=[],
             logprobs=[],
+            prompt_logprobs=[],
             drafts=[],
             stats=replace(self.stats, gates={}),
             matcher=None if self.matcher is None else self.matcher.fresh(),

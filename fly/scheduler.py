@@ -263,6 +263,8 @@ class Scheduler:
             parent = row.parent
             if parent is not None and not parent.generated and not parent.finish_reason:
                 continue  # it takes over the prompt once that is in
+            if parent is not None and not parent.scores:
+                row.prompt_logprobs = parent.prompt_logprobs
             if parent in self.running and not row.generated:
                 runner.fork(parent, row)
             cached = len(runner.begin(row))
