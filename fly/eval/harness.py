@@ -84,7 +84,7 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
             raise ValueError(f"model {model!r} has no tokenizer; the harness asks in texts")
         self.texts = self.llm.tokenizer
         self.max_length, self.max_gen_toks = self.llm.engine.context, max_gen_toks
-        self._prefix, self.stats = prefix_token_id, Stats()
+        self._prefix, self._draft, self.stats = prefix_token_id, draft, Stats()
 
     @property
     def eot_token_id(self) -> int:
@@ -210,11 +210,12 @@ class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need 
 
     def get_model_info(self) -> dict[str, Any]:
         """For the harness's results: what decoded, and what speculation did in all of its answers."""
-        policy, draft, stats = self.llm.policy, self.llm.draft, self.stats
+        policy, stats = self.llm.policy, self.stats
+        draft = self._draft or (None if self.llm.draft is None else type(self.llm.draft).__name__)
         return {
             "fly_policy": str(policy),
             "fly_guarantee": policy.guarantee.name.lower(),
-            "fly_draft": None if draft is None else str(draft),
+            "fly_draft": draft,
             "fly_mean_acceptance_length": stats.tau,
             "fly_relaxed": stats.relaxed,
             "fly_generated": stats.generated,
