@@ -105,14 +105,13 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
     return count
 
 
-def logprobs(log_JV: Tensor, tokens: list[Token], most: int) -> list[dict[int, float]]:
-    """For each emitted token its own log-probability and those of the ``most`` likeliest, likeliest first."""
+def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
+    """For each token its own log-probability and those of the ``most`` likeliest, likeliest first."""
     top = log_JV.topk(min(most, log_JV.shape[-1]), dim=-1)
-    entries = []
-    for j, token in enumerate(tokens):
-        entry = dict(zip(top.indices[j].tolist(), top.values[j].tolist()))
-        entry.setdefault(token.id, float(log_JV[j, token.id]))
-        entries.append(entry)
+    own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
+    entries = [dict(zip(*likely)) for likely in zip(top.indices.tolist(), top.values.tolist())]
+    for entry, token, (own,) in zip(entries, ids, own_J1.tolist()):
+        entry.setdefault(token, own)
     return entries
 
 

@@ -1,6 +1,6 @@
 """The step: propose, verify in one forward, commit. Knows nothing of HTTP, files, tokenizers or backends.
 
-Shape legend: B rows, K longest draft, J positions of a row (K+1), V vocabulary.
+Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 
 Prefill, plain decoding and verification are the same step: a row feeds whatever it has that is not cached yet,
 then its draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one.
@@ -14,6 +14,7 @@ from collections import abc
 from dataclasses import replace
 
 import torch
+from torch import Tensor
 
 from fly.account import OnToken, apply, explained, logprobs
 from fly.constraints import constrains
@@ -61,7 +62,8 @@ class Engine:
         Args:
             stopped: is given every emitted token in order, and may end the row there (stop strings).
             prefill: further rows that emit nothing yet, and how many more of their tokens are to be cached in the same
-                forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode.
+                forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode. One that
+                is to emit nothing at all (``max_tokens`` 0) ends when its prompt is scored.
             seconds: of rounds in one call, where that is less than ``stretch``.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
@@ -78,7 +80,7 @@ class Engine:
                 self._commit(rows)
                 return emitted
             draft = self._propose(rows, prompts)
-            target, raw_BJV = self.runner.score(rows, draft, prefill)
+            target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
             decisions = self.runner.executor.judge(rows, target, draft)
             for row, decision in zip(rows, decisions):
                 if row.matcher is not None:
@@ -89,6 +91,9 @@ class Engine:
             self._commit(rows)  # forget what was speculated
             raise
         self.runner.commit(row for row, _ in prefill)
+        for row, _ in prefill:
+            if not row.params.max_tokens and not row.scores:
+                row.finish_reason = "length"  # its prompt was all that was asked about
         emitted = []
         for b, (row, decision, prompt) in enumerate(zip(rows, decisions, prompts)):
             tokens = apply(row, [decision], self.left(row), stopped, prompt)
@@ -96,7 +101,7 @@ class Engine:
                 places = [0, *(node + 1 for node in decision.path)][: len(tokens)]
                 log_JV = raw_BJV[b, places].log_softmax(-1)
                 if row.params.logprobs is not None:
-                    row.logprobs += logprobs(log_JV, tokens, row.params.logprobs)
+                    row.logprobs += logprobs(log_JV, [token.id for token in tokens], row.params.logprobs)
                 if row.params.explain:
                     tokens[:] = row.provenance[-len(tokens) :] = explained(log_JV, tokens)
             emitted.append(tokens)
@@ -195,3 +200,10 @@ class Engine:
         for row, decisions in zip(rows, ran.decisions):
             apply(row, decisions, self.left(row), stopped)
         return [row.provenance[start:] for row, start in zip(rows, before)]
+
+
+def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:
+    """Note how likely the prompt's tokens of these numbers are after those before them."""
+    assert row.params.prompt_logprobs is not None
+    ids = row.tokens[scored.start : scored.stop]
+    row.prompt_logprobs += logprobs(logits_PV.log_softmax(-1), ids, row.params.prompt_logprobs)

@@ -82,12 +82,14 @@ class Request:
         else:
             text = self.tokenizer.decode(ids) if self.tokenizer else ""
         reasoning, text = Splitter.whole(self.thinking, text)
+        unscored = [None] * (row.prompt_length - len(row.prompt_logprobs))
         return Output(
             prompt_token_ids=row.tokens[: row.prompt_length],
             text=text,
             token_ids=ids,
             finish_reason=row.finish_reason or "length",
             logprobs=row.logprobs if row.params.logprobs is not None else None,
+            prompt_logprobs=None if row.params.prompt_logprobs is None else [*unscored, *row.prompt_logprobs],
             provenance=row.provenance,
             stats=row.stats,
             policy=row.policy,

@@ -273,6 +273,8 @@ class LLM(Calls):
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
             for other in others:  # a matcher goes by one text at a time
                 other.matcher = self._matcher(row.params)
+                if not row.params.max_tokens:  # the first is scored for all
+                    other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # under a grammar nothing but the form is said
             thinking = asked[0].thinking if isinstance(asked[0], ChatPrompt) and row.matcher is None else None
             for sample in (row, *others):
@@ -303,7 +305,8 @@ class LLM(Calls):
             raise ValueError(f"an empty prompt has no token to go on from; give {need}")
         if bad := [token for token in tokens if not 0 <= token < config.vocab_size]:
             raise ValueError(f"prompt has token ids {bad[:5]} outside the vocabulary of {config.vocab_size}")
-        if len(tokens) >= config.max_position_embeddings + (not params.max_tokens):
+        scored = not params.max_tokens and params.prompt_logprobs is not None  # then the last token is not fed
+        if len(tokens) >= config.max_position_embeddings + (not params.max_tokens) + scored:
             raise ValueError(
                 f"prompt has {len(tokens)} tokens; the model's context of {config.max_position_embeddings} leaves no "
                 "room to answer"
@@ -331,7 +334,7 @@ class LLM(Calls):
             matcher=matcher,
         )
         row.stats.prompt_tokens = len(tokens)
-        if not params.max_tokens:
+        if not params.max_tokens and not row.scores:
             row.finish_reason = "length"
         return row
 

@@ -95,6 +95,7 @@ class Output:
         finish_reason: ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the model's
             context).
         logprobs: for each token the log-probabilities that ``SamplingParams.logprobs`` asked for, by id; else None.
+        prompt_logprobs: where they are asked for, an entry for each prompt token, None up to the first that is scored.
         provenance: why each token stands (``fly.Token``).
         stats: what speculation did for it (``fly.Stats``).
         policy: what decided.
@@ -111,6 +112,7 @@ class Output:
     token_ids: list[int]
     finish_reason: str
     logprobs: list[dict[int, float]] | None
+    prompt_logprobs: list[dict[int, float] | None] | None
     provenance: list[Token]
     stats: Stats
     policy: AcceptancePolicy
@@ -133,6 +135,8 @@ class Output:
             "token_ids": list(self.token_ids),
             "finish_reason": self.finish_reason,
             "logprobs": self.logprobs and [{str(i): nats for i, nats in one.items()} for one in self.logprobs],
+            "prompt_logprobs": self.prompt_logprobs
+            and [one and {str(i): nats for i, nats in one.items()} for one in self.prompt_logprobs],
             "policy": str(self.policy),
             "guarantee": self.guarantee.value,
             "bound": self.bound and str(self.bound),

@@ -27,6 +27,8 @@ class Sampling(TypedDict, total=False):
     stop_token_ids: Sequence[int]
     ignore_eos: bool
     logprobs: int | None
+    prompt_logprobs: int | None
+    prompt_logprobs_start: int
     explain: bool
     presence_penalty: float
     frequency_penalty: float
@@ -114,6 +116,10 @@ class SamplingParams(_Params):
     log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
     the provenance how likely each token was, and how undecided the target.
 
+    ``prompt_logprobs`` n gives the same of the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 follows
+    nothing, and has none). Of the tokens before that, what other requests have cached is shared; the rest is worked out
+    anew. With ``max_tokens`` 0 nothing else is done, and the prompt may be one token longer than the context.
+
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
     were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
     positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
@@ -145,6 +151,8 @@ class SamplingParams(_Params):
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs: int | None = Field(default=None, ge=0)
+    prompt_logprobs_start: int = Field(default=0, ge=0)
     explain: bool = False
     presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
@@ -201,4 +209,6 @@ class SamplingParams(_Params):
     def _lengths_agree(self) -> SamplingParams:
         if self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens {self.min_tokens} exceeds max_tokens {self.max_tokens}")
+        if self.prompt_logprobs_start and self.prompt_logprobs is None:
+            raise ValueError(f"prompt_logprobs_start {self.prompt_logprobs_start}: only with prompt_logprobs")
         return self

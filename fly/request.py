@@ -230,6 +230,7 @@ class Sequence:
     id: int = field(default_factory=lambda: next(_ids))
     provenance: list[Token] = field(default_factory=list)
     logprobs: list[dict[int, float]] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float]] = field(default_factory=list)  # from the first that was asked for on
     stats: Stats = field(default_factory=Stats)
     drafts: list[tuple[int, int]] = field(default_factory=list)  # of each round with one: its tokens, those that stand
     finish_reason: str | None = None
@@ -250,6 +251,25 @@ class Sequence:
     def greedy(self) -> bool:
         return self.params.temperature == 0
 
+    @property
+    def scores(self) -> bool:
+        """Whether log-probabilities of prompt tokens are still to be worked out."""
+        return self.params.prompt_logprobs is not None and self._next_score < self.prompt_length
+
+    @property
+    def _next_score(self) -> int:
+        return max(1, self.params.prompt_logprobs_start) + len(self.prompt_logprobs)
+
+    def scored(self, start: int, count: int) -> range:
+        """The prompt tokens that are to be scored by what the model says after ``count`` tokens from ``start`` on."""
+        first = self._next_score if self.scores else self.prompt_length
+        return range(max(first, start + 1), min(start + count + 1, self.prompt_length))
+
+    @property
+    def shareable(self) -> int:
+        """Tokens after which nobody asks what the model says: they need not be fed if they are cached."""
+        return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
+
     def sample(self, seed: int) -> Sequence:
         """Another completion of the same request, which has just come in."""
         return replace(
@@ -260,6 +280,7 @@ class Sequence:
             tokens=list(self.tokens),
             provenance=[],
             logprobs=[],
+            prompt_logprobs=[],
             drafts=[],
             stats=replace(self.stats, gates={}),
             matcher=None if self.matcher is None else self.matcher.fresh(),

@@ -1,14 +1,14 @@
 """A model with its own paged cache: which tokens of each sequence are cached; feed, roll back. Knows nothing of
 policies or strategies.
 
-Shape legend: B rows, K longest draft, J positions of a row (K+1), V vocabulary.
+Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import abc
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
@@ -21,7 +21,9 @@ from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Draft, Target
 
-__all__ = ["Runner"]
+__all__ = ["OnPrompt", "Runner"]
+
+OnPrompt = Callable[[Sequence, range, Tensor], None]  # numbers of prompt tokens, and the logits [P, V] they follow on
 
 # Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
 # and of all rows together no more than this.
@@ -53,12 +55,12 @@ class Runner:
 
     def begin(self, row: Sequence) -> list[int]:
         """The tokens of ``row`` that are cached. A row not seen before starts with the pages that others have filled
-        with the beginning of its tokens (all but the last, which has to be fed)."""
+        with the beginning of its tokens (of those that need not be fed: ``Sequence.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             allocator = self.cache.allocator
             # another runner on the same cache may know it
             adopts = self.share and row.id not in allocator
-            shared = allocator.adopt(row.id, row.tokens[:-1], row.params.cache_salt) if adopts else 0
+            shared = allocator.adopt(row.id, row.tokens[: row.shareable], row.params.cache_salt) if adopts else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -82,11 +84,15 @@ class Runner:
             self._cached.pop(row.id, None)
 
     def score(
-        self, rows: abc.Sequence[Sequence], draft: Draft, prefill: abc.Sequence[tuple[Sequence, int]] = ()
+        self,
+        rows: abc.Sequence[Sequence],
+        draft: Draft,
+        prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        note: OnPrompt | None = None,
     ) -> tuple[Target, Tensor]:
-        """The target's view of a block, and the raw logits [B, J, V] it was made from; ``prefill`` as for ``feed``."""
+        """The target's view of a block, and the raw logits [B, J, V] it was made from; the rest as for ``feed``."""
         chains, trees = draft.chains, draft.trees
-        raw_BJV, choices = self.feed(rows, chains, trees, prefill)
+        raw_BJV, choices = self.feed(rows, chains, trees, prefill, note)
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
@@ -119,11 +125,13 @@ class Runner:
         drafts: abc.Sequence[list[int]],
         parents: abc.Sequence[list[int]] | None = None,
         prefill: abc.Sequence[tuple[Sequence, int]] = (),
+        note: OnPrompt | None = None,
     ) -> tuple[Tensor, list[list[int]] | None]:
         """Run one forward over every row's uncached tokens and then its draft.
 
         ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
         after them. ``prefill`` names other rows, and how many more of their tokens are to be cached by the way.
+        ``note`` is given, for every row with prompt tokens to score, their numbers (``Sequence.scored``) and logits.
         Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j its
         j-th drafted one; and the most likely token at each, where that was found by the way. Rows with shorter drafts
         repeat their last position.
@@ -146,12 +154,18 @@ class Runner:
         batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, strange))
         longest = max(map(len, drafts), default=0)
         places: list[int] | None = None  # all
-        if prefill or not all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts)):
+        prompts = [row.scored(start, count) for row, start, count in zip(fed, starts, counts)] if note else []
+        even = all(len(draft) == longest == count - 1 for draft, count in zip(drafts, counts))
+        if prefill or any(prompts) or not even:
             places, end = [], 0
             for draft, count in zip(drafts, counts):
                 end += count
                 first = end - 1 - len(draft)
                 places += [min(first + j, end - 1) for j in range(longest + 1)]
+            end = 0
+            for start, count, scored in zip(starts, counts, prompts):
+                places += range(end + scored.start - 1 - start, end + scored.stop - 1 - start)
+                end += count
         if parents is not None:
             end = 0
             for row, count, tree in zip(rows, counts, parents):
@@ -162,6 +176,12 @@ class Runner:
             self._cached[row.id].extend(added)
             if parents is not None and b < len(rows) and parents[b]:
                 self._trees[row.id] = (len(row.tokens), parents[b])
+        if note is not None and any(prompts):
+            end = len(rows) * (longest + 1)
+            for row, scored, logits_PV in zip(fed, prompts, logits_NV[end:].split([len(scored) for scored in prompts])):
+                if scored:
+                    note(row, scored, logits_PV)
+            logits_NV, argmax = logits_NV[:end], None if argmax is None else argmax[:end]
         choices = (
             None if argmax is None else [argmax[at : at + longest + 1] for at in range(0, len(argmax), longest + 1)]
         )

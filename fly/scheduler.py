@@ -28,6 +28,7 @@ from fly.request import Sequence, Token
 
 __all__ = ["Scheduler"]
 
+_LOGITS = 2**25  # of prompts that are scored, at most kept at a time: 128 MiB, and as much again to normalise them
 _LEAST_CHUNK, _LEAST_PART = 32, 8  # prompt tokens that a step takes in, however many rows decode; or this part of it
 
 
@@ -78,6 +79,8 @@ class Scheduler:
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
         self._arrivals: dict[int, int] = {}  # not by id: ranks that make the same rows may have other ids for them
+        # prompt tokens scored in one step: so few that their logits fit, and so many that each row may have one
+        self._scores = max(max_rows, _LOGITS // engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
         self._stuck: Sequence | None = None  # waits for room, of which there is no more than when it was last tried
@@ -260,6 +263,8 @@ class Scheduler:
             parent = row.parent
             if parent is not None and not parent.generated and not parent.finish_reason:
                 continue  # it takes over the prompt once that is in
+            if parent is not None and not parent.scores:
+                row.prompt_logprobs = parent.prompt_logprobs
             if parent in self.running and not row.generated:
                 runner.fork(parent, row)
             cached = len(runner.begin(row))
@@ -285,14 +290,14 @@ class Scheduler:
         """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
         allocator = self.engine.runner.cache.allocator
         return (
-            self.engine.runner.share and allocator.next_key(row.id, row.tokens[:-1], row.params.cache_salt)
+            self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
         """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out
-        again of its text. The last of a text that goes on is fed when it does."""
+        again of its text. The last of a text that goes on is fed when it does, that of one that never does is not."""
         pending = self.engine.runner.pending(row)
-        return pending - 1 if row.generated else pending
+        return pending - 1 if row.generated or not row.params.max_tokens else pending
 
     def _plan(self) -> _Step:
         """Every row that decodes, and as much of every prompt as the step has tokens for: each client gets an equal
@@ -306,13 +311,25 @@ class Scheduler:
                 left -= 1 + self._drafted(row)
         left = max(left, _LEAST_CHUNK, self.step_tokens // _LEAST_PART)
         shares = _shared(left, {name: sum(prompts.values()) for name, prompts in filling.items()})
+        wanted = {
+            name: sum(len(self._scored(*prompt)) for prompt in prompts.items()) for name, prompts in filling.items()
+        }
+        scores = _shared(self._scores, wanted)
         for name, prompts in filling.items():
             for row, taken in _shared(shares[name], prompts).items():
-                if taken == prompts[row] and not row.generated:
+                if len(scored := self._scored(row, taken)) > scores[name]:
+                    scored = scored[: scores[name]]
+                    taken = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
+                scores[name] -= len(scored)
+                if taken == prompts[row] and not row.generated and row.params.max_tokens:
                     step.rows.append(row)  # the last of the prompt gives the first token
                 elif taken:
                     step.prefill.append((row, taken))
         return step
+
+    def _scored(self, row: Sequence, taken: int) -> range:
+        """The prompt tokens of ``row`` that are scored when ``taken`` more of it come in."""
+        return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Sequence) -> bool:
         """Whether there is room for the next round of ``row`` and of all that run, and a page more for each, so that

@@ -54,10 +54,16 @@ class Asked:
     priority: int = 0
     presence: float = 0.0
     client: str = ""
+    scored: int | None = None  # the first prompt token to score
 
     def row(self) -> Sequence:
+        scores = self.scored is not None and max(1, self.scored) < len(self.prompt)
         params = SamplingParams(
-            temperature=self.temperature, max_tokens=self.max_tokens, presence_penalty=self.presence
+            temperature=self.temperature,
+            max_tokens=self.max_tokens if scores else max(1, self.max_tokens),
+            presence_penalty=self.presence,
+            prompt_logprobs=None if self.scored is None else 2,
+            prompt_logprobs_start=self.scored or 0,
         )
         return Sequence(
             list(self.prompt),
@@ -77,14 +83,20 @@ def make_scheduler(name: str, blocks: int, size: int, **options: int) -> Schedul
     return Scheduler(Engine(runner, STRATEGIES[name](blocks, size)), **options)
 
 
+def outcome(row: Sequence) -> tuple[tuple[int, ...], str | None, list[dict[int, float]]]:
+    return tuple(row.tokens[row.prompt_length :]), row.finish_reason, row.prompt_logprobs
+
+
 @cache
-def alone(name: str, asked: Asked) -> tuple[tuple[int, ...], str]:
+def alone(name: str, asked: Asked) -> tuple[tuple[int, ...], str | None, list[dict[int, float]]]:
     """What a request yields by itself: an engine of its own, no scheduler, caches that hold everything."""
     engine = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 64, 4), share=False), STRATEGIES[name](64, 4))
     row = asked.row()
+    if not row.params.max_tokens:
+        engine.step([], prefill=[(row, len(row.tokens) - 1)])
     while not row.finish_reason:
         engine.step([row])
-    return tuple(row.tokens[row.prompt_length :]), row.finish_reason
+    return outcome(row)
 
 
 def run(scheduler: Scheduler, most: int = 2000) -> int:
@@ -111,7 +123,7 @@ requests = st.builds(
         st.lists(tokens, min_size=1, max_size=14).map(tuple),
     ),
     temperature=st.sampled_from([0.0, 0.0, 0.7, 1.3]),
-    max_tokens=st.integers(1, 14),
+    max_tokens=st.integers(0, 14),
     seed=st.integers(0, 3),
     policy=st.integers(0, len(POLICIES) - 1),
     k=st.integers(0, 4),
@@ -119,6 +131,7 @@ requests = st.builds(
     priority=st.sampled_from([0, 0, 0, 1, -1]),
     presence=st.sampled_from([0.0, 0.0, 1.5]),
     client=st.sampled_from(["a", "a", "a", "b", "c"]),
+    scored=st.none() | st.integers(0, 20),
 )
 
 
@@ -131,16 +144,19 @@ class Simulation(RuleBasedStateMachine):
         size=st.integers(1, 5),
         max_rows=st.integers(1, 6),
         step_tokens=st.integers(1, 60),
+        scores=st.integers(0, 20),
     )
-    def start(self, name: str, room: int, size: int, max_rows: int, step_tokens: int) -> None:
+    def start(self, name: str, room: int, size: int, max_rows: int, step_tokens: int, scores: int) -> None:
         self.name = name
         self.scheduler = make_scheduler(name, -(-room // size), size, max_rows=max_rows, step_tokens=step_tokens)
+        self.scheduler._scores = max_rows + scores
         self.open: dict[int, tuple[Sequence, Asked]] = {}
         self.told: dict[int, list[int]] = {}
 
     @rule(asked=requests, n=st.sampled_from([1, 1, 1, 3]))
     def arrive(self, asked: Asked, n: int) -> None:
         first = asked.row()
+        n = n if first.params.max_tokens else 1  # there is nothing more to say of it
         for number in range(n):
             seed = derive(asked.seed, -number) if number else asked.seed
             row = first.sample(seed) if number else first
@@ -168,7 +184,7 @@ class Simulation(RuleBasedStateMachine):
         for id_, (row, asked) in list(self.open.items()):
             if row.finish_reason:
                 assert row.error is None
-                assert (tuple(row.tokens[row.prompt_length :]), row.finish_reason) == alone(self.name, asked)
+                assert outcome(row) == alone(self.name, asked)
                 assert self.told[id_] == row.tokens[row.prompt_length :]
                 del self.open[id_]
 
@@ -214,7 +230,7 @@ def test_a_batch_gives_what_each_gives_alone(name: str, batch: list[Asked], bloc
         scheduler.add(row)
     run(scheduler)
     for row, asked in zip(rows, batch):
-        assert (tuple(row.tokens[row.prompt_length :]), row.finish_reason) == alone(name, asked)
+        assert outcome(row) == alone(name, asked)
     assert whole(scheduler)
 
 

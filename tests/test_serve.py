@@ -317,7 +317,9 @@ def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: st
         ({"prompt": ["a"] * 11, "n": 3}, "n", "33 completions; at most 32"),
         ({"best_of": 4}, "best_of", "beyond n"),
         ({"suffix": "x"}, "suffix", "None"),
-        ({"echo": True, "logprobs": 1}, "echo", "logprobs"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "echo", "whole answer"),
+        ({"prompt_logprobs": 1, "stream": True}, None, "prompt_logprobs comes with a whole answer"),
+        ({"prompt_logprobs": 21}, "prompt_logprobs", "20"),
         ({"logprobs": 21}, "logprobs", "20"),
     ],
 )

@@ -29,7 +29,7 @@ CHECKS = [not_a_server_error, status_code_conformance, response_schema_conforman
 def test_no_request_is_the_servers_fault(here: Running, mode: GenerationMode) -> None:
     schema = schemathesis.openapi.from_url(f"{here.url}/openapi.json")
     operations = [found.ok() for found in schema.get_all_operations()]
-    assert len(operations) == 10
+    assert len(operations) == 11
     for operation in operations:
 
         @settings(max_examples=15 if operation.method == "post" else 2, phases=[Phase.generate], database=None)

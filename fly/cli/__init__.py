@@ -10,7 +10,7 @@ from fly.cli.bench import bench
 from fly.cli.chat import chat
 from fly.cli.comparison import demo
 from fly.cli.completion import generate
-from fly.cli.evaluation import evaluate, report_command, tasks
+from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.serving import serve
 
@@ -43,5 +43,7 @@ def _main(
 for _command in (generate, chat, serve, models, policies, drafts, tasks, check, demo):
     app.command()(_command)
 app.command("eval")(evaluate)
+_TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is the harness's, --help too
 app.command("report")(report_command)
 app.add_typer(bench, name="bench")

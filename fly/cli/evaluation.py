@@ -40,6 +40,16 @@ _TaskOption = Annotated[
 
 
 @alone
+def harness(context: typer.Context) -> None:
+    """The lm-evaluation-harness's own command, with fly as one of its models: --model fly --model_args model=..."""
+    try:
+        from fly.eval.harness import main
+    except ModuleNotFoundError as error:
+        raise ValueError(f"the harness is not installed ({error}): pip install 'flyspec[lm-eval]'") from None
+    main(context.args)
+
+
+@alone
 def tasks(
     task: Annotated[
         str | None, typer.Argument(help="A task, NAME=PATH with its data, or a .yaml file of yours.")

@@ -76,7 +76,7 @@ class Tokenizer:
                 raise TypeError(f"chat_template must be text, got {bad[0]!r}")
             extra = settings.get("extra_special_tokens")  # some that templates know by a name of their own
             named = {**(extra if isinstance(extra, dict) else {}), **{name: settings.get(name) for name in _NAMED}}
-            self._special_names = {
+            self.special_names: dict[str, str] = {
                 name: token["content"] if isinstance(token, dict) else token
                 for name, token in named.items()
                 if token is not None
@@ -149,6 +149,21 @@ class Tokenizer:
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
 
+    def offsets(self, prompt: str | Sequence[int]) -> list[int]:
+        """The character at which each token of a prompt begins: of a text as it was given, of token ids as they are
+        decoded with special tokens. Of a character of several tokens, those begin at its start or end."""
+        if isinstance(prompt, str):
+            [found] = _encoded(self.raw, [prompt], add_special_tokens=True, offsets=True)
+            return [start for start, _ in found.offsets]
+        decoder, begins, at = DecodeStream(skip_special_tokens=False), list[int](), 0
+        for token in prompt:
+            begins.append(at)
+            try:
+                at += len(decoder.step(self.raw, token) or "")
+            except Exception:  # see TextStream
+                decoder = DecodeStream(skip_special_tokens=False)
+        return begins
+
     def check_length(self, text: str, most: int) -> None:
         """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it
         takes time."""
@@ -200,10 +215,10 @@ class Tokenizer:
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         try:
             if unread := sorted(given.keys() - template.variables):
-                known = sorted(template.variables - {"messages", "add_generation_prompt", *self._special_names})
+                known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
                 raise ValueError(f"it does not look at {unread}; it knows {known}")
             text = template.render(
-                {**self._special_names, **lists, "add_generation_prompt": add_generation_prompt}
+                {**self.special_names, **lists, "add_generation_prompt": add_generation_prompt}
                 | self._marked({**given, "messages": conversation(messages)}, marks)
             )
         except Exception as error:  # a template is a program: it fails as it likes
@@ -211,6 +226,16 @@ class Tokenizer:
         ids = self._encode_marked(text, marks, at_most)
         begun = add_generation_prompt and template.tags is not None and text.rstrip().endswith(template.tags.open)
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
+
+    def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
+        """The conversation as a text, for those who know of no token ids. What spells a control token in a message, is
+        one when that is encoded: where messages are not your own, use ``apply_chat_template``. Errors as there."""
+        template = pick(self.templates, None, False)
+        given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
+        try:
+            return template.render({**self.special_names, "tools": None, "documents": None, **given})
+        except Exception as error:
+            raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
         """Token ids of a text, of which what stands between marks is plain."""
@@ -241,7 +266,7 @@ class Tokenizer:
         """What is read as a special token where it stands in a text, the longest first as the tokenizer has it; None
         where other things are too: other spellings, or what the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
-        unknown = self._special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
+        unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
         if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
             return None
         return re.compile("|".join(sorted((re.escape(token.content) for token in tokens), key=len, reverse=True)))

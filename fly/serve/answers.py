@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import time
 import uuid
@@ -57,6 +58,14 @@ class Vocabulary:
         return known
 
 
+@dataclass(frozen=True)
+class Echo:
+    """A prompt that is repeated before its completion, and where its tokens begin in it, if they are listed."""
+
+    text: str
+    offsets: list[int] | None = None
+
+
 @dataclass
 class Choice:
     """One completion as it comes in."""
@@ -70,6 +79,8 @@ class Choice:
     blocks: int = 0
     offset: int = 0  # characters before this, for the completions' log-probabilities
     finish_reason: str | None = None
+    prompt: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, float] | None] | None = None
 
 
 class Completion:
@@ -81,8 +92,9 @@ class Completion:
         speculation: what it was decoded by.
         thinking: how the answers may begin with thinking, for each choice.
         explains: whether every token is accounted for.
-        echoes: the text before each choice, where it is asked for.
+        echoes: what stands before each choice, where it is asked for.
         top: likely tokens to list at each place; None for no log-probabilities.
+        prompt_top: the same of the prompt, in a list of its own.
     """
 
     def __init__(
@@ -94,12 +106,14 @@ class Completion:
         fingerprint: str,
         thinking: Sequence[Thinking | None],
         explains: bool = False,
-        echoes: list[str] | None = None,
+        echoes: list[Echo] | None = None,
         top: int | None = None,
+        prompt_top: int | None = None,
     ) -> None:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.chat, self.model, self.speculation, self.explains, self.top = chat, model, speculation, explains, top
+        self.chat, self.model, self.speculation, self.explains = chat, model, speculation, explains
+        self.top, self.prompt_top = top, prompt_top
         self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
         self.choices = [Choice(index, Splitter(each)) for index, each in enumerate(thinking)]
         for choice in self.choices:
@@ -123,6 +137,7 @@ class Completion:
         if news.output is not None:
             stats = news.output.stats
             choice.finish_reason = news.output.finish_reason
+            choice.prompt, choice.prompt_logprobs = news.output.prompt_token_ids, news.output.prompt_logprobs
             self._cached += stats.cached
             self._completion_tokens += stats.generated
             self._drafted += stats.drafted
@@ -183,6 +198,9 @@ class Completion:
                     body["message"]["reasoning_content"] = choice.reasoning
             else:
                 body["text"] = self._echo(choice) + text
+                if self.prompt_top is not None:
+                    listed = zip(choice.prompt, choice.prompt_logprobs or ())
+                    body["prompt_logprobs"] = [self._prompt_entry(*entry) for entry in listed]
             choices.append(body)
         return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
 
@@ -222,7 +240,7 @@ class Completion:
         return {"speculation": self.speculation.as_dict(), "metrics": self.metrics()}
 
     def _echo(self, choice: Choice) -> str:
-        return "" if self._echoes is None else self._echoes[choice.index]
+        return "" if self._echoes is None else self._echoes[choice.index].text
 
     def _body(self, choices: list[dict[str, Any]], chunk: str) -> dict[str, Any]:
         return {
@@ -256,21 +274,43 @@ class Completion:
         return {"content": content, "refusal": None}
 
     def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
-        text, offsets, offset = self._vocabulary.text, [], choice.offset
+        ids, offsets, offset = [token.id for token, _, _ in choice.tokens], list[int](), choice.offset
+        likely: list[dict[int, float] | None] = [*choice.logprobs]
         for _, settled, _ in choice.tokens:
             offsets.append(offset)
             offset += len(settled)
+        if self._echoes is not None and choice.prompt_logprobs is not None:
+            ids, offsets = choice.prompt + ids, (self._echoes[choice.index].offsets or []) + offsets
+            likely = choice.prompt_logprobs + likely
         return {
-            "tokens": [text(token.id) for token, _, _ in choice.tokens],
-            "token_logprobs": [
-                _finite(likely[token.id]) for (token, _, _), likely in zip(choice.tokens, choice.logprobs)
-            ],
-            "top_logprobs": [
-                {text(other): _finite(value) for other, value in likely.items()} for likely in choice.logprobs
-            ]
-            if self.top
-            else None,
+            "tokens": [self._vocabulary.text(token) for token in ids],
+            "token_logprobs": [None if each is None else _finite(each[token]) for token, each in zip(ids, likely)],
+            "top_logprobs": [self._named(token, each) for token, each in zip(ids, likely)] if self.top else None,
             "text_offset": offsets,
+        }
+
+    def _named(self, token: int, likely: dict[int, float] | None) -> dict[str, float] | None:
+        """The likeliest tokens by their texts, and ``token`` itself; of several with one text the likeliest."""
+        if likely is None:
+            return None
+        named: dict[str, float] = {}
+        for other, value in (*itertools.islice(likely.items(), self.top), (token, likely[token])):
+            named.setdefault(self._vocabulary.text(other), _finite(value))
+        return named
+
+    def _prompt_entry(self, token: int, likely: dict[int, float] | None) -> dict[str, dict[str, Any]] | None:
+        """As vLLM has it. The rank of a token that is not among the likeliest is not known."""
+        if likely is None:
+            return None
+        top = [*itertools.islice(likely, self.prompt_top)]
+        ranked: list[tuple[int, int | None]] = [(other, rank) for rank, other in enumerate(top, start=1)]
+        return {
+            str(other): {
+                "logprob": _finite(likely[other]),
+                "rank": rank,
+                "decoded_token": self._vocabulary.text(other),
+            }
+            for other, rank in (ranked if token in top else [*ranked, (token, None)])
         }
 
     def _explained(self, token: Token, text: str, block: int) -> dict[str, Any]:

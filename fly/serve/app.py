@@ -78,7 +78,7 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
             f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
-            prepared.top,
+            prepared.top, prepared.prompt_top,
         )  # fmt: skip
         if streamed:
             if not await answering.begun():
@@ -92,7 +92,11 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
                 return Response(status_code=499)
             for news in found:
                 completion.add(news)
-        whole = Plain(completion.whole(prepared.prompt_tokens))
+        if body.prompt_top() is None:
+            whole = Plain(completion.whole(prepared.prompt_tokens))
+        else:  # there is much to write down
+            loop = asyncio.get_running_loop()
+            whole = await loop.run_in_executor(service.reading, lambda: Plain(completion.whole(prepared.prompt_tokens)))
     except Left:
         close()
         return Response(status_code=499)
@@ -200,6 +204,13 @@ def create_app(service: Service) -> ASGIApp:
             return Plain({"count": len(tokens), "max_model_len": service.context, "tokens": tokens})
 
         return await read(service, told, request)
+
+    @app.get("/tokenizer_info", responses=errors)
+    async def tokenizer_info() -> dict[str, Any]:
+        """The special tokens by their names, and the chat template, as in a checkpoint's tokenizer_config.json."""
+        tokenizer = service.tokenizer
+        named: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_names}
+        return {**named, "chat_template": tokenizer.template, "model_max_length": service.context}
 
     @app.post("/detokenize", responses=errors)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:

@@ -189,6 +189,10 @@ class Generation(_Body):
         """How many likely tokens to list at each place; None for no log-probabilities at all."""
         raise NotImplementedError
 
+    def prompt_top(self) -> int | None:
+        """The same of the prompt."""
+        return None
+
     def params(self, default: SamplingParams, seed: int, max_tokens: int, salt: str = "") -> SamplingParams:
         """How it is sampled. Raises ``ValueError`` whose text starts with the name of the field."""
         names = (
@@ -210,16 +214,18 @@ class Generation(_Body):
             default.model_dump()
             | given
             | {"seed": seed, "max_tokens": max_tokens, "logprobs": self.top(), "explain": self.explains}
-            | {"cache_salt": salt}
+            | {"cache_salt": salt, "prompt_logprobs": self.prompt_top()}
         )
 
 
 class CompletionRequest(Generation):
-    """``/v1/completions``. Texts are read as they stand, special tokens included."""
+    """``/v1/completions``. Texts are read as they stand, special tokens included. ``echo`` with ``logprobs`` lists the
+    prompt's tokens too; ``prompt_logprobs`` does so, as vLLM has it, in a list of its own."""
 
     prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
+    prompt_logprobs: int | None = Field(None, ge=0, le=20)
     best_of: int | None = Field(None, ge=1)
     suffix: None = None
 
@@ -227,8 +233,9 @@ class CompletionRequest(Generation):
     def _what_cannot_be_had(self) -> CompletionRequest:
         if self.best_of not in (None, self.n or 1):
             raise ValueError(f"best_of: {self.best_of} is not supported beyond n; every completion is returned")
-        if self.echo and self.logprobs is not None:
-            raise ValueError("echo: with logprobs it would need those of the prompt, which are not worked out")
+        if self.stream and self.prompt_top() is not None:
+            name = "prompt_logprobs" if self.prompt_logprobs is not None else "echo: with logprobs it"
+            raise ValueError(f"{name} comes with a whole answer only, not with stream: true")
         return self
 
     @property
@@ -242,6 +249,10 @@ class CompletionRequest(Generation):
 
     def top(self) -> int | None:
         return self.logprobs
+
+    def prompt_top(self) -> int | None:
+        asked = self.prompt_logprobs, self.logprobs if self.echo else None
+        return max((most for most in asked if most is not None), default=None)
 
 
 class Part(TypedDict):

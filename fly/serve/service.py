@@ -30,7 +30,7 @@ from fly.errors import explain
 from fly.job import News, Request
 from fly.llm import LLM
 from fly.models.tokenizer import TooLong
-from fly.serve.answers import Vocabulary, error_body
+from fly.serve.answers import Echo, Vocabulary, error_body
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
@@ -41,6 +41,7 @@ from fly.worker import Stopped
 
 __all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
 
+_SCORES = 2**18  # log-probabilities of prompt tokens that one answer lists: some ten megabytes
 _COMPILE = 2  # threads that compile grammars
 T = TypeVar("T")
 
@@ -90,7 +91,8 @@ class Prepared:
 
     requests: list[Request]
     prompt_tokens: int
-    echoes: list[str] | None
+    echoes: list[Echo] | None
+    prompt_top: int | None
     speculation: Speculation
     top: int | None
     client: str = ""
@@ -232,11 +234,16 @@ class Service:
         else:
             assert isinstance(body, CompletionRequest)
             name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
-            if body.echo:
-                texts = [p if isinstance(p, str) else self.tokenizer.decode(p, False) for p in body.prompts]
-                echoes = [text for text in texts for _ in range(body.n or 1)]
         for tokens in prompts:
             self.check_prompt(tokens, name)
+        if (top := body.prompt_top()) is not None:
+            entries = sum(map(len, prompts)) * (top + 1) * (body.n or 1)
+            if entries > _SCORES:
+                message = f"{name}: log-probabilities of its tokens are {entries} entries; at most {_SCORES} are listed"
+                raise ApiError(400, message, name, "invalid_value")
+        if isinstance(body, CompletionRequest) and body.echo:
+            found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
+            echoes = [echo for echo in found for _ in range(body.n or 1)]
         try:
             most = self.max_tokens(body, prompts)
             params = body.params(self.llm.default_params, self.seed(body), most, self.salt(body, client))
@@ -253,7 +260,8 @@ class Service:
             )
         except ValueError as error:
             raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
-        return Prepared(requests, sum(map(len, prompts)), echoes, chosen, body.top(), client)
+        prompt_top = body.prompt_logprobs if isinstance(body, CompletionRequest) else None
+        return Prepared(requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client)
 
     @staticmethod
     def seed(body: Generation) -> int:
@@ -275,6 +283,11 @@ class Service:
             raise self._no_room(error, "prompt") from None
         except (TypeError, ValueError) as error:  # half a surrogate pair
             raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
+
+    def echo(self, prompt: str | list[int], scored: bool) -> Echo:
+        """A prompt, to be repeated before its completion: where it is ``scored``, token by token."""
+        text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, False)
+        return Echo(text, self.tokenizer.offsets(prompt) if scored else None)
 
     def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of its messages by the chat template. Those of a chat must leave room for an answer."""
