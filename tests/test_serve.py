@@ -416,7 +416,7 @@ def test_every_request_has_its_own_policy(client: OpenAI, alone: LLM) -> None:
         [request] = alone.requests([alone.chat_prompt(CHAT)], params, policy, k)
         alone.worker.run(Job([request]))
         stood = [n for _, n in request.row.drafts]  # round by round, however many of them the engine takes in a step
-        assert histogram == [stood.count(n) for n in range(max(stood, default=-1) + 1)]
+        assert histogram == [stood.count(n) for n in range(k + 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
