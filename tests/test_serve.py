@@ -335,7 +335,7 @@ def test_a_text_without_a_word_has_the_token_that_begins_every_text(here: Runnin
 
 def test_an_error_is_of_no_field_where_it_is_of_several() -> None:
     assert _param_of("prompt has token ids [9]") == "prompt"
-    assert _param_of("structured regex 'a' cannot be used") == "response_format"
+    assert _param_of("structured regex 'a' cannot be used") == "structured"
     assert _param_of("prompt 0: 9 tokens and max_tokens 9 do not fit the KV cache") is None
     assert _param_of("something else") is _param_of("") is None
 

@@ -320,6 +320,11 @@ class ChatRequest(Conversation, Generation):
         return self.tool_choice not in (None, "none", "auto")
 
     @property
+    def may_repeat(self) -> bool:
+        """Whether an answer may have several calls: one of a function that is named is meant to be one."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+    @property
     def usable(self) -> list[Function]:
         """The functions that the answer may call."""
         functions = [tool.function for tool in self.tools or ()]

@@ -260,7 +260,7 @@ class Service:
             schema = json.loads(answer.source or '{"type": "object"}')
         functions = {function.name: function.schema_ for function in body.usable}
         text = grammar(
-            calls, functions, self.tokenizer, required=body.must_call, parallel=body.parallel_tool_calls is not False,
+            calls, functions, self.tokenizer, required=body.must_call, parallel=body.may_repeat,
             answer=schema, thinking=thinking,
         )  # fmt: skip
         return StructuredOutput(grammar=text)

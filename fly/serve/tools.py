@@ -17,6 +17,10 @@ from fly.structured import BLANKS
 __all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar"]
 
 _BLANKS = {"whitespace_pattern": BLANKS}
+_FENCE = "```json"
+_NAME = '{"name":"'  # what the JSON of a call begins with, blanks aside
+_SPACE = r"[ \n]{0,16}"
+_MOST = 16  # calls in one answer, of which small models write for ever where they must
 _HEAD = 1024  # characters of a call within which its name and the beginning of its arguments are looked for
 
 
@@ -24,9 +28,9 @@ _HEAD = 1024  # characters of a call within which its name and the beginning of 
 class CallFormat:
     """How a family's models write calls: JSON with a name and arguments, one call after another.
 
-    ``opener`` stands before each (of ``listed`` ones once, before a JSON list of them), ``closer`` after each; where an
-    answer may be ``bare`` it is a call if it begins with the JSON of one of a known function. ``separator`` stands
-    between. Ids are ``prefix`` and ``digits`` hexadecimal digits (some templates refuse ids of other lengths).
+    ``opener`` stands before each (of ``listed`` ones once, before a JSON list of them), ``closer`` after each,
+    ``separator`` between. Ids are ``prefix`` and ``digits`` hexadecimal digits (some templates refuse ids of other
+    lengths).
     """
 
     name: str
@@ -35,7 +39,6 @@ class CallFormat:
     arguments: str
     separator: str
     listed: bool = False
-    bare: bool = False
     prefix: str = "call_"
     digits: int = 24
 
@@ -50,8 +53,8 @@ FORMATS = {
         CallFormat("hermes", "<tool_call>", "</tool_call>", "arguments", "\n"),
         # Mistral, up to the models that write [ARGS].
         CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True, prefix="", digits=9),
-        # Llama 3.1 and later: the marker is seldom written.
-        CallFormat("llama", "<|python_tag|>", "", "parameters", "; ", bare=True),
+        # Llama 3.1 and later, whose marker is seldom written.
+        CallFormat("llama", "<|python_tag|>", "", "parameters", "; "),
     )
 }
 
@@ -122,6 +125,14 @@ class _Call:
         new, self._given = said[self._given :], len(said)
         return new
 
+    def may_name(self, names: frozenset[str]) -> bool:
+        """Whether what has come so far may still be the beginning of a call of one of these."""
+        begins = "".join(self.text[:_HEAD].split())
+        if not begins.startswith(_NAME):
+            return _NAME.startswith(begins)
+        name, whole, _ = begins.removeprefix(_NAME).partition('"')
+        return name in names if whole else any(each.startswith(name) for each in names)
+
     def whole(self) -> tuple[str, str] | None:
         """Name and arguments, in whatever order they stand; None if this is no call."""
         said = _loaded(self.text)
@@ -137,10 +148,13 @@ class CallReader:
     Nothing of a marker is given out as text, nor are the blanks beside it. What begins like a call and turns out to be
     none is text as it stands, markers included. Arguments are passed on as the model writes them.
 
+    Models often leave the markers out, or write a fence instead: an answer that begins with the JSON of a call of a
+    known function is that call, with or without a fence around it.
+
     Args:
         form: how its model writes them.
-        names: the functions there are. A ``bare`` call is one only if it names one of these; behind a marker any name
-            will do: who runs the functions tells the model that there is none such.
+        names: the functions there are. Behind a marker any name will do: who runs the functions tells the model that
+            there is none such.
     """
 
     def __init__(self, form: CallFormat, names: Iterable[str]) -> None:
@@ -148,8 +162,8 @@ class CallReader:
         self._held = ""  # not settled yet
         self._raw = ""  # what stood before a call, and is text if that is none
         self._call = _Call(form.arguments)
-        # "start": may begin bare; "text"; "opened": a call is to begin; "call": inside; "closing": behind one
-        self._state = "start" if form.bare else "text"
+        # "start": may begin without a marker; "text"; "opened": a call is to begin; "call": in it; "closing": behind it
+        self._state = "text" if form.listed else "start"
         self._marked = self._announced = self._behind = False  # of the last call: by a marker; given out; just ended
         self.calls = 0  # given out so far
 
@@ -173,9 +187,11 @@ class CallReader:
 
     def _start(self, last: bool) -> Iterator[str | CallDelta]:
         begins = self._held.lstrip()
-        if begins.startswith("{"):
+        inside = begins.removeprefix(_FENCE).lstrip()
+        if inside.startswith("{"):
             self._state, self._marked = "opened", False
-        elif last or begins:
+            self._raw, self._held = self._held[: -len(inside)], inside
+        elif last or (inside and not _FENCE.startswith(begins)):
             self._state = "text"  # which knows the marker
         yield from ()
 
@@ -212,7 +228,8 @@ class CallReader:
         if whole is not None:
             name = whole[0]
         if not self._announced:
-            if (call.over or last) if name is None else not (self._marked or name in self._names):
+            known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
+            if not known or (name is None and (call.over or last)):
                 self._raw += call.text
                 yield self._no_call()
                 return
@@ -233,18 +250,19 @@ class CallReader:
 
     def _closing(self, last: bool) -> Iterator[str | CallDelta]:
         form, begins = self._form, self._held.lstrip()
-        ends, between = form.closer or "]" * form.listed, form.separator.strip()
+        ends, between = form.closer if self._marked else "```", form.separator.strip()
+        ends, then = ("]", "text") if form.listed else (ends, "text" if self._marked else "start")
         if between and begins.startswith(between):
             opener = "" if form.listed else f"({re.escape(form.opener)})?"
             found = re.match(rf"{re.escape(between)}\s*{opener}\s*(?=\{{)", begins)
             if found is not None:
                 self._raw, self._held, self._state = found[0], begins[found.end() :], "opened"
-            elif last or "{" in begins:
+            elif last or begins[len(between) :].strip():
                 self._state = "text"
         elif ends and begins.startswith(ends):
-            self._held, self._state = begins[len(ends) :], "text"
+            self._held, self._state = begins[len(ends) :], then
         elif last or (begins and not ends.startswith(begins)):
-            self._state = "text"
+            self._state = then
         yield from ()
 
 
@@ -273,44 +291,50 @@ def grammar(
         functions: the schema of each one's arguments, by its name.
         tokenizer: which markers are tokens of their own.
         required: whether it is calls and nothing else; else it may be text, with calls in it.
-        parallel: whether there may be several calls. A ``bare`` answer is one call in any case.
+        parallel: whether there may be several calls, where the family has a way to write them.
         answer: a schema of the answer that calls nothing; None is any text.
         thinking: how it may begin with thinking.
     """
     opener, closer = (_marker(tokenizer, text) for text in (form.opener, form.closer))
     rules = []
-    for number, (name, schema) in enumerate(functions.items()):
+    schemas = [f"%json {json.dumps({'x-guidance': _BLANKS, **schema})}" for schema in functions.values()]
+    for number, name in enumerate(functions):
         head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
-        rules.append(f'f{number}: {_quoted(head)} %json {json.dumps({"x-guidance": _BLANKS, **schema})} "}}"')
+        rules.append(f'f{number}: {_quoted(head)} {schemas[number]} "}}"')
     rules.append("function: " + " | ".join(f"f{number}" for number in range(len(functions))))
-    more = f"({_quoted(form.separator)} function)*" if parallel and form.listed else ""
+    more = f"({_quoted(form.separator)} function){{0,{_MOST - 1}}}" if parallel and form.listed else ""
     if form.listed:
         rules.append(f'call: / ?/ "[" function {more} "]"')
     elif form.closer:
         rules.append(f'call: "\\n" function "\\n" {closer}')
     else:
         rules.append("call: function")
-    several = parallel and not form.listed and not form.bare
-    calls = f"{opener} call" + (f" ({_quoted(form.separator)} {opener} call)*" if several else "")
-    if form.bare:
-        calls = f"({opener})? call"
+    several = parallel and bool(form.closer)
+    calls = f"{opener} call" if form.closer or form.listed else "call"
+    calls += f" ({_quoted(form.separator)} {opener} call){{0,{_MOST - 1}}}" if several else ""
     if answer is not None:
         rules.append(f"answer: %json {json.dumps({'x-guidance': _BLANKS, **answer})}")
     if required:
         choices = calls
     elif answer is not None:
         choices = f"{calls} | answer"
-    elif form.bare:
-        rules.append(r"TEXT: /([^{\s](.|\n)*)?/")
-        choices = f"{calls} | TEXT"
     else:
         anything = f"/(.|\\n)*{re.escape(form.opener)}"
-        rules.append(f"TEXT: /(.|\\n)*/ & ~{anything}(.|\\n)*/")
+        no_call, text = "", f"/(.|\\n)*/ & ~{anything}(.|\\n)*/"
+        choices = f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
+        if not form.listed:
+            bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
+            no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
+            for number, name in enumerate(functions):
+                head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
+                rules.append(f"B{number}: /{head}/\nb{number}: B{number} {schemas[number]} BARE_END")
+            rules.append(rf"BARE_END: /{_SPACE}\}}({_SPACE}```)?/")
+            choices += "".join(f" | b{number}" for number in range(len(functions)))
+        rules.append(f"TEXT: {text}{no_call}")
         if opener.startswith("<"):
             rules.append(f"begun: TEXT {opener}")
         else:
-            rules.append(f"begun[lazy]: {anything}/")
-        choices = "(begun call)* TEXT" if several else "begun call | TEXT"
+            rules.append(f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}")
     rules.append(f"said: {choices}")
     if thinking is None:
         rules.append("start: said")
