@@ -134,7 +134,8 @@ class Completion:
         if news.over:
             self._say(choice, choice.splitter.finish(news.rest))
             if choice.reader is not None:
-                self._read(choice, choice.reader.finish())
+                cut = news.output is not None and news.output.finish_reason == "length"
+                self._read(choice, choice.reader.finish(cut))
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats

@@ -172,9 +172,11 @@ class CallReader:
         self._held += text
         return [said for said in self._settle(last=False) if said]
 
-    def finish(self) -> list[str | CallDelta]:
-        """What was held back: nothing more comes."""
-        return [said for said in self._settle(last=True) if said]
+    def finish(self, cut: bool = False) -> list[str | CallDelta]:
+        """What was held back: nothing more comes. Where the answer was ``cut`` by its length, a marked call that has
+        not come to its arguments is left out; else it is text, as the model meant to say no more."""
+        begun = self._state in ("opened", "call") and self._marked and not self._announced
+        return [] if cut and begun else [said for said in self._settle(last=True) if said]
 
     def _settle(self, last: bool) -> Iterator[str | CallDelta]:
         steps = {
@@ -199,7 +201,7 @@ class CallReader:
         if self._behind:
             self._held = self._held.lstrip()
         before, found, after = self._held.partition(opener := self._form.opener)
-        part = 0 if last else next(n for n in range(len(opener), -1, -1) if before.endswith(opener[:n]))
+        part = 0 if found or last else next(n for n in range(len(opener), -1, -1) if before.endswith(opener[:n]))
         said = before[: len(before) - part]
         said = said.rstrip() if found or not last else said
         self._behind = self._behind and not said
@@ -230,7 +232,7 @@ class CallReader:
         if not self._announced:
             known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
             if not known or (name is None and (call.over or last)):
-                self._raw += call.text
+                self._held = call.text + self._held  # in which a call may begin
                 yield self._no_call()
                 return
             if name is None:
