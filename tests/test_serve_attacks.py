@@ -106,7 +106,7 @@ def test_texts_that_are_only_encoded_have_a_limit(here: Running) -> None:
 def test_work_of_a_client_that_has_left_is_never_begun(path: str) -> None:
     with running() as server:
         service, begun, go = server.service, [], threading.Event()
-        pool = service._reading if path == "/tokenize" else service._preparing
+        pool = service.reading if path == "/tokenize" else service._preparing
         for _ in range(pool._max_workers):
             pool.submit(go.wait)  # every thread is busy
         encode = service.tokenizer.encode

@@ -294,7 +294,8 @@ def _texts(body: TokenizeRequest) -> list[str]:
     """What is to be encoded."""
     if body.prompt is not None:
         return [body.prompt]
-    return [message.for_template()["content"] for message in body.messages or ()]
+    beside = [*(tool.for_template() for tool in body.tools or ()), body.chat_template_kwargs or {}]
+    return [*map(json.dumps, beside), *(message.for_template()["content"] for message in body.messages or ())]
 
 
 def _model(service: Service) -> dict[str, Any]:
