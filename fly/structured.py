@@ -28,7 +28,7 @@ __all__ = ["BLANKS", "Grammars", "Matcher", "StructuredError"]
 
 _MASKS = 256  # masks kept of a row: more than any draft is long
 # What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
-# set it up and for one mask, symbols. By these no mask, which the engine's thread works out, takes longer than 50 ms.
+# set it up and for one mask, symbols. By these a mask, which the engine's thread works out, takes 50 to 80 ms at most.
 LIMITS: dict[str, Any] = {
     "max_lexer_states": 16_384,
     "initial_lexer_fuel": 150_000,
@@ -37,6 +37,8 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _LIMITS = LLParserLimits(**LIMITS)
+_BEYOND = "too many", "max is", "limit"  # words of the library's, where it is by these
+_AHEAD = 3  # tokens that a new grammar is followed before it is used
 _LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
@@ -160,13 +162,29 @@ class Grammars:
             _, reasons = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary, limits=_LIMITS)
             raise ValueError(f"{what} cannot be used: {_one_line(' '.join(reasons) or matcher.get_error())}")
         first = matcher.deep_copy()
-        first.compute_bitmask()
+        follow(first)
         if first.is_error():
-            reason = "no text of this vocabulary begins it"
-            if "too many" in first.get_error():
-                reason = f"it is too large ({_one_line(first.get_error())}); make it simpler"
+            beyond = any(words in first.get_error() for words in _BEYOND)
+            reason = _too_large(first) if beyond else "no text of this vocabulary begins it"
             raise ValueError(f"{what} cannot be used: {reason}")
         return matcher
+
+
+def follow(matcher: LLMatcher) -> None:
+    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there."""
+    for _ in range(_AHEAD):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
+            return
+        matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+        if matcher.is_error() or matcher.is_stopped():
+            return
+
+
+def _too_large(matcher: LLMatcher) -> str:
+    """That a grammar is beyond the limits, in words, with the library's own."""
+    own = _one_line(matcher.get_error()).removesuffix(" <non-verbose/>").partition("; consider")[0]
+    return f"it is too large to be followed ({own}); make it simpler"
 
 
 def _size(structured: StructuredOutput) -> int:
@@ -334,7 +352,7 @@ class Matcher:
     def _give_up(self) -> None:
         """The grammar proved to be beyond the limits, which all that follow it share: replace the matcher, which never
         leaves an error, by one that has consumed as much of the same as it can."""
-        self._wrong = _one_line(self._matcher.get_error()).removesuffix(" <non-verbose/>")
+        self._wrong = _too_large(self._matcher)
         self._refuse()
         self._matcher = self._start.deep_copy()
         consumed = self._matcher.try_consume_tokens(self._text)

@@ -790,3 +790,15 @@ def test_a_warning_of_a_checkpoint_is_one_line(tmp_path: Path) -> None:
 
 def test_plain_ids_know_nothing_of_thinking() -> None:
     assert ChatPrompt([1, 2]) == [1, 2] and ChatPrompt([1]).thinking is None
+
+
+@pytest.mark.parametrize("begun", [True, False])
+def test_newlines_and_blanks_without_end_are_not_kept(begun: bool) -> None:
+    """What is held back stays short, however long somebody makes a model say nothing."""
+    splitter = Splitter(Thinking(chat.TAGS[0], begun))
+    for _ in range(1000):
+        splitter.push("\n")
+        assert len(splitter._held) <= 65
+    if begun:
+        assert splitter.push("a") == [("reasoning", "a")]
+        assert splitter.push("\n\n") == [] and splitter.push("b") == [("reasoning", "\n\nb")]

@@ -228,3 +228,18 @@ def test_every_family_is_drawn() -> None:
 
     draw()
     assert seen == set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        {"rope_parameters": {"sliding_attention": "x"}},
+        {"rope_parameters": {"full_attention": "x"}},
+        {"partial_rotary_factor": 0.5},
+        {"quantization_config": ["awq"]},
+    ],
+)
+def test_odd_settings_are_refused(raw: dict[str, Any]) -> None:
+    sizes = {"vocab_size": 9, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    with pytest.raises(CheckpointError):
+        LlamaConfig.from_hf({"architectures": ["LlamaForCausalLM"], "num_attention_heads": 2, **sizes, **raw})

@@ -109,7 +109,7 @@ def test_long_tensors_are_read_in_several_chunks(tmp_path: Path) -> None:
 @given(
     factor=st.sampled_from([2.0, 8.0, 32.0]),
     low=st.sampled_from([0.5, 1.0]),
-    high=st.sampled_from([2.0, 4.0]),
+    high=st.sampled_from([4.0, 8.0]),  # with less, a head may have one blended frequency, which tells nothing
     original=st.sampled_from([1024, 4096, 8192]),
     theta=st.sampled_from([1e4, 5e5]),
 )

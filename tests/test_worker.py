@@ -239,6 +239,7 @@ def test_whoever_leaves_frees_the_pages_within_a_round(llm: LLM, way: str) -> No
             assert whole(llm) and list(stream) == []
         del stream
     elif way == "interrupt":
+        slowed(llm, 0.05)
         thread = threading.get_ident()
         timer = threading.Timer(0.1, lambda: signal.pthread_kill(thread, signal.SIGINT))
         timer.start()

@@ -261,13 +261,21 @@ class _PackedCausal:
         same = conversation[:, None, :, None] == conversation[:, None, None, :]
         self._mask = same.tril()
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Attention output [T, H, D] of each token over its own conversation up to itself."""
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Attention output [T, H, D] of each token over its own conversation up to itself; no window here."""
         batch = len(self._mask)
         q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=self._mask, scale=scale)
         return out.transpose(1, 2).flatten(0, 1)
 
 
@@ -418,8 +426,16 @@ class _LeftPadded:
         self._keys: list[Tensor | None] = [None] * layers
         self._values: list[Tensor | None] = [None] * layers
 
-    def attend(self, layer: int, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
-        """Append this step's keys and values, and attend causally over everything but the padding."""
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        """Append this step's keys and values, and attend causally over everything but the padding; no window here."""
         batch = len(self._padding)
         q, k, v = (x.unflatten(0, (batch, -1)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
         old_k, old_v = self._keys[layer], self._values[layer]
@@ -435,7 +451,7 @@ class _LeftPadded:
         mask = (causal[None] & real[:, None]) | own[None]
         groups = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], scale=scale)
         return out.transpose(1, 2).flatten(0, 1)
 
 

@@ -31,9 +31,10 @@ from fly.eval.compare import in_turns
 from fly.eval.plan import rule_name
 from fly.llm import LLM
 from fly.models import LlamaConfig, load_model, save_model
+from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_dtype
 from fly.models.opening import open_checkpoint
-from fly.models.tokenizer import read_eos_ids
+from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.policies import AcceptancePolicy, Exact
 from fly.types import Guarantee, SamplingParams
 
@@ -272,8 +273,13 @@ def line_up(
     """
     helper: Path | None = None
     if shape is None:
-        source, helper = resolve_checkpoint(model), resolve_checkpoint(draft)
+        source, helper = resolve_checkpoint(model), None if draft == "none" else resolve_checkpoint(draft)
+        if files := [str(path) for path in (source, helper) if path is not None and path.is_file()]:
+            raise ValueError(
+                f"{files[0]}: peers are given a directory of safetensors, which transformers reads as well"
+            )
         checkpoint = open_checkpoint(source)
+        _check_same_tokens(checkpoint, helper)
         config, number = checkpoint.config, resolve_dtype(dtype, checkpoint.raw)
         if k >= config.max_position_embeddings:
             raise ValueError(f"--k {k} must be below {model}'s context of {config.max_position_embeddings}")
@@ -286,17 +292,25 @@ def line_up(
     options: dict[str, Any] = {"dtype": number, "device": "cpu", "kernels": kernels}
     plain = LLM(source, **options)
     settings, asked = [Setting("autoregressive", plain, 0)], list[Problem]()
-    if helper is None:
+    if shape is not None:
         rng = random.Random(0)
         prompts = [[rng.randrange(config.vocab_size) for _ in range(32)] for _ in range(count)]
     else:
         asked, prompts = asked_of(plain, model, count)
+    if helper is not None:
         settings += _speculation(plain, helper, policy, k, options)
     narrow = narrow_kernels(kernels)
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
     peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
     found = [each for each in contenders + peers if rows == 1 or each.together is not None]
     return Lineup(config, number, narrow, plain, found, skipped, prompts, most, asked, rows)
+
+
+def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
+    """Raise ``ValueError``, before anything is loaded, for a draft of another tokenizer: only fly could translate."""
+    own, other = Tokenizer.load(checkpoint), None if helper is None else Tokenizer.load(helper)
+    if own is not None and other is not None and not own.same_as(other):
+        raise ValueError(f"draft {helper} has another tokenizer than the model; peers need the same, or 'none'")
 
 
 def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, options: dict[str, Any]) -> list[Setting]:

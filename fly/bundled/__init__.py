@@ -11,7 +11,15 @@ from fly.models.config import CheckpointError
 from fly.models.hub import HubName, fetch, hub_name
 from fly.models.opening import open_checkpoint
 
-__all__ = ["BUNDLED", "find_checkpoint", "is_here", "names_a_checkpoint", "open_model", "resolve_checkpoint"]
+__all__ = [
+    "BUNDLED",
+    "find_checkpoint",
+    "is_here",
+    "names_a_checkpoint",
+    "open_model",
+    "resolve_checkpoint",
+    "usual_draft",
+]
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
@@ -54,6 +62,11 @@ def open_model(name: str | Path | Checkpoint) -> Checkpoint:
 def is_here(name: str | Path) -> bool:
     """Whether a checkpoint can be at this path: a directory, or a GGUF file."""
     return os.path.isdir(name) or (str(name).endswith(".gguf") and os.path.isfile(name))
+
+
+def usual_draft(model: str | Path | None) -> str:
+    """Who proposes for a model where nobody says: for ``fly-target`` its draft, for any other nobody."""
+    return BUNDLED[1] if str(model) == BUNDLED[0] else "none"
 
 
 def names_a_checkpoint(name: str) -> bool:

@@ -19,12 +19,13 @@ from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.plan import Device as Processor
 from fly.bench.plot import check_plot, save_lines
 from fly.bench.policy import measure_decisions
-from fly.bundled import open_model
+from fly.bundled import open_model, usual_draft
 from fly.bundled.tasks import KINDS
 from fly.bundled.tasks import problems as draw_problems
 from fly.cli.options import (
     CollectiveTimeout,
     Device,
+    DraftOption,
     Dtype,
     HeartbeatTimeout,
     Json,
@@ -193,7 +194,7 @@ def bench_batch(
     ] = None,
     requests: Annotated[int, typer.Option(min=1, help="Requests in all, held-out problems of all kinds.")] = 64,
     policy: Policy = "fly",
-    draft: Annotated[str, typer.Option(help="Who proposes, as for fly generate.")] = "fly-draft",
+    draft: DraftOption = None,
     k: K = 15,
     model: Model = "fly-target",
     dtype: Dtype = "auto",
@@ -211,6 +212,7 @@ def bench_batch(
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
         plain = LLM(model, **options)
+        draft = draft or usual_draft(model)
         fast = LLM(plain, draft, **options)
         if ranks is not None:
             loaded(ranks)

@@ -15,9 +15,9 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
-from fly.bundled import BUNDLED
+from fly.bundled import BUNDLED, usual_draft
 from fly.cli.completion import show, show_colours
-from fly.cli.options import ConfigFile, Device, Dtype, K, Kernels, MaxContext, Policy
+from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, K, Kernels, MaxContext, Policy
 from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
@@ -34,12 +34,10 @@ def chat(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Target: a checkpoint directory or a bundled name; fly-target otherwise."),
+        typer.Argument(help="Target, as --model of other commands; fly-target otherwise."),
     ] = None,
     named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
-    draft: Annotated[
-        str | None, typer.Option(help="Who proposes, as in 'fly generate'; fly-draft for fly-target, else none.")
-    ] = None,
+    draft: DraftOption = None,
     policy: Policy = "fly",
     k: K = 15,
     max_tokens: Annotated[
@@ -69,7 +67,7 @@ def chat(
         context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
     if config is None:  # which else would say
         target = context.params["model"] = context.params["model"] or BUNDLED[0]
-        context.params["draft"] = draft or (BUNDLED[1] if target == BUNDLED[0] else "none")
+        context.params["draft"] = draft or usual_draft(target)
     given = options_of(context, SamplingParams.model_fields)
     sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
     variables = _variables(chat_template_kwargs)

@@ -52,7 +52,7 @@ def generate(
     context: typer.Context,
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
     model: Model = "fly-target",
-    draft: DraftOption = "fly-draft",
+    draft: DraftOption = None,
     policy: Policy = "fly",
     k: K = 15,
     max_tokens: Annotated[

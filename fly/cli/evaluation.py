@@ -114,7 +114,8 @@ def evaluate(
         list[str] | None, typer.Option(help="Rules to compare; several. [default: fly]", show_default=False)
     ] = None,
     draft: Annotated[
-        list[str] | None, typer.Option(help="Who proposes; several. [default: fly-draft]", show_default=False)
+        list[str] | None,
+        typer.Option(help="Who proposes; several. [default: fly-draft, or ngram for other models]", show_default=False),
     ] = None,
     k: Annotated[
         list[int] | None,

@@ -44,8 +44,11 @@ MaxContext = Annotated[
     typer.Option(min=1, help="Tokens of a text at most, prompt and answer; less memory than the model's own context."),
 ]
 DraftOption = Annotated[
-    str,
-    typer.Option(help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'."),
+    str | None,
+    typer.Option(
+        help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
+        "given, fly-draft for fly-target, none for any other."
+    ),
 ]
 Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
 K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]

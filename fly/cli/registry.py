@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled import BUNDLED, CHECKPOINTS, open_model, resolve_checkpoint
+from fly.bundled import BUNDLED, CHECKPOINTS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
 from fly.cli.bench import show_drafts
 from fly.cli.comparison import compare_on_bundled
@@ -18,9 +18,11 @@ from fly.cli.show import console, errors, note, print_list, progress, sentences
 from fly.drafts import draft_types, parse_draft
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
+from fly.models.hub import HubName
 from fly.models.llama import skeleton
-from fly.models.loading import resolve_dtype
+from fly.models.loading import Loading, resolve_dtype
 from fly.models.opening import open_checkpoint
+from fly.models.tokenizer import Tokenizer
 from fly.policies import condition_types, parse_policy, policy_types
 from fly.policies.registry import PRESETS
 
@@ -52,8 +54,12 @@ def models(
 
 
 def show_model(name: str) -> None:
-    """Print what a checkpoint is. Raises ``CheckpointError`` for one that is not supported."""
+    """Print what a checkpoint is. Raises ``CheckpointError`` for one that is not supported, or whose weights or
+    tokenizer cannot be used, where they are here."""
     checkpoint = open_checkpoint(resolve_checkpoint(name, weights=False))
+    if not isinstance(find_checkpoint(name), HubName):
+        Loading(checkpoint)
+        Tokenizer.load(checkpoint)
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
     count = sum(parameter.numel() for parameter in skeleton(config).parameters())
     head = config.vocab_size * config.hidden_size

@@ -16,6 +16,7 @@ from pydantic import ValidationError
 from rich.markup import escape
 
 from fly.backends.cpu import why_not
+from fly.bundled import usual_draft
 from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors
 from fly.config import Config
@@ -93,6 +94,8 @@ def setup_of(context: typer.Context, path: Path | None) -> Config:
     """The configuration of the file, with the options that were given on the command line; else of the options."""
     mine = Config.model_fields.keys() - Config.of_ranks  # those of the ranks have been used by now
     options = options_of(context, mine) if path is None else {name: context.params.get(name) for name in mine}
+    if path is None and options["draft"] is None:
+        options["draft"] = usual_draft(options["model"])
     return Config.model_validate(_given(context, path, options), context={"trusted": True})
 
 

@@ -31,7 +31,7 @@ from fly.llm import LLM
 def serve(
     context: typer.Context,
     model: Model = "fly-target",
-    draft: DraftOption = "fly-draft",
+    draft: DraftOption = None,
     policy: Annotated[str, typer.Option(help="What requests get that say nothing.")] = "exact",
     k: K = 15,
     host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from elsewhere.")] = "127.0.0.1",

@@ -31,6 +31,7 @@ from fly.bench.speed import (
     predict,
 )
 from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
+from fly.bundled import usual_draft
 from fly.cli.options import Device, DraftLength, DraftOption, Dtype, Json, Kernels, Model, Policy, Turns, output
 from fly.cli.run import alone, kernels_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
@@ -46,7 +47,7 @@ SHAPE, NO_SHAPE = "768x12x32000", "none"
 @alone
 def bench_speed(
     model: Model = "fly-target",
-    draft: DraftOption = "fly-draft",
+    draft: DraftOption = None,
     policy: Policy = "fly",
     k: DraftLength = 15,
     shape: Annotated[
@@ -74,7 +75,7 @@ def bench_speed(
     check_plot(plot)
     rule = parse_policy(policy, trusted=True)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
+    shapes, draft = [] if shape == [NO_SHAPE] else shape or [SHAPE], draft or usual_draft(model)
     plain = LLM(model, **options)
     fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
     target = target_of(plain)
@@ -105,7 +106,7 @@ def bench_speed(
         note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
         console.print()
 
-    settings = settings_of(plain, fast, k, [rule])
+    settings = settings_of(plain, fast, k, [rule])[: None if fast.draft is not None else 1]
     count, tokens = usual_amount(matrix_parameters(target.config))
     _, asked = asked_of(plain, model, problems or min(count, 12))
     again = min(turns, 3)
@@ -114,7 +115,7 @@ def bench_speed(
     single = [f for f in forwards if f.model == model and f.rows == 1 and f.context == CONTEXT]
     for each in rounds:
         each.predicted = predict(each, single, steps[draft] if len(own) == 2 else None)
-    title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompts, temperature 0, batch 1"
+    title = f"Rounds: {model}, {draft}, k {k}, {len(asked)} prompt{'s' * (len(asked) > 1)}, temperature 0, batch 1"
     console.print(rounds_table(rounds, single, title))
     note(
         "ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
@@ -254,7 +255,10 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
 @alone
 def bench_peers(
     model: Model = "fly-target",
-    draft: Annotated[str, typer.Option(help="Draft checkpoint for all who take one.")] = "fly-draft",
+    draft: Annotated[
+        str | None,
+        typer.Option(help="Draft checkpoint for all who take one, or 'none'; fly-draft for fly-target if not given."),
+    ] = None,
     policy: Policy = "fly",
     k: DraftLength = 15,
     shape: Annotated[
@@ -273,6 +277,9 @@ def bench_peers(
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by those who can.")] = 1,
+    skip_prompts: Annotated[
+        bool, typer.Option("--skip-prompts", help="Do not time the reading of long prompts.")
+    ] = False,
     turns: Turns = 3,
     dtype: Dtype = "auto",
     kernels: Kernels = "auto",
@@ -286,20 +293,24 @@ def bench_peers(
     rule, cpu = parse_policy(policy, trusted=True), resolve_device("cpu")
     shape = None if shape == NO_SHAPE else shape
     with TemporaryDirectory() as temporary:
+        draft = draft or usual_draft(model)
         lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
         limits = measure_limits(cpu)
         with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
             matches, cut = lineup.measure(turns, advance)
-        lengths = [length for length in PROMPTS if length < min(lineup.config.max_position_embeddings, LONGEST)]
-        with progress(1, "long prompts") as advance:
-            reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
-            advance()
         limits = limits.best(measure_limits(cpu))
+        title = f"{shape or f'{model}, {draft}, k {k}'}, {lineup.precision}, {limits.threads} threads"
+        title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch {rows}"
+        console.print(peers_table(matches, title))
+        longest = min(lineup.config.max_position_embeddings, LONGEST)
+        lengths = [length for length in PROMPTS if length < longest and not skip_prompts]
+        reading: dict[str, dict[int, Timing]] = {}
+        if lengths:
+            with progress(1, "long prompts") as advance:
+                reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
+                advance()
+            console.print(prompts_table(reading, limits, lineup))
     limit = limits.seconds(lineup.token_bytes(), 0, lineup.dtype)
-    title = f"{shape or f'{model}, {draft}, k {k}'}, {lineup.precision}, {limits.threads} threads"
-    title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch {rows}"
-    console.print(peers_table(matches, title))
-    console.print(prompts_table(reading, limits, lineup))
     note(
         f"tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
         "autoregressive beside autoregressive, its fastest lossless speculation beside\n"

@@ -8,8 +8,18 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_serializer, field_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    field_validator,
+    model_validator,
+)
 
+from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
 from fly.errors import explain
 from fly.eval.task import Task, load_task
@@ -101,7 +111,7 @@ class Plan(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     model: str = "fly-target"
-    drafts: _one_or_several(str) = ("fly-draft",)  # type: ignore[valid-type]
+    drafts: _one_or_several(str) = ()  # type: ignore[valid-type]
     k: _one_or_several(Annotated[int, Field(ge=1)]) = (15,)  # type: ignore[valid-type]
     policies: _one_or_several(_Rule) = ("fly",)  # type: ignore[valid-type]
     settings: tuple[_Extra, ...] = ()
@@ -124,6 +134,15 @@ class Plan(BaseModel):
     def _names_are_tasks(cls, value: object) -> object:
         given = value if isinstance(value, (list, tuple)) else [value]
         return tuple({"task": each} if isinstance(each, str) else each for each in given)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _somebody_drafts(cls, values: Any) -> Any:
+        """Where nobody is named: fly-target's draft, or for another model prompt lookup."""
+        if not isinstance(values, dict) or values.get("drafts") is not None:
+            return values
+        usual = usual_draft(values.get("model", BUNDLED[0]))
+        return values | {"drafts": (usual if usual != "none" else "ngram",)}
 
     @field_validator("drafts", "k", "temperatures", "seeds", "tasks")
     @classmethod

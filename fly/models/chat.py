@@ -22,6 +22,9 @@ Kind = Literal["text", "reasoning"]
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what callers and templates call a message's thinking
 
 
+_BLANKS = 64  # characters that may stand before the tag that opens thinking
+
+
 class Tags(NamedTuple):
     """What stands before and after the thinking of a family's models."""
 
@@ -61,7 +64,8 @@ class Splitter:
 
     def __init__(self, thinking: Thinking | None) -> None:
         self._thinking = thinking
-        self._held = ""  # perhaps the beginning of a tag, or newlines that nothing may follow
+        self._held = ""  # perhaps the beginning of a tag
+        self._newlines = 0  # held back before that: of thinking, which nothing may follow
         # "start": may open; "think": inside; "answer": behind it, nothing said yet; "text": for good
         self._state = "text" if thinking is None else "think" if thinking.begun else "start"
         self._fresh = True  # nothing of the thinking was given out yet
@@ -81,15 +85,26 @@ class Splitter:
         """What the last piece settles, and what was held back: nothing more comes."""
         found = self.push(rest, 0)
         kind: Kind = "reasoning" if self._state == "think" else "text"
-        thought = self._held.strip("\n") if self._fresh else self._held.rstrip("\n")
-        left, self._held = thought if kind == "reasoning" else self._held, ""
+        left, self._held = self._held, ""
+        if kind == "reasoning":
+            left = self._thought(left.rstrip("\n"))
         return [*found, (kind, left)] if left else found
+
+    def _thought(self, text: str) -> str:
+        """Thinking that is settled, after the newlines that were held back; those before all of it are left out."""
+        if not text:
+            return ""
+        text = text.lstrip("\n") if self._fresh else "\n" * self._newlines + text
+        self._fresh, self._newlines = False, 0
+        return text
 
     def _settle(self) -> Iterator[tuple[Kind, str]]:
         if self._state == "start":
             assert self._thinking is not None
             begins, tag = self._held.lstrip(), self._thinking.tags.open
-            if begins.startswith(tag):
+            if len(self._held) - len(begins) > _BLANKS:
+                self._state = "text"
+            elif begins.startswith(tag):
                 self._state, self._held = "think", begins[len(tag) :]
                 self.tokens = self._pushed
             elif not tag.startswith(begins):  # nor may it still become one
@@ -99,15 +114,13 @@ class Splitter:
             thought, close, after = self._held.partition(tag := self._thinking.tags.close)
             if close:
                 self._state, self._held, self.tokens = "answer", after, self._pushed
-                yield "reasoning", thought.strip("\n") if self._fresh else thought.rstrip("\n")
-                self._fresh = False
+                yield "reasoning", self._thought(thought.rstrip("\n"))
+                self._fresh, self._newlines = False, 0
             else:
                 keep = len(thought) - next(n for n in range(len(tag), -1, -1) if thought.endswith(tag[:n]))
-                settled = thought[:keep].rstrip("\n")
-                self._held = self._held[len(settled) :]
-                settled = settled.lstrip("\n") if self._fresh else settled
-                self._fresh = self._fresh and not settled
-                yield "reasoning", settled
+                self._held, settled = thought[keep:], thought[:keep].rstrip("\n")
+                yield "reasoning", self._thought(settled)
+                self._newlines += keep - len(settled)
         if self._state == "answer":
             self._held = self._held.lstrip("\n")
             self._state = "text" if self._held else "answer"

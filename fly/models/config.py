@@ -258,8 +258,8 @@ class LlamaConfig(BaseModel):
 def _supported(raw: dict[str, Any], source: str) -> Family:
     """The family of a configuration. Raises ``CheckpointError`` for what no family of ours is, by its name."""
     architectures = raw.get("architectures") or []
-    if isinstance(quantised := raw.get("quantization_config"), dict):
-        method = quantised.get("quant_method", "unknown")
+    if (quantised := raw.get("quantization_config")) is not None:
+        method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
         raise CheckpointError(
             f"{source}: weights quantised by {method!r} are not supported; take the unquantised checkpoint (kernels="
             "'int8' or 'w8a8' round it as it is loaded), or a GGUF file"
@@ -291,13 +291,18 @@ def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, floa
             raise CheckpointError(f"{source}: {name} must be an object, got {given!r}")
         rope |= given
     local = rope.pop(SLIDING, None) or {}
-    rope |= rope.pop(FULL, None) or {}
-    if local.pop("rope_type", "default") != "default":
+    if not isinstance(usual := rope.pop(FULL, None) or {}, dict):
+        raise CheckpointError(f"{source}: rope settings of full layers must be an object, got {usual!r}")
+    rope |= usual
+    if not isinstance(local, dict):
+        raise CheckpointError(f"{source}: rope settings of sliding layers must be an object, got {local!r}")
+    if local.get("rope_type", "default") != "default":
         raise CheckpointError(f"{source}: rope settings of sliding layers must be the default ones")
     old_type, theta = rope.pop("type", None), rope.pop("rope_theta", None)  # older names and places
     rope_type = rope.pop("rope_type", None) or old_type or "default"
     theta = stated.get("rope_theta") if theta is None else theta
-    if rope.pop("partial_rotary_factor", None) not in (None, 1.0):
+    partial = rope.pop("partial_rotary_factor", None), stated.get("partial_rotary_factor")
+    if any(share not in (None, 1.0) for share in partial):
         raise CheckpointError(f"{source}: partial_rotary_factor is not supported; every head is rotated whole")
     if rope_type not in ROPE_TYPES:
         raise CheckpointError(f"{source}: rope type {rope_type!r} is not supported; choices: {list(ROPE_TYPES)}")

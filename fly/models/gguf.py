@@ -94,7 +94,7 @@ def read_header(path: Path) -> Header:
     try:
         data = np.memmap(path, dtype=np.uint8, mode="r")
         return _Reader(data.data).header()
-    except (OSError, struct.error, ValueError, UnicodeDecodeError, IndexError, KeyError) as error:
+    except (OSError, struct.error, ValueError, TypeError, IndexError, KeyError, RecursionError) as error:
         raise CheckpointError(f"{path}: not a readable GGUF file ({error})") from error
 
 
@@ -144,6 +144,10 @@ class _Reader:
             shape = tuple(reversed(self.numbers("Q", dimensions)))
             listed[name] = shape, self.number("I"), self.number("Q")
         align = found.get("general.alignment", 32)
+        if not isinstance(align, int) or align < 1:
+            raise ValueError(f"general.alignment is {align!r}")
+        if not isinstance(kind := found.get("general.architecture"), str | None):
+            raise ValueError(f"general.architecture is {kind!r}")
         start = -(-self.at // align) * align
         return Header(found, {name: (shape, kind, start + at) for name, (shape, kind, at) in listed.items()})
 
@@ -326,6 +330,9 @@ class GGUF(Checkpoint):
             "beta_fast": "yarn_beta_fast",
             "beta_slow": "yarn_beta_slow",
         }
+        for key in ("attn_factor", "yarn_ext_factor", "yarn_attn_factor", "yarn_log_multiplier"):
+            if self._of(f"rope.scaling.{key}") not in (None, 1.0):
+                raise CheckpointError(f"{path}: rope.scaling.{key} {self._of(f'rope.scaling.{key}')} is not supported")
         return scaling | {name: v for name, key in keys.items() if (v := self._of(f"rope.scaling.{key}")) is not None}
 
     def _name(self, name: str) -> str:

@@ -21,6 +21,7 @@ from typing import IO, Any
 __all__ = ["Trial"]
 
 SECONDS, BYTES = 1.0, 256 << 20  # of the processor, and of memory, that one grammar may take
+_AHEAD = 3  # tokens that it is followed: some take more there
 _PATIENCE = 30.0  # seconds after which a process that says nothing, on however busy a machine, is given up
 
 
@@ -106,8 +107,13 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         with contextlib.suppress(Exception):  # whoever compiles it says what is wrong with it
             matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
-            if not matcher.is_error():
-                matcher.compute_bitmask()
+            for _ in range(_AHEAD):
+                if matcher.is_error() or matcher.is_stopped():
+                    break
+                mask = matcher.compute_bitmask()
+                if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
+                    break
+                matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
             del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
         print("done", file=answers, flush=True)
