@@ -14,7 +14,7 @@ from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
 from fly.request import Sequence, Token
 
-__all__ = ["Entry", "Job", "News", "Request", "outputs_of"]
+__all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,25 @@ class Request:
             reasoning=reasoning,
             _reader=Reader(self.tokenizer, self.thinking),
         )
+
+
+def read_along(
+    row: Sequence,
+    tokenizer: Tokenizer | None,
+    streamed: bool = False,
+    thinking: Thinking | None = None,
+    shown: abc.Iterable[str] = (),
+) -> TextStream | None:
+    """The text of a row to be, where somebody has to read along; None where it is enough to decode it at the end.
+    ``shown``: what of the control tokens belongs to the text."""
+    params = row.params
+    if tokenizer is None or not (streamed or thinking or params.stop or shown or not params.skip_special_tokens):
+        return None
+    tags = [*shown, *(thinking.tags if thinking else ())]
+    if not params.skip_special_tokens:
+        ends = frozenset() if params.include_stop_str_in_output else row.stop_ids
+        tags += [tokenizer.raw.id_to_token(token) for token in tokenizer.control_ids - ends]
+    return TextStream(tokenizer, params.stop, tags, params.include_stop_str_in_output)
 
 
 def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:

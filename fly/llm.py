@@ -23,12 +23,12 @@ from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
 from fly.errors import short
-from fly.job import Request
+from fly.job import Request, read_along
 from fly.memory import cache_size
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
-from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
+from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
 from fly.policies import Exact
@@ -276,11 +276,10 @@ class LLM(Calls):
                 if not row.params.max_tokens:  # the first is scored for all
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
             # under a grammar nothing but the form is said
-            thinking = asked[0].thinking if isinstance(asked[0], ChatPrompt) and row.matcher is None else None
+            chat = asked[0] if isinstance(asked[0], ChatPrompt) else ChatPrompt(())
+            thinking = chat.thinking if row.matcher is None or chat.shown else None
             for sample in (row, *others):
-                text = None
-                if self.tokenizer is not None and (streamed or sample.params.stop or thinking):
-                    text = TextStream(self.tokenizer, sample.params.stop, thinking.tags if thinking else ())
+                text = read_along(sample, self.tokenizer, streamed, thinking, chat.shown)
                 requests.append(Request(sample, self.tokenizer, text, streamed, thinking))
         return requests
 

@@ -127,6 +127,9 @@ class SamplingParams(_Params):
     ``bad_words_ids`` sequences of token ids that never do. They hold in this order, at every drafted position by the
     tokens before it, and nothing excuses a bad word.
 
+    ``skip_special_tokens`` leaves control tokens out of the text, and ``include_stop_str_in_output`` leaves the stop
+    string in it that ended it (and the stop token, where control tokens are shown).
+
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
     Requests that begin with the same tokens share what is cached of them if they have the same ``cache_salt``: one that
@@ -161,6 +164,8 @@ class SamplingParams(_Params):
     bad_words: tuple[str, ...] = ()
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     n: int = Field(default=1, ge=1)
+    skip_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
     cache_salt: str = ""
     structured: StructuredOutput | None = None
 

@@ -24,7 +24,7 @@ from fly.models.tokenizer import Tokenizer
 from fly.request import common_prefix
 from fly.types import SamplingParams, StructuredOutput
 
-__all__ = ["Grammars", "Matcher", "StructuredError"]
+__all__ = ["BLANKS", "Grammars", "Matcher", "StructuredError"]
 
 _MASKS = 256  # masks kept of a row: more than any draft is long
 # What one grammar may take of the library: states of its lexer (schemas of everyday use take a few thousand), work to
@@ -46,7 +46,7 @@ _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
 # JSON on one line or indented, but no runs of blanks, with which small models like to go on for ever. A schema's own
 # "x-guidance" wins over this.
-_BLANKS = r" |\n[ ]{0,16}"
+BLANKS = r" |\n[ ]{0,16}"
 # 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
 _BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
 
@@ -150,7 +150,7 @@ class Grammars:
             grammar = LLMatcher.grammar_from_lark(source)
         else:
             schema = source or '{"type": "object"}'
-            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": _BLANKS})
+            grammar = LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": BLANKS})
         try:
             self.vet(grammar)
         except ValueError as error:

@@ -11,6 +11,7 @@ import pytest
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
 import fly.serve
 from fly import LLM, SamplingParams
@@ -97,6 +98,68 @@ def test_two_settings_side_by_side(browser: Any, here: Running) -> None:
         assert len(side.find_elements(By.CSS_SELECTOR, ".edge")) == output.stats.rounds
         assert f"{output.policy} · {output.guarantee.value}" in side.find_element(By.CSS_SELECTOR, ".status").text
     assert not [entry for entry in browser.get_log("browser") if entry["level"] == "SEVERE"]
+
+
+@needs_browser
+def test_what_the_sides_do_not_share_is_marked(browser: Any, here: Running) -> None:
+    open_page(browser, here)
+    policies = all_of(browser, ".policy")
+    fill(policies[1], RULE)
+    run(browser)
+    compared = one(browser, "#compared")
+    assert eventually(lambda: bool(compared.text))
+    ids, marked = (
+        [[browser.execute_script(script, token) for token in side.find_elements(By.CSS_SELECTOR, ".token")]
+         for side in all_of(browser, ".side")]
+        for script in ("return arguments[0].info.id", "return 'differs' in arguments[0].dataset")
+    )  # fmt: skip
+    shared = [[i for i, differs in zip(*side) if not differs] for side in zip(ids, marked)]
+    assert shared[0] == shared[1] and len(shared[0]) == longest_common(*ids)
+    parted = next(place for place, (a, b) in enumerate(zip(*ids), start=1) if a != b)
+    assert f"part at token {parted};" in compared.text
+    fill(policies[1], "exact")
+    run(browser)
+    assert eventually(lambda: "the same, token by token" in compared.text)
+    assert not all_of(browser, ".text [data-differs]")
+
+
+def longest_common(left: list[int], right: list[int]) -> int:
+    """Of subsequences."""
+    row = [0] * (len(right) + 1)
+    for a in left:
+        above, row = row, [0]
+        for place, b in enumerate(right):
+            row.append(above[place] + 1 if a == b else max(row[-1], above[place + 1]))
+    return row[-1]
+
+
+@needs_browser
+def test_each_side_picks_its_draft_and_its_k(browser: Any, here: Running) -> None:
+    open_page(browser, here)
+    assert [option.text for option in Select(one(browser, "#models")).options] == [MODEL]
+    drafts = [Select(each) for each in all_of(browser, ".draft")]
+    assert [option.text for option in drafts[0].options] == ["ngram", "none"]
+    drafts[1].select_by_visible_text("none")
+    ks = all_of(browser, ".k")
+    assert ks[0].is_enabled() and not ks[1].is_enabled()
+    fill(ks[0], "2")
+    run(browser)
+    left, right = (status.text for status in all_of(browser, ".side .status"))
+    assert "K 2 · draft ngram" in left and "K 0 · draft none" in right
+    first, speed = (float(one(browser, f".side:first-child .{name}").text) for name in ("first", "speed"))
+    assert first >= 0 and speed > 0
+
+
+@needs_browser
+def test_a_narrow_page_has_room_for_all(browser: Any, here: Running) -> None:
+    size = {"width": 400, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        open_page(browser, here)
+        run(browser)
+        assert browser.execute_script("return document.documentElement.scrollWidth") <= 400
+    finally:
+        browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 @needs_browser

@@ -337,7 +337,7 @@ def test_a_text_without_a_word_has_the_token_that_begins_every_text(here: Runnin
 
 def test_an_error_is_of_no_field_where_it_is_of_several() -> None:
     assert _param_of("prompt has token ids [9]") == "prompt"
-    assert _param_of("structured regex 'a' cannot be used") == "response_format"
+    assert _param_of("structured regex 'a' cannot be used") == "structured"
     assert _param_of("prompt 0: 9 tokens and max_tokens 9 do not fit the KV cache") is None
     assert _param_of("something else") is _param_of("") is None
 
@@ -418,7 +418,7 @@ def test_every_request_has_its_own_policy(client: OpenAI, alone: LLM) -> None:
         [request] = alone.requests([alone.chat_prompt(CHAT)], params, policy, k)
         alone.worker.run(Job([request]))
         stood = [n for _, n in request.row.drafts]  # round by round, however many of them the engine takes in a step
-        assert histogram == [stood.count(n) for n in range(max(stood, default=-1) + 1)]
+        assert histogram == [stood.count(n) for n in range(k + 1)]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -660,3 +660,114 @@ def test_the_dashboard_shows_metrics_that_there_are() -> None:
     families = dict(re.findall(r"# TYPE (\S+) (\w+)", exposed))
     known = set(families) | {f"{name}_bucket" for name, kind in families.items() if kind == "histogram"}
     assert len(named) > 20 and named <= known
+
+
+# What clients of vLLM send.
+
+
+def test_usage_that_goes_along_with_a_stream(client: OpenAI) -> None:
+    options: Any = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(
+        client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=30, stream=True, stream_options=options)
+    )
+    used = [chunk.usage.completion_tokens for chunk in chunks if chunk.usage is not None]
+    assert len(used) == len(chunks) > 2 and used == sorted(used) and (used[0], used[-1]) == (0, 30)
+    assert len({chunk.usage.prompt_tokens for chunk in chunks if chunk.usage is not None}) == 1
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("chat", [True, False])
+def test_token_ids_of_prompt_and_answer(here: Running, alone: LLM, chat: bool, stream: bool) -> None:
+    params = SamplingParams(temperature=0.0, max_tokens=12)
+    [wanted] = alone.generate([alone.chat_prompt(CHAT) if chat else QUESTION], params)
+    asked = {"messages": CHAT} if chat else {"prompt": QUESTION}
+    body = {"model": MODEL, "max_tokens": 12, "temperature": 0, "return_token_ids": True, "stream": stream, **asked}
+    got = httpx.post(f"{here.url}/v1/{'chat/' if chat else ''}completions", json=body)
+    lines = [line[6:] for line in got.text.splitlines() if line.startswith("data: {")] if stream else [got.text]
+    choices = [choice for line in lines for choice in json.loads(line)["choices"]]
+    assert choices[0]["prompt_token_ids"] == wanted.prompt_token_ids
+    assert [token for choice in choices for token in choice.get("token_ids", [])] == wanted.token_ids
+
+
+def test_special_tokens_and_stop_strings_are_shown_on_request(here: Running, client: OpenAI) -> None:
+    def said(**more: Any) -> str:
+        return (
+            client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0, extra_body=more)
+            .choices[0]
+            .message.content
+            or ""
+        )
+
+    plain = said()
+    assert said(skip_special_tokens=False) == plain
+    ended = said(skip_special_tokens=False, include_stop_str_in_output=True)
+    assert ended == f"{plain}<|end|>" and said(include_stop_str_in_output=True) == plain
+    stop = plain[len(plain) // 2 :][:4]
+    before = plain[: plain.index(stop)]
+    assert said(stop=[stop]) == before and said(stop=[stop], include_stop_str_in_output=True) == before + stop
+    on = said(skip_special_tokens=False, ignore_eos=True, max_tokens=len(plain) + 20)
+    assert on.startswith(f"{plain}<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("asked", "form"),
+    [
+        ({"structured_outputs": {"choice": ['a "b"', "c"]}}, r'a "b"|c'),
+        ({"structured_outputs": {"regex": "[0-9]{3}"}}, r"\d{3}"),
+        ({"structured_outputs": {"json": {"type": "boolean"}}}, "true|false"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_regex": "x{2,3}"}, "xx|xxx"),
+        ({"guided_json": '{"type": "integer", "minimum": 10, "maximum": 99}'}, r"\d\d"),
+        ({"guided_grammar": 'root ::= "ab" [0-9]'}, r"ab\d"),
+        ({"guided_grammar": 'start: "ab" /[0-9]/'}, r"ab\d"),
+    ],
+)  # fmt: skip
+def test_forms_by_vllms_names(client: OpenAI, asked: dict[str, Any], form: str) -> None:
+    got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=40, extra_body=asked)
+    assert re.fullmatch(form, got.choices[0].message.content or "") and got.choices[0].finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    ("asked", "param", "says"),
+    [
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex", "one form"),
+        ({"guided_choice": ["a"], "response_format": {"type": "json_object"}}, "guided_choice", "response_format"),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag", "'structural_tag'"),
+        ({"guided_regex": "("}, "guided_regex", "cannot be used"),
+        ({"guided_grammar": "root ::= ("}, "guided_grammar", "guided_grammar"),
+        ({"guided_choice": []}, "guided_choice", "at least 1"),
+        ({"priority": 1.5}, "priority", "integer"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not with"),
+        ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "messages", "no text"),
+    ],
+)
+def test_bad_values_of_vllms_fields_are_named(here: Running, asked: dict[str, Any], param: str, says: str) -> None:
+    got = httpx.post(f"{here.url}/v1/chat/completions", json={"model": MODEL, "messages": CHAT, **asked})
+    assert got.status_code == 400, got.text
+    assert got.json()["error"]["param"] == param and says in got.json()["error"]["message"]
+
+
+def test_an_answer_that_goes_on_with_the_last_message(here: Running, client: OpenAI) -> None:
+    whole = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=0).choices[0].message.content or ""
+    begun: list[Any] = [*CHAT, {"role": "assistant", "content": whole[:10]}]
+    ids = {}
+    for name, more in (("opened", {}), ("closed", {"add_generation_prompt": False}), ("open", {})):
+        messages = CHAT if name == "opened" else begun
+        more = {"continue_final_message": True} if name == "open" else more
+        ids[name] = httpx.post(f"{here.url}/tokenize", json={"messages": messages, **more}).json()["tokens"]
+    text = {name: here.service.tokenizer.decode(each, False) for name, each in ids.items()}
+    assert text["open"] == text["opened"] + whole[:10] and text["closed"] == text["open"] + "<|end|>"
+    got = client.chat.completions.create(
+        model=MODEL, messages=begun, temperature=0, extra_body={"continue_final_message": True, "priority": -3}
+    )
+    assert got.usage is not None and got.usage.prompt_tokens == len(ids["open"])
+    marked = [*CHAT, {"role": "assistant", "content": "a <|end|> b"}]  # of which the end is text
+    asked = {"messages": marked, "continue_final_message": True, "return_token_strs": True}
+    told = httpx.post(f"{here.url}/tokenize", json=asked).json()
+    assert told["tokens"].count(2) == 1 and len(told["token_strs"]) == told["count"]
+
+
+def test_when_the_model_was_loaded(client: OpenAI) -> None:
+    [model] = client.models.list().data
+    assert abs(time.time() - model.created) < 3600

@@ -45,11 +45,13 @@ class Thinking:
 
 
 class ChatPrompt(list[int]):
-    """Token ids of a conversation. ``thinking``: how its answer may begin with thinking; None where it does not."""
+    """Token ids of a conversation. ``thinking``: how its answer may begin with thinking; None where it does not.
+    ``shown``: tags of which the answer's text is to be understood, as of calls of tools; they are shown in it, and the
+    answer may begin with thinking even if it has a form, which then provides for that."""
 
-    def __init__(self, ids: Iterable[int], thinking: Thinking | None = None) -> None:
+    def __init__(self, ids: Iterable[int], thinking: Thinking | None = None, shown: Iterable[str] = ()) -> None:
         super().__init__(ids)
-        self.thinking = thinking
+        self.thinking, self.shown = thinking, tuple(shown)
 
 
 class Splitter:

@@ -189,6 +189,7 @@ class Tokenizer:
         documents: Sequence[Mapping[str, Any]] | None = None,
         chat_template: str | None = None,
         at_most: int | None = None,
+        continue_final_message: bool = False,
         **variables: Any,
     ) -> ChatPrompt:
         """Token ids of a conversation, rendered by the checkpoint's template in a sandbox.
@@ -202,6 +203,8 @@ class Tokenizer:
             documents: for templates that answer from some.
             chat_template: the name of a template, where there are several. None is ``tool_use`` where there are tools
                 (and such a template), else ``default``.
+            continue_final_message: whether the last message's turn stays open at the end of its content, so that the
+                answer goes on with it.
             at_most: tokens, beyond which it is refused before anything is encoded.
             variables: what else the template looks at, such as ``enable_thinking``.
 
@@ -213,14 +216,25 @@ class Tokenizer:
         given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
         # Nobody can foresee the marks, so nobody can set or end one.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
+        listed = conversation(messages)
+        if continue_final_message:
+            if add_generation_prompt:
+                raise ValueError("continue_final_message: not with add_generation_prompt")
+            if not listed or not isinstance(said := listed[-1].get("content"), str) or not said:
+                raise ValueError("continue_final_message: the last message has no text to go on from")
+            listed[-1]["content"] = said + (end := secrets.token_hex(8))
         try:
             if unread := sorted(given.keys() - template.variables):
                 known = sorted(template.variables - {"messages", "add_generation_prompt", *self.special_names})
                 raise ValueError(f"it does not look at {unread}; it knows {known}")
             text = template.render(
                 {**self.special_names, **lists, "add_generation_prompt": add_generation_prompt}
-                | self._marked({**given, "messages": conversation(messages)}, marks)
+                | self._marked({**given, "messages": listed}, marks)
             )
+            if continue_final_message:
+                text, open_turn, _ = text.rpartition(end)
+                if not open_turn:
+                    raise ValueError("it does not show the last message, with which the answer would go on")
         except Exception as error:  # a template is a program: it fails as it likes
             raise ValueError(f"the chat template refused the messages: {error}") from error
         ids = self._encode_marked(text, marks, at_most)
@@ -309,10 +323,13 @@ class TextStream:
 
     ``push`` gives the text that is settled by one more token: characters that are whole and cannot be the
     beginning of a stop string. ``finish`` gives the rest. Special tokens are left out but for those in ``shown``.
+    With ``keep_stop`` it is cut after the stop string instead.
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Iterable[str] = ()) -> None:
-        self._tokenizer, self._stop = tokenizer, tuple(stop)
+    def __init__(
+        self, tokenizer: Tokenizer, stop: Sequence[str] = (), shown: Iterable[str] = (), keep_stop: bool = False
+    ) -> None:
+        self._tokenizer, self._stop, self._keep_stop = tokenizer, tuple(stop), keep_stop
         ids = {tokenizer.raw.token_to_id(text): text for text in shown}
         self._shown = {i: text for i, text in ids.items() if i in tokenizer.control_ids}
         self._decoder = DecodeStream(skip_special_tokens=True)
@@ -363,8 +380,9 @@ class TextStream:
     def _settle(self, stoppable: bool, keep: bool = True) -> str:
         """Give out what is held, up to a stop string, or what may be the beginning of one (if that is to be kept)."""
         stops = self._stop if stoppable else ()
-        if found := [at for stop in stops if (at := self._held.find(stop)) >= 0]:
-            self.stopped, end = True, min(found)
+        if found := [(at, len(stop)) for stop in stops if (at := self._held.find(stop)) >= 0]:
+            at, length = min(found)
+            self.stopped, end = True, at + length if self._keep_stop else at
         else:
             end = len(self._held) - (max(map(self._overlap, stops), default=0) if keep else 0)
         settled, self._held = self._held[:end], "" if found else self._held[end:]

@@ -17,6 +17,7 @@ from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
 from fly.serve.rules import Speculation
+from fly.serve.tools import CallDelta, CallReader
 
 __all__ = ["Choice", "Completion", "Vocabulary", "error_body"]
 
@@ -72,8 +73,11 @@ class Choice:
 
     index: int
     splitter: Splitter
+    reader: CallReader | None = None
     text: str = ""
     reasoning: str = ""
+    calls: list[CallDelta] = field(default_factory=list)  # pieces of those
+    generated: int = 0  # tokens
     tokens: list[tuple[Token, str, int]] = field(default_factory=list)  # with its settled text and its block
     logprobs: list[dict[int, float]] = field(default_factory=list)
     blocks: int = 0
@@ -81,6 +85,7 @@ class Choice:
     finish_reason: str | None = None
     prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, float] | None] | None = None
+    told: bool = False  # whether a chunk had that
 
 
 class Completion:
@@ -95,6 +100,8 @@ class Completion:
         echoes: what stands before each choice, where it is asked for.
         top: likely tokens to list at each place; None for no log-probabilities.
         prompt_top: the same of the prompt, in a list of its own.
+        readers: what tells calls of functions from text, for each choice; None where there are none to call.
+        prompts: the token ids of each choice's prompt, where they are asked for with those of the answer.
     """
 
     def __init__(
@@ -109,17 +116,23 @@ class Completion:
         echoes: list[Echo] | None = None,
         top: int | None = None,
         prompt_top: int | None = None,
+        readers: Sequence[CallReader | None] | None = None,
+        prompts: Sequence[list[int]] | None = None,
     ) -> None:
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
         self.chat, self.model, self.speculation, self.explains = chat, model, speculation, explains
         self.top, self.prompt_top = top, prompt_top
         self._vocabulary, self._fingerprint, self._echoes = vocabulary, fingerprint, echoes
-        self.choices = [Choice(index, Splitter(each)) for index, each in enumerate(thinking)]
+        self.choices = [
+            Choice(index, Splitter(each), None if readers is None else readers[index])
+            for index, each in enumerate(thinking)
+        ]
+        self._prompts = prompts
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
         self._prompt_tokens: dict[int, int] = {}
-        self._cached = self._completion_tokens = self._drafted = self._accepted = 0
+        self._cached = self._drafted = self._accepted = 0
         self._histogram: Counter[int] = Counter()  # of accepted tokens a drafted round
 
     def add(self, news: News) -> Choice:
@@ -130,27 +143,42 @@ class Completion:
             choice.tokens.append((token, text, choice.blocks))
         if news.pieces:
             choice.blocks += 1
+            choice.generated += len(news.pieces)
         choice.logprobs += news.logprobs
         if news.over:
             self._say(choice, choice.splitter.finish(news.rest))
+            if choice.reader is not None:
+                cut = news.output is not None and news.output.finish_reason == "length"
+                self._read(choice, choice.reader.finish(cut))
         self._histogram.update(accepted for _, accepted in news.drafts)
         if news.output is not None:
             stats = news.output.stats
-            choice.finish_reason = news.output.finish_reason
+            called = choice.reader is not None and choice.reader.calls
+            ended = news.output.finish_reason
+            choice.finish_reason = "tool_calls" if called and ended == "stop" else ended
             choice.prompt, choice.prompt_logprobs = news.output.prompt_token_ids, news.output.prompt_logprobs
             self._cached += stats.cached
-            self._completion_tokens += stats.generated
+            choice.generated = stats.generated
             self._drafted += stats.drafted
             self._accepted += stats.accepted
         return choice
 
-    @staticmethod
-    def _say(choice: Choice, found: list[tuple[Kind, str]]) -> None:
+    def _say(self, choice: Choice, found: list[tuple[Kind, str]]) -> None:
         for kind, text in found:
-            if kind == "text":
+            if kind == "reasoning":
+                choice.reasoning += text
+            elif choice.reader is None:
                 choice.text += text
             else:
-                choice.reasoning += text
+                self._read(choice, choice.reader.push(text))
+
+    @staticmethod
+    def _read(choice: Choice, found: list[str | CallDelta]) -> None:
+        for said in found:
+            if isinstance(said, str):
+                choice.text += said
+            else:
+                choice.calls.append(said)
 
     def ended(self) -> bool:
         """Whether every choice has come to its end."""
@@ -158,10 +186,11 @@ class Completion:
 
     def usage(self, prompt_tokens: int) -> dict[str, Any]:
         """Counts of tokens, drafted ones included."""
+        generated = sum(choice.generated for choice in self.choices)
         return {
             "prompt_tokens": prompt_tokens,
-            "completion_tokens": self._completion_tokens,
-            "total_tokens": prompt_tokens + self._completion_tokens,
+            "completion_tokens": generated,
+            "total_tokens": prompt_tokens + generated,
             "prompt_tokens_details": {"cached_tokens": min(self._cached, prompt_tokens)},
             "completion_tokens_details": {
                 "reasoning_tokens": sum(choice.splitter.tokens for choice in self.choices),
@@ -171,14 +200,15 @@ class Completion:
         }
 
     def metrics(self) -> dict[str, Any]:
-        """What speculation did, by vLLM's names. ``acceptance_histogram[n]`` counts the drafts of which n tokens stand;
-        the mean acceptance length counts the target's own token with each."""
+        """What speculation did, by vLLM's names. ``acceptance_histogram[n]`` counts the drafts of which n tokens stand,
+        for n from 0 to K; the mean acceptance length counts the target's own token with each."""
         steps = sum(self._histogram.values())
+        longest = max(self.speculation.k, *self._histogram, 0)
         return {
             "speculative_decoding": {
                 "mean_acceptance_length": 1 + self._accepted / steps if steps else None,
                 "draft_acceptance_rate": self._accepted / self._drafted if self._drafted else None,
-                "acceptance_histogram": [self._histogram[n] for n in range(max(self._histogram, default=-1) + 1)],
+                "acceptance_histogram": [self._histogram[n] for n in range(longest + 1)],
                 "num_spec_steps": steps,
                 "num_accepted_draft_tokens": self._accepted,
                 "num_draft_tokens": self._drafted,
@@ -193,7 +223,10 @@ class Completion:
             text, reason = choice.text, choice.finish_reason
             body = self._choice(choice, reason)
             if self.chat:
-                body["message"] = {"role": "assistant", "content": text, "refusal": None}
+                calls = _whole_calls(choice.calls)
+                body["message"] = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
+                if calls:
+                    body["message"]["tool_calls"] = calls
                 if choice.reasoning:
                     body["message"]["reasoning_content"] = choice.reasoning
             else:
@@ -202,6 +235,7 @@ class Completion:
                     listed = zip(choice.prompt, choice.prompt_logprobs or ())
                     body["prompt_logprobs"] = [self._prompt_entry(*entry) for entry in listed]
             choices.append(body)
+            self._add_prompt(body, choice)
         return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
 
     def first(self, choice: Choice) -> dict[str, Any]:
@@ -211,21 +245,33 @@ class Completion:
             body["delta"] = {"role": "assistant", "content": ""}
         else:
             body["text"] = self._echo(choice)
+        self._add_prompt(body, choice)
         return self._body([body], ".chunk") | {"speculation": self.speculation.as_dict()}
 
     def chunk(self, choice: Choice) -> dict[str, Any] | None:
-        """What came in for a choice since the last chunk; None if there is nothing to show yet."""
-        shown = choice.tokens if self.explains or self.top is not None else []
-        if not (choice.text or choice.reasoning or shown or choice.finish_reason):
+        """What came in for a choice since the last chunk; None if there is nothing to show yet. Of calls a chunk has
+        one piece, as clients expect it: ask again until there is nothing."""
+        pieces = _joined(choice.calls)
+        if len(pieces) > 1:
+            choice.calls = pieces[1:]
+            said = {"content": choice.text} if choice.text else {}
+            choice.text = ""
+            body: dict[str, Any] = {"index": choice.index, "finish_reason": None, "logprobs": None}
+            return self._body([body | {"delta": said | {"tool_calls": [_call_delta(pieces[0])]}}], ".chunk")
+        shown = choice.tokens if self.explains or self.top is not None or self._prompts is not None else []
+        if not (choice.text or choice.reasoning or pieces or shown or (choice.finish_reason and not choice.told)):
             return None
+        choice.told = choice.finish_reason is not None
         body = self._choice(choice, choice.finish_reason)
         if self.chat:
             said = {"reasoning_content": choice.reasoning, "content": choice.text}
             body["delta"] = {name: text for name, text in said.items() if text}
+            if pieces:
+                body["delta"]["tool_calls"] = [_call_delta(pieces[0])]
         else:
             body["text"] = choice.text
         choice.text = choice.reasoning = ""
-        choice.tokens, choice.logprobs = [], []
+        choice.tokens, choice.logprobs, choice.calls = [], [], []
         return self._body([body], ".chunk")
 
     def last(self, chunk: dict[str, Any]) -> dict[str, Any]:
@@ -238,6 +284,10 @@ class Completion:
 
     def _extras(self) -> dict[str, Any]:
         return {"speculation": self.speculation.as_dict(), "metrics": self.metrics()}
+
+    def _add_prompt(self, body: dict[str, Any], choice: Choice) -> None:
+        if self._prompts is not None:
+            body["prompt_token_ids"] = self._prompts[choice.index]
 
     def _echo(self, choice: Choice) -> str:
         return "" if self._echoes is None else self._echoes[choice.index].text
@@ -259,6 +309,8 @@ class Completion:
             body["logprobs"] = self._chat_logprobs(choice) if self.chat else self._completion_logprobs(choice)
         if self.explains:
             body["provenance"] = [self._explained(*entry) for entry in choice.tokens]
+        if self._prompts is not None:
+            body["token_ids"] = [token.id for token, _, _ in choice.tokens]
         choice.offset += sum(len(text) for _, text, _ in choice.tokens)
         return body
 
@@ -335,3 +387,32 @@ class Completion:
 def _finite(logprob: float) -> float:
     """JSON has no infinities; OpenAI writes -9999 for what cannot be."""
     return max(logprob, -9999.0)
+
+
+def _whole_calls(pieces: list[CallDelta]) -> list[dict[str, Any]]:
+    """Calls in OpenAI's form, of all of their pieces."""
+    calls: list[dict[str, Any]] = []
+    for piece in pieces:
+        if piece.name is not None:
+            calls.append({"id": piece.id, "type": "function", "function": {"name": piece.name, "arguments": ""}})
+        calls[piece.at]["function"]["arguments"] += piece.arguments
+    return calls
+
+
+def _joined(pieces: list[CallDelta]) -> list[CallDelta]:
+    """The same with neighbouring pieces of one call's arguments in one."""
+    found: list[CallDelta] = []
+    for piece in pieces:
+        if found and piece.name is None and found[-1].name is None and found[-1].at == piece.at:
+            found[-1] = found[-1]._replace(arguments=found[-1].arguments + piece.arguments)
+        else:
+            found.append(piece)
+    return found
+
+
+def _call_delta(piece: CallDelta) -> dict[str, Any]:
+    """More of a call in OpenAI's form."""
+    if piece.name is None:
+        return {"index": piece.at, "function": {"arguments": piece.arguments}}
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"index": piece.at, "id": piece.id, "type": "function", "function": function}

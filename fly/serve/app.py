@@ -21,7 +21,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
-from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, Part, TokenizeRequest
+from fly.serve.messages import Part
+from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
 from fly.serve.service import Answering, ApiError, Left, Plain, Service
 
 __all__ = ["Service", "create_app"]
@@ -74,17 +75,18 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         prepared = await service.prepared(body, service.client(request), request.receive)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
-        answering = Answering(service, job, request.receive)
+        answering = Answering(service, job, request.receive, prepared.form)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
             f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
-            prepared.top, prepared.prompt_top,
+            prepared.top, prepared.prompt_top, [prepared.reader() for _ in job.requests],
+            [each.row.tokens[: each.row.prompt_length] for each in job.requests] if body.return_token_ids else None,
         )  # fmt: skip
         if streamed:
             if not await answering.begun():
                 close()
                 return Response(status_code=499)
-            events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage)
+            events = chunks(completion, answering, prepared.prompt_tokens, body.with_usage, body.with_running_usage)
             return EventStream(events, close)  # which closes when it has ended
         while not completion.ended():
             if (found := await answering.next()) is None:
@@ -119,19 +121,23 @@ async def read(service: Service, work: Callable[[], Response], request: Request)
 
 
 async def chunks(
-    completion: Completion, answering: Answering, prompt_tokens: int, with_usage: bool
+    completion: Completion, answering: Answering, prompt_tokens: int, with_usage: bool, running_usage: bool = False
 ) -> AsyncIterator[dict[str, Any]]:
     """What a stream says: it opens every choice, passes on what comes in, and ends with what can be said at the end."""
+
+    def used(chunk: dict[str, Any]) -> dict[str, Any]:
+        return chunk | {"usage": completion.usage(prompt_tokens)} if running_usage else chunk
+
     for choice in completion.choices:
-        yield completion.first(choice)
+        yield used(completion.first(choice))
     while not completion.ended():
         if (found := await answering.next()) is None:
             return
         touched = {news.index: completion.add(news) for news in found}
         for choice in touched.values():
-            if (chunk := completion.chunk(choice)) is not None:
+            while (chunk := completion.chunk(choice)) is not None:
                 last = completion.ended() and choice is list(touched.values())[-1] and not with_usage
-                yield completion.last(chunk) if last else chunk
+                yield used(completion.last(chunk) if last and choice.told else chunk)
     if with_usage:
         yield completion.last(completion.usage_chunk(prompt_tokens))
 
@@ -195,13 +201,15 @@ def create_app(service: Service) -> ASGIApp:
             if body.prompt is None:
                 return service.conversation(body)
             try:
-                return service.tokenizer.encode(body.prompt, body.add_special_tokens)
+                return service.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
             except (TypeError, ValueError) as error:
                 raise ApiError(400, f"prompt: {error}", "prompt", "invalid_value") from None
 
         def told() -> Response:
             tokens = encode()
-            return Plain({"count": len(tokens), "max_model_len": service.context, "tokens": tokens})
+            texts = [service.tokenizer.raw.id_to_token(token) for token in tokens] if body.return_token_strs else None
+            count = {"count": len(tokens), "max_model_len": service.context}
+            return Plain({**count, "tokens": tokens, "token_strs": texts})
 
         return await read(service, told, request)
 
@@ -297,7 +305,8 @@ def _texts(body: TokenizeRequest) -> list[str]:
     """What is to be encoded."""
     if body.prompt is not None:
         return [body.prompt]
-    return [message.for_template()["content"] for message in body.messages or ()]
+    beside = [*(tool.for_template() for tool in body.tools or ()), body.chat_template_kwargs or {}]
+    return [*map(json.dumps, beside), *(message.for_template()["content"] for message in body.messages or ())]
 
 
 def _model(service: Service) -> dict[str, Any]:
@@ -305,7 +314,7 @@ def _model(service: Service) -> dict[str, Any]:
     return {
         "id": service.name,
         "object": "model",
-        "created": 0,
+        "created": service.created,
         "owned_by": "fly",
         "max_model_len": service.context,
         "speculation": {

@@ -6,13 +6,14 @@ and this one cannot give any meaning are not here, or allow their neutral value 
 
 from __future__ import annotations
 
-import functools
+import json
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
-from typing_extensions import TypedDict
+from llguidance.gbnf_to_lark import any_to_lark
+from pydantic import Field, model_validator
 
+from fly.serve.messages import MOST, Body, Conversation, Function, Messages, NamedTool, known_fields
 from fly.types import SamplingParams
 
 __all__ = [
@@ -20,53 +21,21 @@ __all__ = [
     "CompletionRequest",
     "DetokenizeRequest",
     "Generation",
-    "Message",
-    "Part",
     "SpeculationRequest",
     "TokenizeRequest",
 ]
 
 # A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
 Word = Annotated[str, Field(min_length=0)]
-_MOST = 1024  # entries of a small list or mapping
 _LONGEST = 64 << 10  # characters of all bad words
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # One error is enough: a list of a million wrong entries would make a million.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
-Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=_MOST)]
+Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST)]
 
 
-class _Body(BaseModel):
-    """Values are taken as they are: a number in quotes is no number."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _only_known_fields(cls, data: Any) -> Any:
-        """Named all at once, before anything else is looked at."""
-        if (
-            not isinstance(data, dict) or data.keys() <= (known := _known(cls)).keys()
-        ):  # of which a body may have 100,000
-            return data
-        if unknown := [name for name in data if name not in known]:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
-            raise PydanticCustomError(
-                "unknown_parameter",
-                "unknown or unsupported: {shown}; known: {known}",
-                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
-            )
-        return data
-
-
-@functools.cache
-def _known(model: type[BaseModel]) -> dict[str, None]:
-    """The names of its fields, as clients know them, in their order."""
-    return {field.alias or name: None for name, field in model.model_fields.items()}
-
-
-class SpeculationRequest(_Body):
+class SpeculationRequest(Body):
     """How drafts are made and judged for this request, within what the operator enabled.
 
     ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. ``k`` tokens are drafted a
@@ -81,14 +50,16 @@ class SpeculationRequest(_Body):
     provenance: bool = False
 
 
-class StreamOptions(_Body):
-    """``include_usage``: a last chunk without choices has the usage."""
+class StreamOptions(Body):
+    """``include_usage``: a last chunk without choices has the usage. ``continuous_usage_stats``, as in vLLM: with that,
+    every chunk has what there is of it."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: Literal[False] | None = None
 
 
-class JSONSchema(_Body):
+class JSONSchema(Body):
     """A form for the answer. ``strict`` changes nothing: the form always holds."""
 
     name: str | None = None
@@ -97,7 +68,7 @@ class JSONSchema(_Body):
     strict: bool | None = None
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """The form of the answer: plain text, any JSON object, or JSON under a schema."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -110,11 +81,23 @@ class ResponseFormat(_Body):
         return self
 
 
-class Generation(_Body):
+class StructuredOutputs(Body):
+    """vLLM's ``structured_outputs``: one form for the answer."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: Texts | None = None
+    grammar: str | None = None
+
+
+class Generation(Body):
     """What both endpoints share. None is the default: for sampling, that of the checkpoint.
 
     ``user``, ``metadata``, ``safety_identifier`` and ``prompt_cache_key`` are for a service's own records; they are
-    taken and have no effect. ``cache_salt``, as in vLLM: nothing of the prompt is shared with requests of another one.
+    taken and have no effect. As in vLLM: ``cache_salt``, nothing of the prompt is shared with requests of another one;
+    ``priority``, the smallest are served first; ``structured_outputs`` or ``guided_json`` and the like, a form for the
+    answer; ``return_token_ids``, those of prompt and answer.
     """
 
     model: str
@@ -127,13 +110,22 @@ class Generation(_Body):
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
     stop: Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None = None
-    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=_MOST)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0)
     logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
-    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=_MOST)] | None = None
+    bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MOST)] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    return_token_ids: bool | None = None
+    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: Texts | None = None
+    guided_grammar: str | None = None
     response_format: ResponseFormat | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -149,8 +141,8 @@ class Generation(_Body):
     @model_validator(mode="before")
     @classmethod
     def _few_biases(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > _MOST:
-            raise ValueError(f"logit_bias: {len(bias)} entries; at most {_MOST} are read")
+        if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > MOST:
+            raise ValueError(f"logit_bias: {len(bias)} entries; at most {MOST} are read")
         return data
 
     @model_validator(mode="after")
@@ -165,6 +157,52 @@ class Generation(_Body):
             raise ValueError("stream_options: only with stream: true")
         return self
 
+    @model_validator(mode="after")
+    def _one_form(self) -> Generation:
+        if len(given := list(self._forms())) > 1:
+            raise ValueError(f"{given[1]}: the answer has one form; {given[0]} is given too")
+        return self
+
+    def _forms(self) -> Iterator[str]:
+        """The names of the fields that give the answer a form."""
+        if self.response_format is not None and self.response_format.type != "text":
+            yield "response_format"
+        for name in ("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"):
+            if getattr(self, name) is not None:
+                yield name
+
+    @property
+    def form(self) -> str | None:
+        """The name of the field that gives the answer a form."""
+        return next(self._forms(), None)
+
+    def structured(self) -> dict[str, Any] | None:
+        """That form, as sampling parameters have it. Raises ``ValueError`` whose text starts with the field's name."""
+        if (name := self.form) is None:
+            return None
+        if name == "response_format":
+            assert self.response_format is not None
+            schema = self.response_format.json_schema
+            return {"json_object": True} if schema is None else {"json_schema": schema.schema_}
+        if name == "structured_outputs":
+            assert self.structured_outputs is not None
+            asked = self.structured_outputs.model_dump(by_alias=True, exclude_none=True)
+            asked = {key: value for key, value in asked.items() if value is not False}
+            if len(asked) != 1:
+                known = list(known_fields(StructuredOutputs))
+                raise ValueError(f"structured_outputs: give exactly one of {known}, not {list(asked)}")
+            [(kind, value)] = asked.items()
+        else:
+            kind, value = name.removeprefix("guided_"), getattr(self, name)
+        if kind == "choice":
+            return {"grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)}
+        if kind == "grammar":
+            try:
+                return {"grammar": any_to_lark(value)}
+            except Exception as error:  # whatever the library raises
+                raise ValueError(f"{name}: cannot be read: {error}") from None
+        return {"json_schema" if kind == "json" else kind: value}
+
     @property
     def wanted_tokens(self) -> int | None:
         """The limit that the request sets itself."""
@@ -173,7 +211,9 @@ class Generation(_Body):
     @property
     def takes_time(self) -> bool:
         """Whether there is more to prepare than a text to read: a grammar to compile, words to spell."""
-        return bool(self.bad_words) or (self.response_format is not None and self.response_format.type == "json_schema")
+        return bool(self.bad_words) or (
+            self.form is not None and (self.response_format is None or self.response_format.type != "json_object")
+        )
 
     @property
     def explains(self) -> bool:
@@ -184,6 +224,11 @@ class Generation(_Body):
     def with_usage(self) -> bool:
         """Whether a stream ends with its usage."""
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def with_running_usage(self) -> bool:
+        """Whether every chunk of a stream has the usage so far."""
+        return self.with_usage and self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
     def top(self) -> int | None:
         """How many likely tokens to list at each place; None for no log-probabilities at all."""
@@ -198,6 +243,7 @@ class Generation(_Body):
         names = (
             *("temperature", "top_p", "top_k", "min_p", "n", "min_tokens", "ignore_eos"),
             *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+            *("skip_special_tokens", "include_stop_str_in_output"),
         )
         given = {name: value for name in names if (value := getattr(self, name)) is not None}
         for name in ("stop", "stop_token_ids", "bad_words"):
@@ -207,9 +253,8 @@ class Generation(_Body):
             if bad := [key for key in self.logit_bias if not (key.isascii() and key.isdigit() and len(key) < 10)]:
                 raise ValueError(f"logit_bias: {bad[0]!r} is no token id")
             given["logit_bias"] = {int(key): value for key, value in self.logit_bias.items()}
-        if (form := self.response_format) is not None and form.type != "text":
-            schema = form.json_schema
-            given["structured"] = {"json_object": True} if schema is None else {"json_schema": schema.schema_}
+        if (form := self.structured()) is not None:
+            given["structured"] = form
         return SamplingParams.model_validate(
             default.model_dump()
             | given
@@ -222,7 +267,7 @@ class CompletionRequest(Generation):
     """``/v1/completions``. Texts are read as they stand, special tokens included. ``echo`` with ``logprobs`` lists the
     prompt's tokens too; ``prompt_logprobs`` does so, as vLLM has it, in a list of its own."""
 
-    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=_MOST)]
+    prompt: str | Texts | TokenIds | Annotated[list[TokenIds], Field(fail_fast=True, min_length=1, max_length=MOST)]
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0, le=20)
     prompt_logprobs: int | None = Field(None, ge=0, le=20)
@@ -255,60 +300,15 @@ class CompletionRequest(Generation):
         return max((most for most in asked if most is not None), default=None)
 
 
-class Part(TypedDict):
-    """A piece of a message. There are no images, sounds or files here. (No ``_Body``, since of these a request may have
-    100,000, and they are read in the event loop.)"""
-
-    __pydantic_config__ = _Body.model_config  # type: ignore[misc]  # as pydantic has it
-
-    type: Literal["text"]
-    text: str
-
-
-class Message(_Body):
-    """One message. A message of an answer can be sent back as it came."""
-
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=_MOST)] | None = None
-    name: str | None = None
-    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=_MOST)] | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, Any]:
-        """As chat templates expect it: text in one piece, and nothing that was not said."""
-        parts = self.content or ()
-        content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
-        said = {
-            "name": self.name,
-            "tool_calls": self.tool_calls,
-            "tool_call_id": self.tool_call_id,
-            "reasoning_content": self.reasoning_content,
-        }
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
-
-
-Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * _MOST)]
-Tools = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1, max_length=_MOST)]
-
-
-class ChatRequest(Generation):
-    """``/v1/chat/completions``. ``tools`` go to the chat template, as do ``chat_template_kwargs``; what the model says
-    of tools is its text."""
+class ChatRequest(Conversation, Generation):
+    """``/v1/chat/completions``. ``tools`` and ``chat_template_kwargs`` go to the chat template."""
 
     messages: Messages
     max_completion_tokens: int | None = Field(None, ge=0, lt=2**31)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Tools | None = None
-    tool_choice: Literal["none", "auto"] | None = None
-    parallel_tool_calls: Literal[True] | None = None
-    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=_MOST)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
     modalities: Annotated[list[Literal["text"]], Field(max_length=1)] | None = None
 
     @model_validator(mode="after")
@@ -317,7 +317,41 @@ class ChatRequest(Generation):
             raise ValueError("top_logprobs: needs logprobs: true")
         if None not in (self.max_tokens, self.max_completion_tokens):
             raise ValueError("max_completion_tokens: give this or max_tokens")
+        if self.tools is None and self.must_call:
+            raise ValueError("tool_choice: there are no tools to choose from")
+        if isinstance(choice := self.tool_choice, NamedTool):
+            names = [tool.function.name for tool in self.tools or ()]
+            if choice.function.name not in names:
+                raise ValueError(f"tool_choice: no function {choice.function.name!r}; choices: {names}")
         return self
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the answer has to be a call."""
+        return self.tool_choice not in (None, "none", "auto")
+
+    @property
+    def may_repeat(self) -> bool:
+        """Whether an answer may have several calls: one of a function that is named is meant to be one."""
+        return self.parallel_tool_calls is not False and not isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def usable(self) -> list[Function]:
+        """The functions that the answer may call."""
+        functions = [tool.function for tool in self.tools or ()]
+        if isinstance(choice := self.tool_choice, NamedTool):
+            return [function for function in functions if function.name == choice.function.name]
+        return [] if choice == "none" else functions
+
+    @property
+    def calls_by_form(self) -> bool:
+        """Whether a grammar holds its calls to what may be called, and how often."""
+        loose = not self.must_call and self.parallel_tool_calls is not False and self.form is None
+        return bool(self.usable) and not (loose and not any(function.strict for function in self.usable))
+
+    @property
+    def takes_time(self) -> bool:
+        return self.calls_by_form or super().takes_time
 
     @property
     def wanted_tokens(self) -> int | None:
@@ -327,23 +361,25 @@ class ChatRequest(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-class TokenizeRequest(_Body):
-    """``/tokenize``: of a text, or of a conversation by the chat template."""
+class TokenizeRequest(Conversation):
+    """``/tokenize``: of a text, or of a conversation by the chat template. ``return_token_strs``: with their texts."""
 
     model: str | None = None
     prompt: str | None = None
     messages: Messages | None = None
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
 
     @model_validator(mode="after")
     def _one_of_them(self) -> TokenizeRequest:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("give either prompt or messages")
+        if self.prompt is None and self.add_special_tokens:
+            raise ValueError("add_special_tokens: the chat template puts what belongs before messages")
         return self
 
 
-class DetokenizeRequest(_Body):
+class DetokenizeRequest(Body):
     """``/detokenize``: the text of tokens, special ones included."""
 
     model: str | None = None

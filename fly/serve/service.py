@@ -11,8 +11,9 @@ import json
 import os
 import re
 import secrets
+import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,6 @@ from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
-from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 from starlette.requests import HTTPConnection
 from starlette.types import Receive
@@ -29,14 +29,18 @@ from starlette.types import Receive
 from fly.errors import explain
 from fly.job import News, Request
 from fly.llm import LLM
+from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
-from fly.serve.answers import Echo, Vocabulary, error_body
+from fly.serve.answers import Echo, Vocabulary
+from fly.serve.errors import ApiError, Left, Plain
 from fly.serve.metrics import Measured, Metrics
 from fly.serve.requests import ChatRequest, CompletionRequest, Generation, TokenizeRequest
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
+from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar
 from fly.serve.trial import Trial
 from fly.structured import LIMITS, StructuredError
+from fly.types import StructuredOutput
 from fly.worker import Stopped
 
 __all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
@@ -44,45 +48,6 @@ __all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
 _SCORES = 2**18  # log-probabilities of prompt tokens that one answer lists: some ten megabytes
 _COMPILE = 2  # threads that compile grammars
 T = TypeVar("T")
-
-
-class ApiError(Exception):
-    """Becomes an answer in OpenAI's form."""
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        param: str | None = None,
-        code: str | None = None,
-        retry_after: int | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
-
-    @property
-    def kind(self) -> str:
-        if self.status < 500:
-            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
-        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
-
-    def body(self) -> dict[str, Any]:
-        return error_body(str(self), self.kind, self.param, self.code)
-
-    def response(self) -> JSONResponse:
-        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
-        return Plain(self.body(), self.status, headers)
-
-
-class Left(Exception):
-    """The client has closed its connection: nobody waits for this answer any more."""
-
-
-class Plain(JSONResponse):
-    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
-
-    def render(self, content: Any) -> bytes:
-        return json.dumps(content, separators=(",", ":")).encode()
 
 
 @dataclass
@@ -96,6 +61,13 @@ class Prepared:
     speculation: Speculation
     top: int | None
     client: str = ""
+    form: str = "response_format"  # the field that gives the answer its form, if it has one
+    calls: CallFormat | None = None  # how the answer calls functions, if it may
+    functions: tuple[str, ...] = ()  # which
+
+    def reader(self) -> CallReader | None:
+        """Of the calls of one answer."""
+        return None if self.calls is None else CallReader(self.calls, self.functions)
 
 
 class Service:
@@ -136,6 +108,7 @@ class Service:
         llm.grammars.vet = self._trial
         llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
+        self.created = int(time.time())
         try:
             self.version = version("flyspec")
         except PackageNotFoundError:  # run from a source tree
@@ -229,8 +202,13 @@ class Service:
             name = "prompt" if (body.n or 1) == 1 else "n"
             message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
             raise ApiError(400, message, name, "invalid_value")
+        calls, prompts = None, list[list[int]]()
         if isinstance(body, ChatRequest):
-            name, prompts = "messages", [self.conversation(body)]
+            prompt = self.conversation(body)
+            if body.usable:
+                calls = self.call_format()
+                prompt.shown = (calls.opener, *filter(None, [calls.closer]))
+            name, prompts = "messages", [prompt]
         else:
             assert isinstance(body, CompletionRequest)
             name, prompts = "prompt", [self.encode(prompt) for prompt in body.prompts]
@@ -244,9 +222,15 @@ class Service:
         if isinstance(body, CompletionRequest) and body.echo:
             found = [self.echo(prompt, body.logprobs is not None) for prompt in body.prompts]
             echoes = [echo for echo in found for _ in range(body.n or 1)]
+        by_calls = isinstance(body, ChatRequest) and body.calls_by_form
+        form = "tools" if by_calls else body.form or "response_format"
         try:
             most = self.max_tokens(body, prompts)
             params = body.params(self.llm.default_params, self.seed(body), most, self.salt(body, client))
+            if isinstance(body, ChatRequest) and calls is not None and body.calls_by_form:
+                params = params.model_copy(
+                    update={"structured": self.form_of_calls(body, calls, params.structured, prompt.thinking)}
+                )
         except ValidationError as error:
             message = explain(error)
             param = ".".join(map(str, error.errors()[0]["loc"])) or _param_of(message)
@@ -256,12 +240,42 @@ class Service:
         try:
             draft = chosen.draft if chosen.draft in self._named else None
             requests = self.llm.requests(
-                prompts, params, chosen.policy, chosen.k, draft=draft, client=client, streamed=True
+                prompts, params, chosen.policy, chosen.k, body.priority or 0, draft, client, streamed=True
             )
         except ValueError as error:
-            raise ApiError(400, str(error), _param_of(str(error)), "invalid_value") from None
+            param = _param_of(str(error))
+            raise ApiError(400, str(error), form if param == "structured" else param, "invalid_value") from None
+        functions = tuple(function.name for function in body.usable) if isinstance(body, ChatRequest) else ()
         prompt_top = body.prompt_logprobs if isinstance(body, CompletionRequest) else None
-        return Prepared(requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client)
+        return Prepared(
+            requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client, form, calls, functions
+        )
+
+    def call_format(self) -> CallFormat:
+        """How the model writes calls. Raises ``ApiError`` if its chat template shows none that is known."""
+        if (found := format_of(pick(self.tokenizer.templates, None, tools=True).source)) is None:
+            message = (
+                f"tools: this model's chat template writes calls in a way that is not known here (known: "
+                f"{', '.join(FORMATS)}); with tool_choice 'none' it answers without any"
+            )
+            raise ApiError(400, message, "tools", "unsupported_parameter")
+        return found
+
+    def form_of_calls(
+        self, body: ChatRequest, calls: CallFormat, answer: StructuredOutput | None, thinking: Thinking | None
+    ) -> StructuredOutput:
+        """What holds an answer to the functions that it may or must call. Raises ``ValueError``."""
+        schema = None
+        if answer is not None and not body.must_call:
+            if answer.kind not in ("json_schema", "json_object"):
+                raise ValueError(f"{body.form}: beside tools the answer can have a JSON schema, no {answer.kind}")
+            schema = json.loads(answer.source or '{"type": "object"}')
+        functions = {function.name: function.schema_ for function in body.usable}
+        text = grammar(
+            calls, functions, self.tokenizer, required=body.must_call, parallel=body.may_repeat,
+            answer=schema, thinking=thinking,
+        )  # fmt: skip
+        return StructuredOutput(grammar=text)
 
     @staticmethod
     def seed(body: Generation) -> int:
@@ -289,14 +303,16 @@ class Service:
         text = prompt if isinstance(prompt, str) else self.tokenizer.decode(prompt, False)
         return Echo(text, self.tokenizer.offsets(prompt) if scored else None)
 
-    def conversation(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+    def conversation(self, body: ChatRequest | TokenizeRequest) -> ChatPrompt:
         """Token ids of its messages by the chat template. Those of a chat must leave room for an answer."""
-        generation = body.add_generation_prompt if isinstance(body, TokenizeRequest) else True
         try:
-            variables = self.template_variables(body) if isinstance(body, ChatRequest) else {}
+            variables = self.template_variables(body)
             messages = [message.for_template() for message in body.messages or ()]
             at_most = self.context - 1 if isinstance(body, ChatRequest) else None
-            return self.tokenizer.apply_chat_template(messages, generation, at_most=at_most, **variables)
+            return self.tokenizer.apply_chat_template(
+                messages, body.opens_turn, at_most=at_most, continue_final_message=body.continue_final_message,
+                **variables,
+            )  # fmt: skip
         except TooLong as error:
             raise self._no_room(error, "messages") from None
         except (TypeError, ValueError) as error:
@@ -306,10 +322,11 @@ class Service:
         message = f"{name}: too long for the model's context of {self.context} tokens: {error}"
         return ApiError(400, message, name, "context_length_exceeded")
 
-    def template_variables(self, body: ChatRequest) -> dict[str, Any]:
-        """What a request gives the chat template besides its messages. Raises ``ApiError`` for what that does not look
-        at."""
+    def template_variables(self, body: ChatRequest | TokenizeRequest) -> dict[str, Any]:
+        """What a request gives the chat template besides its messages: no tools where none may be called. Raises
+        ``ApiError`` for what that does not look at."""
         given, name = body.chat_template_kwargs or {}, "chat_template_kwargs"
+        tools = None if isinstance(body, ChatRequest) and not body.usable else body.tools
         if body.tools is None and not given:
             return {}
         looks_at = self.tokenizer.template_variables
@@ -319,7 +336,7 @@ class Service:
             known = sorted(looks_at - _OWN)
             message = f"{name}: this model's chat template does not look at {unread}; it knows {known}"
             raise ApiError(400, message, name, "invalid_value")
-        return given | ({} if body.tools is None else {"tools": body.tools})
+        return given | ({} if tools is None else {"tools": [tool.for_template() for tool in tools]})
 
     def check_prompt(self, tokens: list[int], name: str) -> None:
         """Raises ``ApiError`` for one, of the field ``name``, that cannot be completed."""
@@ -329,7 +346,7 @@ class Service:
             message = f"{len(tokens)} tokens of prompt leave no room in the model's context of {self.context}"
             raise ApiError(400, message, name, "context_length_exceeded")
 
-    def max_tokens(self, body: Generation, prompts: list[list[int]]) -> int:
+    def max_tokens(self, body: Generation, prompts: Sequence[list[int]]) -> int:
         """As the request says, or the checkpoint, or (as OpenAI has it) 16 for completions, and what the context holds
         for chats."""
         most, wanted = self.settings.max_tokens, body.wanted_tokens
@@ -400,8 +417,8 @@ async def _until_left(receive: Receive) -> None:
 class Answering:
     """The news of one job while its client listens and its time lasts."""
 
-    def __init__(self, service: Service, job: Measured, receive: Receive) -> None:
-        self.worker, self.job = service.llm.worker, job
+    def __init__(self, service: Service, job: Measured, receive: Receive, form: str = "response_format") -> None:
+        self.worker, self.job, self.form = service.llm.worker, job, form
         self.timeout = service.settings.timeout
         self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: nobody listens any more
         self._deadline = asyncio.get_running_loop().time() + self.timeout
@@ -440,7 +457,7 @@ class Answering:
         last = self._ahead.popleft()
         error = last.error if isinstance(last, News) else last
         if isinstance(error, StructuredError):
-            raise ApiError(400, str(error), "response_format", "invalid_value")
+            raise ApiError(400, str(error), self.form, "invalid_value")
         if error is not None:
             raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
         return None
@@ -455,7 +472,7 @@ class Answering:
 
 
 _OWN = {"messages", "tools", "add_generation_prompt"}  # of a template's variables, those that are asked for otherwise
-_OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "response_format"}
+_OF_ENGINE = {name: name for name in Generation.model_fields} | {"prompt": "prompt", "structured": "structured"}
 
 
 def _param_of(message: str) -> str | None:

@@ -1,0 +1,51 @@
+"""What goes wrong with a request, and how a client is told. Knows nothing of engines."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from fastapi.responses import JSONResponse
+
+from fly.serve.answers import error_body
+
+__all__ = ["ApiError", "Left", "Plain"]
+
+
+class ApiError(Exception):
+    """Becomes an answer in OpenAI's form."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code, self.retry_after = status, param, code, retry_after
+
+    @property
+    def kind(self) -> str:
+        if self.status < 500:
+            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+        return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
+
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), self.kind, self.param, self.code)
+
+    def response(self) -> JSONResponse:
+        headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        return Plain(self.body(), self.status, headers)
+
+
+class Left(Exception):
+    """The client has closed its connection: nobody waits for this answer any more."""
+
+
+class Plain(JSONResponse):
+    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode()

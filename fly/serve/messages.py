@@ -1,0 +1,188 @@
+"""What conversations are made of, as clients send it: messages, and functions that the model may call. Knows nothing of
+engines.
+
+A field that is not here is an error that names it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections import Counter
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypedDict
+
+__all__ = [
+    "MOST",
+    "Body",
+    "Conversation",
+    "Function",
+    "Message",
+    "Messages",
+    "NamedTool",
+    "Part",
+    "Tool",
+    "Tools",
+    "known_fields",
+]
+
+MOST = 1024  # entries of a small list or mapping
+
+
+class Body(BaseModel):
+    """Values are taken as they are: a number in quotes is no number."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _only_known_fields(cls, data: Any) -> Any:
+        """Named all at once, before anything else is looked at."""
+        if (
+            not isinstance(data, dict) or data.keys() <= (known := known_fields(cls)).keys()
+        ):  # of which a body may have 100,000
+            return data
+        if unknown := [name for name in data if name not in known]:
+            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            raise PydanticCustomError(
+                "unknown_parameter",
+                "unknown or unsupported: {shown}; known: {known}",
+                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
+            )
+        return data
+
+
+@functools.cache
+def known_fields(model: type[BaseModel]) -> dict[str, None]:
+    """The names of its fields, as clients know them, in their order."""
+    return {field.alias or name: None for name, field in model.model_fields.items()}
+
+
+class Part(TypedDict):
+    """A piece of a message. There are no images, sounds or files here. (No ``Body``, since of these a request may have
+    100,000, and they are read in the event loop.)"""
+
+    __pydantic_config__ = Body.model_config  # type: ignore[misc]  # as pydantic has it
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Body):
+    """One message. A message of an answer can be sent back as it came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | Annotated[list[Part], Field(fail_fast=True, max_length=MOST)] | None = None
+    name: str | None = None
+    tool_calls: Annotated[list[dict[str, Any]], Field(fail_fast=True, max_length=MOST)] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    refusal: None = None
+    audio: None = None
+    function_call: None = None
+    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it: text in one piece, and nothing that was not said."""
+        parts = self.content or ()
+        content = parts if isinstance(parts, str) else "".join(part["text"] for part in parts)
+        said = {
+            "name": self.name,
+            "tool_calls": self.tool_calls,
+            "tool_call_id": self.tool_call_id,
+            "reasoning_content": self.reasoning_content,
+        }
+        if self.tool_calls is not None:
+            said["tool_calls"] = list(map(_readable, self.tool_calls))
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": content} | {name: value for name, value in said.items() if value is not None}
+
+
+Messages = Annotated[list[Message], Field(fail_fast=True, min_length=1, max_length=4 * MOST)]
+
+
+def _readable(call: dict[str, Any]) -> dict[str, Any]:
+    """A call as templates expect it: its arguments are an object. What a model wrote that is none stays text."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        arguments = json.loads(text or "{}")
+    except ValueError:
+        return call
+    return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call
+
+
+class Function(Body):
+    """A function that the model may call, with a JSON schema of its arguments. ``strict`` holds calls to it where the
+    model may but need not call; where it must, they are held to it in any case."""
+
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    return_: dict[str, Any] | None = Field(None, alias="return")
+
+    @property
+    def schema_(self) -> dict[str, Any]:
+        """Of its arguments: without ``parameters`` it has none."""
+        if self.parameters is None:
+            return {"type": "object", "properties": {}, "additionalProperties": False}
+        return {"type": "object", **self.parameters}
+
+
+class Tool(Body):
+    """Something that the model may use."""
+
+    type: Literal["function"]
+    function: Function
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates expect it."""
+        return self.model_dump(by_alias=True, exclude_unset=True, exclude={"function": {"strict"}})
+
+
+class NamedFunction(Body):
+    """The name of one."""
+
+    name: str
+
+
+class NamedTool(Body):
+    """The one that the model must call."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+def _each_once(tools: list[Tool]) -> list[Tool]:
+    names = Counter(tool.function.name for tool in tools)
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise ValueError(f"two functions are called {twice[0]!r}")
+    return tools
+
+
+Tools = Annotated[list[Tool], Field(fail_fast=True, min_length=1, max_length=MOST), AfterValidator(_each_once)]
+
+
+class Conversation(Body):
+    """What the chat template makes a prompt of. ``continue_final_message``: the answer goes on where the last message
+    ends, whose turn stays open; without ``add_generation_prompt`` no turn is opened."""
+
+    tools: Tools | None = None
+    chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=MOST)] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    @model_validator(mode="after")
+    def _goes_on_or_opens(self) -> Conversation:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ValueError("continue_final_message: not with add_generation_prompt: true")
+        return self
+
+    @property
+    def opens_turn(self) -> bool:
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt

@@ -1,0 +1,365 @@
+"""Tool calls: how families of models write them, read out of an answer as it comes in, and the grammar that holds one
+to the functions it may call. Knows nothing of HTTP or engines."""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from fly.models.chat import Thinking
+from fly.models.tokenizer import Tokenizer
+from fly.structured import BLANKS
+
+__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar"]
+
+_BLANKS = {"whitespace_pattern": BLANKS}
+_FENCE = "```json"
+_NAME = '{"name":"'  # what the JSON of a call begins with, blanks aside
+_SPACE = r"[ \n]{0,16}"
+_MOST = 16  # calls in one answer, of which small models write for ever where they must
+_HEAD = 1024  # characters of a call within which its name and the beginning of its arguments are looked for
+
+
+@dataclass(frozen=True)
+class CallFormat:
+    """How a family's models write calls: JSON with a name and arguments, one call after another.
+
+    ``opener`` stands before each (of ``listed`` ones once, before a JSON list of them), ``closer`` after each,
+    ``separator`` between. Ids are ``prefix`` and ``digits`` hexadecimal digits (some templates refuse ids of other
+    lengths).
+    """
+
+    name: str
+    opener: str
+    closer: str
+    arguments: str
+    separator: str
+    listed: bool = False
+    prefix: str = "call_"
+    digits: int = 24
+
+    def new_id(self) -> str:
+        return self.prefix + secrets.token_hex(self.digits)[: self.digits]
+
+
+FORMATS = {
+    each.name: each
+    for each in (
+        # Qwen 2.5 and 3, and Hermes, from which they have it.
+        CallFormat("hermes", "<tool_call>", "</tool_call>", "arguments", "\n"),
+        # Mistral, up to the models that write [ARGS].
+        CallFormat("mistral", "[TOOL_CALLS]", "", "arguments", ", ", listed=True, prefix="", digits=9),
+        # Llama 3.1 and later, whose marker is seldom written.
+        CallFormat("llama", "<|python_tag|>", "", "parameters", "; "),
+    )
+}
+
+
+def format_of(template: str) -> CallFormat | None:
+    """The one that a chat template shows a model; None if it shows none of these."""
+    if "[TOOL_CALLS]" in template:
+        return None if "[ARGS]" in template else FORMATS["mistral"]
+    if "<tool_call>" in template:  # some families have XML inside
+        return None if "<function=" in template or "<arg_key>" in template else FORMATS["hermes"]
+    if re.search(r'\\?"parameters\\?": ', template) and ("<|python_tag|>" in template or "ipython" in template):
+        return FORMATS["llama"]
+    return None
+
+
+class CallDelta(NamedTuple):
+    """More of the call number ``at`` of an answer: its ``id`` and ``name`` first, pieces of its arguments after."""
+
+    at: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
+class _Call:
+    """The JSON of one call as it comes in."""
+
+    def __init__(self, key: str) -> None:
+        self._head = re.compile(rf'\s*\{{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"{key}"\s*:\s*(?=\{{)')
+        self._key = key
+        self.text = ""
+        self.name: str | None = None
+        self.over = False
+        self._start = self._end = -1  # of the arguments
+        self._given = 0  # characters of them
+        self._depth, self._quoted, self._escaped = 0, False, False
+
+    def push(self, text: str) -> str:
+        """Take what belongs to it; the rest."""
+        at = len(self.text)
+        self.text += text
+        if self.name is None and at < _HEAD and (head := self._head.match(self.text)):
+            self.name, self._start = _loaded(head[1]), head.end()
+        while at < len(self.text) and not self.over:
+            self._step(at)
+            at += 1
+        rest, self.text = self.text[at:], self.text[:at]
+        return rest
+
+    def _step(self, at: int) -> None:
+        character = self.text[at]
+        if self._quoted:
+            self._quoted = character != '"' or self._escaped
+            self._escaped = character == "\\" and not self._escaped
+        elif character == '"':
+            self._quoted = True
+        elif character in "{[":
+            self._depth += 1
+        elif character in "}]":
+            self._depth -= 1
+            if self._depth == 1 and self._end < 0 <= self._start < at:
+                self._end = at + 1
+            self.over = self._depth == 0
+
+    def arguments(self) -> str:
+        """What came in of them since."""
+        said = self.text[self._start : None if self._end < 0 else self._end] if self._start >= 0 else ""
+        new, self._given = said[self._given :], len(said)
+        return new
+
+    def may_name(self, names: frozenset[str]) -> bool:
+        """Whether what has come so far may still be the beginning of a call of one of these."""
+        begins = "".join(self.text[:_HEAD].split())
+        if not begins.startswith(_NAME):
+            return _NAME.startswith(begins)
+        name, whole, _ = begins.removeprefix(_NAME).partition('"')
+        return name in names if whole else any(each.startswith(name) for each in names)
+
+    def whole(self) -> tuple[str, str] | None:
+        """Name and arguments, in whatever order they stand; None if this is no call."""
+        said = _loaded(self.text)
+        if not isinstance(said, dict) or not isinstance(name := said.get("name"), str):
+            return None
+        given = said.get(self._key, said.get("arguments", {}))
+        return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+class CallReader:
+    """Tells the calls of an answer from its text, as the answer comes in, in pieces of any size.
+
+    Nothing of a marker is given out as text, nor are the blanks beside it. What begins like a call and turns out to be
+    none is text as it stands, markers included. Arguments are passed on as the model writes them.
+
+    Models often leave the markers out, or write a fence instead: an answer that begins with the JSON of a call of a
+    known function is that call, with or without a fence around it.
+
+    Args:
+        form: how its model writes them.
+        names: the functions there are. Behind a marker any name will do: who runs the functions tells the model that
+            there is none such.
+    """
+
+    def __init__(self, form: CallFormat, names: Iterable[str]) -> None:
+        self._form, self._names = form, frozenset(names)
+        self._held = ""  # not settled yet
+        self._raw = ""  # what stood before a call, and is text if that is none
+        self._call = _Call(form.arguments)
+        # "start": may begin without a marker; "text"; "opened": a call is to begin; "call": in it; "closing": behind it
+        self._state = "text" if form.listed else "start"
+        self._marked = self._announced = self._behind = False  # of the last call: by a marker; given out; just ended
+        self.calls = 0  # given out so far
+
+    def push(self, text: str) -> list[str | CallDelta]:
+        """What more text settles, in order: text, and pieces of calls; nothing empty."""
+        self._held += text
+        return [said for said in self._settle(last=False) if said]
+
+    def finish(self, cut: bool = False) -> list[str | CallDelta]:
+        """What was held back: nothing more comes. Where the answer was ``cut`` by its length, a marked call that has
+        not come to its arguments is left out; else it is text, as the model meant to say no more."""
+        begun = self._state in ("opened", "call") and self._marked and not self._announced
+        return [] if cut and begun else [said for said in self._settle(last=True) if said]
+
+    def _settle(self, last: bool) -> Iterator[str | CallDelta]:
+        steps = {
+            "start": self._start, "text": self._text, "opened": self._opened, "call": self._inside,
+            "closing": self._closing,
+        }  # fmt: skip
+        before = None
+        while before != (before := (self._state, self._held)):
+            yield from steps[self._state](last)
+
+    def _start(self, last: bool) -> Iterator[str | CallDelta]:
+        begins = self._held.lstrip()
+        inside = begins.removeprefix(_FENCE).lstrip()
+        if inside.startswith("{"):
+            self._state, self._marked = "opened", False
+            self._raw, self._held = self._held[: -len(inside)], inside
+        elif last or (inside and not _FENCE.startswith(begins)):
+            self._state = "text"  # which knows the marker
+        yield from ()
+
+    def _text(self, last: bool) -> Iterator[str | CallDelta]:
+        if self._behind:
+            self._held = self._held.lstrip()
+        before, found, after = self._held.partition(opener := self._form.opener)
+        part = 0 if found or last else next(n for n in range(len(opener), -1, -1) if before.endswith(opener[:n]))
+        said = before[: len(before) - part]
+        said = said.rstrip() if found or not last else said
+        self._behind = self._behind and not said
+        if found:
+            self._raw, self._held = before[len(said) :] + found, after
+            self._state, self._marked = "opened", True
+        else:
+            self._held = before[len(said) :]
+        yield said
+
+    def _opened(self, last: bool) -> Iterator[str | CallDelta]:
+        listed = r"\[?\s*" if self._form.listed else ""
+        begins = re.match(rf"\s*{listed}", self._held)
+        assert begins is not None
+        if (at := begins.end()) < len(self._held) or last:
+            if self._held[at : at + 1] == "{":
+                self._raw, self._held = self._raw + self._held[:at], self._held[at:]
+                self._call, self._announced, self._state = _Call(self._form.arguments), False, "call"
+            else:
+                yield self._no_call()
+
+    def _inside(self, last: bool) -> Iterator[str | CallDelta]:
+        call = self._call
+        self._held = call.push(self._held)
+        name, whole = call.name, call.whole() if call.over and call.name is None else None
+        if whole is not None:
+            name = whole[0]
+        if not self._announced:
+            known = self._marked or (call.may_name(self._names) if name is None else name in self._names)
+            if not known or (name is None and (call.over or last)):
+                self._held = call.text + self._held  # in which a call may begin
+                yield self._no_call()
+                return
+            if name is None:
+                return
+            self._announced = True
+            self.calls += 1
+            yield CallDelta(self.calls - 1, self._form.new_id(), name, "")
+        if arguments := call.arguments() if whole is None else whole[1]:
+            yield CallDelta(self.calls - 1, None, None, arguments)
+        if call.over:
+            self._state, self._behind = "closing", True
+
+    def _no_call(self) -> str:
+        """What seemed to begin one is text."""
+        said, self._raw, self._state, self._behind = self._raw, "", "text", False
+        return said
+
+    def _closing(self, last: bool) -> Iterator[str | CallDelta]:
+        form, begins = self._form, self._held.lstrip()
+        ends, between = form.closer if self._marked else "```", form.separator.strip()
+        ends, then = ("]", "text") if form.listed else (ends, "text" if self._marked else "start")
+        if between and begins.startswith(between):
+            opener = "" if form.listed else f"({re.escape(form.opener)})?"
+            found = re.match(rf"{re.escape(between)}\s*{opener}\s*(?=\{{)", begins)
+            if found is not None:
+                self._raw, self._held, self._state = found[0], begins[found.end() :], "opened"
+            elif last or begins[len(between) :].strip():
+                self._state = "text"
+        elif ends and begins.startswith(ends):
+            self._held, self._state = begins[len(ends) :], then
+        elif last or (begins and not ends.startswith(begins)):
+            self._state = then
+        yield from ()
+
+
+def _loaded(text: str) -> Any:
+    """What the JSON says; None if it is none."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
+
+
+def grammar(
+    form: CallFormat,
+    functions: Mapping[str, Mapping[str, Any]],
+    tokenizer: Tokenizer,
+    *,
+    required: bool,
+    parallel: bool,
+    answer: Mapping[str, Any] | None = None,
+    thinking: Thinking | None = None,
+) -> str:
+    """What an answer may be that calls these functions, in llguidance's variant of Lark's syntax.
+
+    Args:
+        form: how calls are written.
+        functions: the schema of each one's arguments, by its name.
+        tokenizer: which markers are tokens of their own.
+        required: whether it is calls and nothing else; else it may be text, with calls in it.
+        parallel: whether there may be several calls, where the family has a way to write them.
+        answer: a schema of the answer that calls nothing; None is any text.
+        thinking: how it may begin with thinking.
+    """
+    opener, closer = (_marker(tokenizer, text) for text in (form.opener, form.closer))
+    rules = []
+    schemas = [f"%json {json.dumps({'x-guidance': _BLANKS, **schema})}" for schema in functions.values()]
+    for number, name in enumerate(functions):
+        head = f'{{"name": {json.dumps(name)}, "{form.arguments}": '
+        rules.append(f'f{number}: {_quoted(head)} {schemas[number]} "}}"')
+    rules.append("function: " + " | ".join(f"f{number}" for number in range(len(functions))))
+    more = f"({_quoted(form.separator)} function){{0,{_MOST - 1}}}" if parallel and form.listed else ""
+    if form.listed:
+        rules.append(f'call: / ?/ "[" function {more} "]"')
+    elif form.closer:
+        rules.append(f'call: "\\n" function "\\n" {closer}')
+    else:
+        rules.append("call: function")
+    several = parallel and bool(form.closer)
+    calls = f"{opener} call" if form.closer or form.listed else "call"
+    calls += f" ({_quoted(form.separator)} {opener} call){{0,{_MOST - 1}}}" if several else ""
+    if answer is not None:
+        rules.append(f"answer: %json {json.dumps({'x-guidance': _BLANKS, **answer})}")
+    if required:
+        choices = calls
+    elif answer is not None:
+        choices = f"{calls} | answer"
+    else:
+        anything = f"/(.|\\n)*{re.escape(form.opener)}"
+        no_call, text = "", f"/(.|\\n)*/ & ~{anything}(.|\\n)*/"
+        choices = f"(begun call){{0,{_MOST}}} TEXT" if several else "begun call | TEXT"
+        if not form.listed:
+            bare, known = rf"{_SPACE}(```json{_SPACE})?\{{{_SPACE}\"name\"", "|".join(map(re.escape, functions))
+            no_call = f' & ~/{bare}{_SPACE}:{_SPACE}"({known})"(.|\\n)*/'
+            for number, name in enumerate(functions):
+                head = rf'{bare}:{_SPACE}"{re.escape(name)}",{_SPACE}"{form.arguments}":{_SPACE}'
+                rules.append(f"B{number}: /{head}/\nb{number}: B{number} {schemas[number]} BARE_END")
+            rules.append(rf"BARE_END: /{_SPACE}\}}({_SPACE}```)?/")
+            choices += "".join(f" | b{number}" for number in range(len(functions)))
+        rules.append(f"TEXT: {text}{no_call}")
+        if opener.startswith("<"):
+            rules.append(f"begun: TEXT {opener}")
+        else:
+            rules.append(f"begun[lazy]: BEGUN\nBEGUN: {anything}/{no_call}")
+    rules.append(f"said: {choices}")
+    if thinking is None:
+        rules.append("start: said")
+    else:
+        before, after = (_marker(tokenizer, tag) for tag in thinking.tags)
+        close = re.escape(thinking.tags.close).replace("/", r"\/")
+        rules.append(
+            f"thought: THOUGHT {after} BLANKS\nTHOUGHT: /(.|\\n)*/ & ~/(.|\\n)*{close}(.|\\n)*/"
+            if after.startswith("<")
+            else f"thought: close BLANKS\nclose[lazy]: /(.|\\n)*{close}/"
+        )
+        rules.append("BLANKS: /[ \\n]*/")
+        rules.append("start: thought said" if thinking.begun else f"start: ({before} thought)? said")
+    return "\n".join(rules)
+
+
+def _marker(tokenizer: Tokenizer, text: str) -> str:
+    """A marker in a grammar: by its token where it is one, for such tokens are no text to the library."""
+    token = tokenizer.raw.token_to_id(text)
+    if token is not None and token in tokenizer.raw.get_added_tokens_decoder():
+        return f"<[{token}]>"
+    return _quoted(text)
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
