@@ -34,6 +34,8 @@ class Sampling(TypedDict, total=False):
     frequency_penalty: float
     repetition_penalty: float
     logit_bias: Mapping[int, float]
+    skip_special_tokens: bool
+    include_stop_str_in_output: bool
     bad_words: Sequence[str]
     bad_words_ids: Sequence[Sequence[int]]
     n: int

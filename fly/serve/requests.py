@@ -120,7 +120,7 @@ class Generation(Body):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     return_token_ids: bool | None = None
-    priority: int | None = Field(None, ge=-(2**31), lt=2**31)
+    priority: int | None = Field(None, ge=0, lt=2**31)  # who asks may let others go first, not push in
     structured_outputs: StructuredOutputs | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
