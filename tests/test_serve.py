@@ -738,6 +738,7 @@ def test_forms_by_vllms_names(client: OpenAI, asked: dict[str, Any], form: str) 
         ({"guided_grammar": "root ::= ("}, "guided_grammar", "guided_grammar"),
         ({"guided_choice": []}, "guided_choice", "at least 1"),
         ({"priority": 1.5}, "priority", "integer"),
+        ({"priority": -1}, "priority", "greater than or equal to 0"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message", "not with"),
         ({"continue_final_message": True, "messages": [{"role": "user", "content": ""}]}, "messages", "no text"),
     ],
@@ -759,7 +760,7 @@ def test_an_answer_that_goes_on_with_the_last_message(here: Running, client: Ope
     text = {name: here.service.tokenizer.decode(each, False) for name, each in ids.items()}
     assert text["open"] == text["opened"] + whole[:10] and text["closed"] == text["open"] + "<|end|>"
     got = client.chat.completions.create(
-        model=MODEL, messages=begun, temperature=0, extra_body={"continue_final_message": True, "priority": -3}
+        model=MODEL, messages=begun, temperature=0, extra_body={"continue_final_message": True, "priority": 3}
     )
     assert got.usage is not None and got.usage.prompt_tokens == len(ids["open"])
     marked = [*CHAT, {"role": "assistant", "content": "a <|end|> b"}]  # of which the end is text
