@@ -31,7 +31,7 @@ from fly.models.generation import read_sampling_defaults
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 from fly.ops import derive
 from fly.output import Output, Piece
-from fly.policies import Exact
+from fly.policies import AcceptancePolicy, Exact
 from fly.request import BadWords, Sequence
 from fly.runner import Runner
 from fly.scheduler import Scheduler
@@ -170,7 +170,7 @@ class LLM(Calls):
             self.tokenizer.check_fits(config.vocab_size)
         vocabulary = _vocabulary(self.tokenizer, config.vocab_size, executor.device)
         # Equal policies are one object: rows of one policy are decided together.
-        self.vocabulary, self._bind = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
+        self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
             raise ValueError("draft_placement 'sharded' divides what it loads; give the draft as a text")
         given = draft
@@ -336,6 +336,13 @@ class LLM(Calls):
         if not params.max_tokens and not row.scores:
             row.finish_reason = "length"
         return row
+
+    def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
+        """The policy with what it must know of the vocabulary, worked out once where it can be hashed."""
+        try:
+            return self._bound(policy)
+        except TypeError:
+            return policy.bind(self.vocabulary)
 
     @cached_property
     def grammars(self) -> Grammars:

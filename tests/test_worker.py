@@ -243,9 +243,13 @@ def test_whoever_leaves_frees_the_pages_within_a_round(llm: LLM, way: str) -> No
         slowed(llm, 0.05)
         thread = threading.get_ident()
         timer = threading.Timer(0.1, lambda: signal.pthread_kill(thread, signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate([[1, 2, 3]], LONG)
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)  # whatever ran before in this process
+        try:
+            timer.start()
+            with pytest.raises(KeyboardInterrupt):
+                llm.generate([[1, 2, 3]], LONG)
+        finally:
+            signal.signal(signal.SIGINT, before)
     else:
 
         async def leave() -> None:
