@@ -417,7 +417,7 @@ def test_a_drafter_of_another_vocabulary_is_told_so() -> None:
     for temperature in (0.0, 1.0):
         (row,) = rows_of([1, 2, 3], temperature=temperature)
         made = Engine(Runner(TARGET, PagedKVCache(TARGET.config, 99, 4)), SingleDraft(wider))
-        with pytest.raises(ValueError, match="outside the vocabulary of 23|to a target of 23"):
+        with pytest.raises(ValueError, match=r"outside the vocabulary of 23|to a target of 23"):
             while not row.finish_reason:
                 made.step([row])
 
