@@ -16,7 +16,6 @@ __all__ = ["cache_size", "free_memory"]
 
 _log = logging.getLogger("fly")
 _CONTEXTS = 8  # that caches hold where there is room
-_PAGE = "SC_PAGE_SIZE"
 
 
 def free_memory(device: torch.device) -> int:
@@ -28,7 +27,7 @@ def free_memory(device: torch.device) -> int:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: half of what there is
-        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf(_PAGE) // 2
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     return min(free, _left_of_group())
 
 

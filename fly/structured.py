@@ -162,9 +162,7 @@ class Grammars:
             _, reasons = LLMatcher.validate_grammar_with_warnings(grammar, self._vocabulary, limits=_LIMITS)
             raise ValueError(f"{what} cannot be used: {_one_line(' '.join(reasons) or matcher.get_error())}")
         first = matcher.deep_copy()
-        first.compute_bitmask()
-        begins = not first.is_error()
-        follow(first)
+        begins = follow(first)
         if first.is_error() and any(words in first.get_error() for words in _BEYOND):
             raise ValueError(f"{what} cannot be used: {_too_large(first)}")
         if not begins:  # an end without a text further on is one of the vocabulary's: the grammar has others
@@ -172,15 +170,21 @@ class Grammars:
         return matcher
 
 
-def follow(matcher: LLMatcher) -> None:
-    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there."""
+def follow(matcher: LLMatcher) -> bool:
+    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there. Returns
+    whether anything begins it."""
+    begins = False
     for _ in range(_AHEAD):
-        if matcher.is_error() or matcher.is_stopped():
-            return
         mask = matcher.compute_bitmask()
-        if matcher.is_error() or (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
-            return
+        if matcher.is_error():
+            break
+        begins = True
+        if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
+            break
         matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+        if matcher.is_error() or matcher.is_stopped():
+            break
+    return begins
 
 
 def _too_large(matcher: LLMatcher) -> str:

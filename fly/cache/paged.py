@@ -107,6 +107,7 @@ class PagedBatch:
         masks: Sequence[Tensor | None] | None,
     ) -> None:
         self.cache, self.seqs, self.starts, self.counts, self.masks = cache, seqs, starts, counts, masks
+        self._windowed: dict[int, list[_Row]] = {}  # what each row reads, of layers that see a window only
 
     def tables(self) -> list[list[int]]:
         """Each row's pages in order (the allocator's own lists), for an attention that finds its way by itself."""
@@ -132,11 +133,6 @@ class PagedBatch:
             rows.append(_Row(slice(at, at + count), stored, mask_NS, fresh))
             at += count
         return written[0] if len(written) == 1 else torch.cat(written), rows
-
-    @cached_property
-    def _windowed(self) -> dict[int, list[_Row]]:
-        """What each row reads, of layers that see a window only."""
-        return {}
 
     def _rows(self, window: int | None) -> list[_Row]:
         rows = self._packed[1]

@@ -15,7 +15,7 @@ import typer
 from pydantic import ValidationError
 from rich.markup import escape
 
-from fly.bundled import BUNDLED, usual_draft
+from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, K, Kernels, MaxContext, Policy
 from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
@@ -66,8 +66,7 @@ def chat(
         context.params["model"] = named
         context.set_parameter_source("model", context.get_parameter_source("named"))  # type: ignore[arg-type]
     if config is None:  # which else would say
-        target = context.params["model"] = context.params["model"] or BUNDLED[0]
-        context.params["draft"] = draft or usual_draft(target)
+        context.params["model"] = context.params["model"] or BUNDLED[0]
     given = options_of(context, SamplingParams.model_fields)
     sampling_of(given, SamplingParams())  # what is wrong with it is said before anything is loaded
     variables = _variables(chat_template_kwargs)

@@ -131,7 +131,6 @@ class Completion:
         self._prompts = prompts
         for choice in self.choices:
             choice.offset = len(self._echo(choice))
-        self._prompt_tokens: dict[int, int] = {}
         self._cached = self._drafted = self._accepted = 0
         self._histogram: Counter[int] = Counter()  # of accepted tokens a drafted round
 

@@ -156,12 +156,11 @@ class PackedLlama:
     def _pack_layer(self, number: int, layer: Layer, filled: Filled) -> None:
         with filled(layer):
             attention, mlp = layer.self_attn, layer.mlp
-            kept = [_weights(norm) for norm in layer.norms()]
-            norms = [norm.data_ptr() for norm in kept] + [None] * (4 - len(kept))
-            if attention.normalised:
-                kept += _weights(attention.q_norm), _weights(attention.k_norm)
-            norms += [norm.data_ptr() for norm in kept[-2:]] if attention.normalised else [None, None]
-            pointers = (ctypes.c_void_p * 6)(*norms)
+            around, heads = layer.norms(), [attention.q_norm, attention.k_norm] if attention.normalised else []
+            kept = {which: _weights(norm) for which, norm in (*enumerate(around), *enumerate(heads, 4))}
+            pointers = (ctypes.c_void_p * 6)()  # src/fly.h: Norm; null where there is none
+            for which, weights in kept.items():
+                pointers[which] = weights.data_ptr()
             window, rope = attention.window or 0, layer.rope
             self.check(self.library.fly_set_layer(self.handle, number, pointers, window, rope))
             for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
