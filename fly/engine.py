@@ -174,7 +174,6 @@ class Engine:
                 if made.drafter is not None or drafting.runner is None:
                     made.spec = drafting.spec
                 made.rounds = drafting.rounds
-                made.token_seconds, made.spare_seconds = drafting.token_seconds, drafting.spare_seconds
             return made
 
         def ask(decided: list[Decision], question: Question) -> Answer | None:

@@ -83,20 +83,22 @@ class Lookup:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely ones or drawn ones, up to where it is not sure enough.
+    """How a model drafts: token after token, the most likely ones or drawn ones, up to the first it is not sure of.
 
     ``lookup`` changes no token: it lets a forward be fed a copy of what followed the last time the text looked like
     this, and go on from the first token that is another.
     """
 
-    confidence: float = 0.0  # it stops before a token if none has this probability
-    entropy: float = float("inf")  # it stops before a token where the entropy is more, in nats
+    confidence: float = 0.0  # it stops after a token if none had this probability
+    entropy: float = float("inf")  # it stops after a token where the entropy was more, in nats
+    # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
+    reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
 
     @property
     def stops(self) -> bool:
         """Whether it ever stops by itself."""
-        return self.confidence > 0 or self.entropy < float("inf")
+        return self.confidence > 0 or any(self.reach) or self.entropy < float("inf")
 
 
 class Drafted(NamedTuple):
@@ -149,8 +151,7 @@ class RoundRow:
 class RoundPlan:
     """Rounds of speculative decoding of rows, to be taken in one call: draft, score, decide, emit; again and again, up
     to one that ends a row, or has no room for the next; no further round begins after ``seconds``, after ``rounds``, or
-    while ``hurry`` holds another number than 0. Where ``token_seconds`` is above 0, none begins either once those after
-    the first have taken ``spare_seconds`` more than what they emitted is worth.
+    while ``hurry`` holds another number than 0.
 
     ``kv`` holds each row's last token, which is not cached yet, with room for the tokens of all rounds after it.
     """
@@ -165,8 +166,6 @@ class RoundPlan:
     draft_context: int = sys.maxsize  # tokens of the longest text that it drafts for
     rounds: int = sys.maxsize
     seconds: float = 0.0
-    token_seconds: float = 0.0
-    spare_seconds: float = 0.0
     hurry: array[int] | None = None
 
 
@@ -217,13 +216,13 @@ class Executor(ABC):
         seeds: abc.Sequence[int] = (),
     ) -> Drafted | None:
         """Feed the batch, then for each row its next token, again and again, in one call: until it has ``most[b]`` (at
-        least 1), one that ends the row, or is not sure enough (``spec``).
+        least 1), one that ends the row, or the first it is not sure of (``spec``).
 
         Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
         ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``.
         ``rows`` are the batch's, whose tokens are the text so far. There is room in the cache for
-        ``most[b]`` - 1 tokens after them; all drafted tokens but the last are cached then, or all if it was not sure of
-        more. None: this executor cannot; nothing has changed.
+        ``most[b]`` - 1 tokens after them; all drafted tokens but the last are cached then. None: this executor cannot;
+        nothing has changed.
         """
         return None
 

@@ -211,8 +211,8 @@ class Runner:
             self._give_back(rows, starts, strange)
             return None
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
-            cached, ended = self._cached[row.id], len(tokens) == n or (tokens and tokens[-1] in row.stop_ids)
-            cached += added + (tokens[:-1] if ended else tokens)
+            cached = self._cached[row.id]
+            cached += added + tokens[:-1]
             if len(tokens) < n:
                 self.cache.resize(row.id, len(cached))
         return drafted

@@ -318,7 +318,7 @@ def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, opti
     the processor."""
     fast, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
     levels = LLM(plain, f"ngram+{draft}", **options)
-    surely = LLM(plain, SingleDraft(draft, confidence=SURE, **options))
+    surely = LLM(plain, SingleDraft(draft, confidence=SURE, reach=0.0, **options))
     sure, most = f" (to {SURE})", max(k, MOST_SURE)
     found = [Setting("exact", fast, k), Setting("exact, n-gram", lookup, k), Setting("exact" + sure, surely, most)]
     if policy != Exact():

@@ -220,7 +220,8 @@ def measure_twins(
     plain = LLM(paths[0], **options)
     single = LLM(plain, paths[1], **options)
     levels = LLM(plain, f"ngram+{paths[1]}", **options)
-    surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, dtype=dtype, device=device, kernels=kernels))
+    options = {"dtype": dtype, "device": device, "kernels": kernels}
+    surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, reach=0.0, **options))
     ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
     settings = [Setting("autoregressive", plain, 0)]
     for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:

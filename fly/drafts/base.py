@@ -35,18 +35,14 @@ Load = Callable[..., Loaded]
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes for every row where that is just what one model says, token after token, up to where it
-    is not sure enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``spec.lookup``
-    copies."""
+    """What a strategy proposes for every row where that is just what one model says, token after token, up to the
+    first it is not sure of: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what
+    ``spec.lookup`` copies."""
 
     runner: Runner | None
     most: list[int]  # tokens a round, of each row
     spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
-    # If above 0, what a token is worth: then the strategy is to be asked again also when rounds after the first have
-    # taken so many spare seconds more than what they emitted is worth.
-    token_seconds: float = 0.0
-    spare_seconds: float = 0.0
     spent: list[Spent] | None = None  # takes what the first round took, and what the others did
 
 
@@ -64,6 +60,8 @@ class DraftStrategy(ABC):
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
+    knows_chances: bool = False  # whether it can tell how likely its tokens stand, and ends a draft by ``worth``
+    worth: float = 0.0  # the chance of standing from which on a token pays; set by who asks (``AdaptiveDraft``)
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def parts(self) -> list[DraftStrategy]:
@@ -165,6 +163,19 @@ class Wrapper(DraftStrategy):
             (member,) = self.members
             self.vocab_size, self.tokenizer = member.vocab_size, member.tokenizer
             self.context, self.spare, self.device = member.context, member.spare, member.device
+
+    @property
+    def knows_chances(self) -> bool:  # type: ignore[override]
+        return len(self.members) == 1 and self.members[0].knows_chances
+
+    @property
+    def worth(self) -> float:
+        return self.members[0].worth
+
+    @worth.setter
+    def worth(self, worth: float) -> None:
+        for member in self.members:
+            member.worth = worth
 
     def resolve(self, load: Load) -> None:
         super().resolve(load)

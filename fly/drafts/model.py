@@ -10,6 +10,7 @@ import sys
 from collections import abc
 from contextlib import suppress
 from copy import copy
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -35,6 +36,8 @@ from fly.vocabulary import Vocabulary
 
 __all__ = ["CascadeDraft", "SingleDraft"]
 
+_REACH = 0.5  # near the best on code and on arithmetic, for drafts of a tenth to six tenths of the target's cost
+
 
 class SingleDraft(DraftStrategy):
     """One draft model. Alone it decodes autoregressively; with a ``draft`` strategy of its own, that proposes and
@@ -48,14 +51,20 @@ class SingleDraft(DraftStrategy):
         policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of what it
             proposes in a way nobody knows, so it is refused above temperature 0.
         k: tokens it proposes at most (None: as many as asked).
-        confidence: it stops before a token if none has at least this probability there (usually 0.4; 0 never stops).
-        entropy: it stops before a token if the entropy there exceeds this many nats (SVIP, arXiv 2411.18462, stops
-            where a function of the draft's entropy exceeds a threshold; infinity never stops). Both look at the
+        reach: it stops after a token if the product of the largest probabilities, from the first drafted token to that
+            one, is less: the chance, by its own account, that all of them stand (0 never stops). None, as where a text
+            is just a checkpoint's name, is 0.5 for rows under a lossless rule, and 0 for others, which may want to see
+            what follows a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
+        confidence: it stops after a token if none had at least this probability there (0 never stops).
+        entropy: it stops after a token if the entropy there exceeded this many nats (SVIP, arXiv 2411.18462, stops
+            where a function of the draft's entropy exceeds a threshold; infinity never stops). All three look at the
             distribution that tokens are drawn from (at temperature 0 at the raw one), not at what was drawn, so a
-            lossless rule stays lossless.
+            lossless rule stays lossless. The token that is not sure is known by then and costs little to verify.
         cache_tokens: tokens its cache holds over all rows (None: as many as the target's, see ``LLM``).
         dtype, device, kernels: how a path is loaded and run, as for ``LLM``.
     """
+
+    knows_chances = True
 
     def __init__(
         self,
@@ -65,13 +74,14 @@ class SingleDraft(DraftStrategy):
         k: int | None = None,
         confidence: float = 0.0,
         entropy: float = math.inf,
+        reach: float | None = 0.0,
         cache_tokens: int | None = None,
         block_size: int | None = None,
         dtype: str | torch.dtype = "auto",
         device: str | torch.device = "auto",
         kernels: str = "auto",
     ) -> None:
-        self._set_limits(k, confidence, entropy)
+        self._set_limits(k, confidence, entropy, reach)
         self.model: object = model
         if isinstance(model, (str, Path)):
             found = find_checkpoint(model)
@@ -150,20 +160,23 @@ class SingleDraft(DraftStrategy):
         if self.draft is not None:
             self.draft.reserve(tokens)
 
-    def _set_limits(self, k: int | None, confidence: float, entropy: float) -> None:
+    def _set_limits(self, k: int | None, confidence: float, entropy: float, reach: float | None) -> None:
         if k is not None and k < 1:
             raise ValueError(f"k {k} must be at least 1")
-        if not 0 <= confidence <= 1:
-            raise ValueError(f"confidence {confidence} must be in [0, 1]")
+        for name, chance in (("confidence", confidence), ("reach", reach)):
+            if chance is not None and not 0 <= chance <= 1:
+                raise ValueError(f"{name} {chance} must be in [0, 1]")
         if not entropy >= 0:
             raise ValueError(f"entropy {entropy} must be a number of nats, at least 0")
-        self.k, self.confidence, self.entropy = k, confidence, entropy
+        self.k, self.confidence, self.entropy, self.reach = k, confidence, entropy, reach
 
-    @property
-    def spec(self) -> DraftSpec:
-        """How the model drafts, as numbers; with prompt lookup where that is all that drafts for it."""
+    def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
+        """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
+        lossless = self.worth or (_REACH if self.reach is None else self.reach)
+        other = self.reach or 0.0
+        reach = tuple(lossless if row.policy.guarantee is Guarantee.LOSSLESS else other for row in rows)
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
-        return DraftSpec(self.confidence, self.entropy, lookup)
+        return DraftSpec(self.confidence, self.entropy, reach, lookup)
 
     @property
     def _lossless(self) -> bool:
@@ -209,22 +222,23 @@ class SingleDraft(DraftStrategy):
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
         self._attach_below()  # where nobody attached this level itself
-        going, spec = [rows[b] for b in active], self.spec
+        going = [rows[b] for b in active]
+        spec = self.spec(going)
         if not (self._one_call and self._is_one_model(going, spec)):
             return self._step_by_step(rows, active, most)
         if self.draft is None or spec.lookup is not None:
             return self._at_once(rows, active, most, spec) or self._step_by_step(rows, active, most)
-        way, begin = self._ways.choose(), self.clock()
+        (way, _), begin = self._ways.choose(), self.clock()
         proposal = self._at_once(rows, active, most, spec) if way else None
         if proposal is None:
             proposal = self._step_by_step(rows, active, most)
             if way:  # no room to go that way: this took the time of neither
                 return proposal
-        self._ways.add(way, (self.clock() - begin) / max(sum(map(len, proposal.chains)), 1))
+        self._ways.add(way, self.clock() - begin, max(sum(map(len, proposal.chains)), 1))
         return proposal
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        spec = self.spec
+        spec = self.spec(rows)
         plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None)
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
         if not plain or not known or not self._one_call or any(map(constrains, rows)):
@@ -297,10 +311,12 @@ class SingleDraft(DraftStrategy):
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
         probs: list[list[Tensor]] = [[] for _ in rows]  # per row, the distribution [V] of each of its tokens
+        spec = self.spec(rows)
+        certainty = [_Certainty(spec, reach) for reach in spec.reach]
         while active:
             going = [scratch[b] for b in active]
             left = [starts[b] + most[b] - len(row.tokens) for b, row in zip(active, going)]
-            new_probs, sure = self._advance(going, left)
+            new_probs, sure = self._advance(going, left, [certainty[b] for b in active])
             for b, row_probs in zip(active, new_probs):
                 probs[b] += row_probs
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
@@ -317,9 +333,11 @@ class SingleDraft(DraftStrategy):
                 probs_BKV[b, : len(row_probs)] = torch.stack(row_probs)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
-    def _advance(self, rows: list[Sequence], left: list[int]) -> tuple[list[list[Tensor]], list[bool]]:
-        """Extend every row by one token or more, at most ``left``, up to where this level is unsure. Returns the
-        distributions they were drawn from (sampling only), and whether it was sure all the way.
+    def _advance(
+        self, rows: list[Sequence], left: list[int], certainty: list[_Certainty]
+    ) -> tuple[list[list[Tensor]], list[bool]]:
+        """Extend every row by one token or more, at most ``left``, up to the first that this level is not sure of.
+        Returns the distributions they were drawn from (sampling only), and whether it was sure all the way.
 
         Without a level below, and above a deterministic one if the rule is exact, each place's token is the most likely
         one, or drawn by a number of that place alone; what was proposed stands as long as it is the same. So the draft
@@ -343,19 +361,20 @@ class SingleDraft(DraftStrategy):
                 ids = [*(decision.drafted[node] for node in decision.path), decision.next_token]
                 new.append((ids, [0, *(node + 1 for node in decision.path)]))
         probs: list[list[Tensor]] = [[] for _ in rows]
-        surely, stops = [True] * len(rows), self.spec.stops
+        surely = [True] * len(rows)
         for b, (row, (ids, places)) in enumerate(zip(rows, new)):
             ids = until_end(ids, row)
-            if target.all_greedy and not stops:
+            if target.all_greedy and not certainty[b].asks:
                 row.tokens += ids
                 continue
             places_N = torch.tensor(places[: len(ids)], device=device)
             at_N = torch.full_like(places_N, b), places_N
             probs_NV = None if target.all_greedy else target.probs_at(*at_N)
-            if stops:
-                sure = self._sure(target.logits_BKV[at_N].softmax(-1) if row.greedy or probs_NV is None else probs_NV)
+            if certainty[b].asks:
+                raw_NV = target.logits_BKV[at_N].softmax(-1) if row.greedy or probs_NV is None else probs_NV
+                sure = certainty[b].after(raw_NV)
                 surely[b] = all(sure)
-                ids = ids if surely[b] else ids[: sure.index(False)]
+                ids = ids if surely[b] else ids[: sure.index(False) + 1]
             row.tokens += ids
             if probs_NV is not None:
                 probs[b] += list(probs_NV)[: len(ids)]
@@ -378,9 +397,27 @@ class SingleDraft(DraftStrategy):
         tokens: list[list[int]] = draw(probs_BJV.flatten(0, 1), uniform_N).view(count, places).tolist()
         return tokens
 
-    def _sure(self, probs_NV: Tensor) -> list[bool]:
-        """Whether to draft on, by the distribution at each of N places."""
-        sure: list[bool] = ((probs_NV.amax(-1) >= self.confidence) & (entropy(probs_NV) <= self.entropy)).tolist()
+
+@dataclass
+class _Certainty:
+    """How sure a model is of what it drafts for a row."""
+
+    spec: DraftSpec
+    least: float  # chance that all tokens so far stand
+    reached: float = 1.0
+
+    @property
+    def asks(self) -> bool:
+        return self.least > 0 or self.spec.confidence > 0 or self.spec.entropy < math.inf
+
+    def after(self, probs_NV: Tensor) -> list[bool]:
+        """Whether to draft on after each of the next N tokens, by the distribution each is of."""
+        peak_N = probs_NV.amax(-1)
+        reached_N = self.reached * peak_N.cumprod(0)
+        self.reached = float(reached_N[-1])
+        spec = self.spec
+        sure_N = (peak_N >= spec.confidence) & (reached_N >= self.least) & (entropy(probs_NV) <= spec.entropy)
+        sure: list[bool] = sure_N.tolist()
         return sure
 
 

@@ -101,7 +101,7 @@ def parse_draft(
         return None
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     if text.strip() not in draft_types() and is_here(text):
-        return SingleDraft(text, **loading)
+        return SingleDraft(text, reach=None, **loading)
     reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)
 
@@ -134,7 +134,7 @@ class _Reader(Text):
                 )
         else:
             raise self.error(f"{self.source(node)!r} is no strategy")
-        return SingleDraft(word, **self.defaults)
+        return SingleDraft(word, reach=None, **self.defaults)
 
     def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
         """A class whose first parameter is a sequence of strategies takes them one by one, too."""

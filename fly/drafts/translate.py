@@ -425,5 +425,5 @@ def translated(draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: in
     if same:
         return draft
     if isinstance(draft, AdaptiveDraft):  # how much to draft is no matter of the vocabulary
-        return AdaptiveDraft(translated(draft.strategy, tokenizer, vocab_size), draft.loss)
+        return AdaptiveDraft(translated(draft.strategy, tokenizer, vocab_size), draft.clock)
     return TranslatedDraft(draft, tokenizer, vocab_size)

@@ -58,6 +58,8 @@ class TreeDraft(SingleDraft):
     and a lossless rule stays lossless at any temperature. Other arguments as for ``SingleDraft``.
     """
 
+    knows_chances = False  # a token beside the likeliest stands where that does not
+
     def __init__(
         self,
         model: str | Path | Executor | torch.nn.Module,

@@ -6,35 +6,57 @@ import math
 
 __all__ = ["Ways"]
 
-_NEWS = 0.2  # weight of a new measurement
-_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # proposals after which the slower way is tried again
+_KEEP, _KEEP_TRIED = 0.97, 0.8  # what a round leaves of what was measured before it, of the way taken and of the other
+_FIRST_WAIT, _LONGEST_WAIT = 8, 512  # rounds after which the slower way is tried again
+_PAUSE = 4.0  # a measurement counts for at most so many times what was expected: the machine may have paused
 
 
 class Ways:
-    """Drafting with the level below (0), or without (1).
+    """Going without (0), or with (1).
 
-    Each is measured twice; then the faster is taken, and the other tried again after more and more proposals.
+    Both are measured for some rounds (``first``); then the faster is taken, and the other tried again for ``tried``
+    rounds, after more and more of the faster.
     """
 
-    def __init__(self) -> None:
-        self.seconds, self.seen = [math.inf, math.inf], [0, 0]  # a token; measurements
-        self.waited, self.wait = 0, _FIRST_WAIT
+    def __init__(self, first: tuple[int, int] = (2, 2), tried: int = 1) -> None:
+        self.first, self.tried = first, tried
+        self.seconds = [math.inf, math.inf]  # a token
+        self._sums = [[0.0, 0.0], [0.0, 0.0]]  # seconds and tokens, lately
+        self._rounds, self._measured = [0, 0], [0, 0]
+        self._left = 0  # rounds of a try
+        self._waited, self._wait = 0, _FIRST_WAIT
 
-    def choose(self) -> int:
-        """The way to go now."""
-        if min(self.seen) < 2:
-            return self.seen.index(min(self.seen))
-        faster = self.seconds.index(min(self.seconds))
-        self.waited += 1
-        if self.waited < self.wait:
-            return faster
-        self.waited, self.wait = 0, min(2 * self.wait, _LONGEST_WAIT)
-        return 1 - faster
+    def choose(self) -> tuple[int, int]:
+        """The way to go now, and for how many rounds before this is asked again."""
+        for way, (rounds, first) in enumerate(zip(self._rounds, self.first)):
+            if rounds < first:
+                return way, first - rounds
+        if self._left:
+            return 1 - self.faster, self._left
+        return self.faster, self._wait - self._waited
 
-    def add(self, way: int, seconds: float) -> None:
-        """So long a token took. The first two may have had other things to do, such as to catch up with a text."""
-        self.seen[way] += 1
-        if self.seen[way] <= 2:
-            self.seconds[way] = min(self.seconds[way], seconds)
-        else:
-            self.seconds[way] += _NEWS * (seconds - self.seconds[way])
+    @property
+    def faster(self) -> int:
+        return self.seconds.index(min(self.seconds))
+
+    def add(self, way: int, seconds: float, tokens: float, rounds: int = 1) -> None:
+        """So long so many tokens took, in so many rounds. The first measurement of a way counts only until there is a
+        second: it may have had other things to do, such as to catch up with a text."""
+        faster, known = self.faster, min(self._measured) > 0
+        keep = (_KEEP if way == faster else _KEEP_TRIED) ** rounds if self._measured[way] > 1 else 0.0
+        if self._measured[way] > 1:
+            seconds = min(seconds, _PAUSE * self.seconds[way] * tokens)
+        sums = self._sums[way] = [keep * old + new for old, new in zip(self._sums[way], (seconds, tokens))]
+        self.seconds[way] = sums[0] / sums[1]
+        self._measured[way] += 1
+        self._rounds[way] += rounds
+        if not known:
+            return
+        if self.faster != faster:
+            self._waited, self._wait, self._left = 0, _FIRST_WAIT, 0
+        elif way != faster:
+            self._left = max(self._left - rounds, 0)
+        elif not self._left:
+            self._waited += rounds
+            if self._waited >= self._wait:
+                self._waited, self._wait, self._left = 0, min(2 * self._wait, _LONGEST_WAIT), self.tried

@@ -111,7 +111,7 @@ class CpuExecutor(HostDecisions):
             texts = [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
             places = array("Q", [address(text) for text in texts])
             addresses += [ctypes.addressof(self._c_lookup(spec.lookup)), address(places)]
-        sure = Sure(spec.confidence, spec.entropy)
+        sure = Sure.each(spec, count)  # held until after the call
         addresses.append(ctypes.addressof(sure))
         library = self.packed.library
         self.packed.check(library.fly_draft(self.packed.handle, ctypes.byref(call), longest, *addresses))

@@ -4,7 +4,6 @@ models, caches or torch."""
 from __future__ import annotations
 
 import ctypes
-import math
 import os
 import platform
 import struct
@@ -14,6 +13,8 @@ from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from fly.executor import DraftSpec
 
 __all__ = [
     "CBatch",
@@ -31,7 +32,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 22  # of src/library.cpp: what was built from other sources is not called
+_ABI = 23  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -70,10 +71,13 @@ class Sampling(ctypes.Structure):
 class Sure(ctypes.Structure):
     """src/interface.h: Sure, where a drafter stops."""
 
-    _fields_ = [("confidence", c_float), ("entropy", c_float)]
+    _fields_ = [(name, c_float) for name in ("confidence", "entropy", "reach")]
 
-    def __init__(self, confidence: float = 0.0, entropy: float = math.inf) -> None:
-        super().__init__(confidence, entropy)
+    @classmethod
+    def each(cls, spec: DraftSpec, rows: int) -> ctypes.Array[Sure]:
+        """Of each of so many rows."""
+        reach = spec.reach or (0.0,) * rows
+        return (cls * rows)(*(cls(spec.confidence, spec.entropy, chance) for chance in reach))
 
 
 class CLookup(ctypes.Structure):
@@ -134,7 +138,7 @@ class CRounds(ctypes.Structure):
         ("going", c_void_p),
         *((name, c_int32) for name in ("k", "most")),
         *((name, c_void_p) for name in ("stop", "stop_at", "hurry")),
-        *((name, c_int64) for name in ("nanoseconds", "plain", "spare")),
+        ("nanoseconds", c_int64),
         *((name, c_void_p) for name in ("logits", "drafted", "drafted_count", "choice", "accepted", "following")),
         *((name, c_void_p) for name in ("sampling", "distributions", "spread")),
         ("variant", c_int32),
@@ -144,7 +148,7 @@ class CRounds(ctypes.Structure):
         ("stands", c_void_p),
         ("rounds", c_int32),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
-        ("sure", Sure),
+        ("sure", c_void_p),
     ]
 
 

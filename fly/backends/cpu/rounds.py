@@ -70,13 +70,14 @@ def take_rounds(
     size = count * most
     drafted, following = array("q", bytes(8 * size * widest)), array("q", bytes(8 * size))
     choices, counts, accepted = (array("i", bytes(4 * size * each)) for each in (widest + 1, 1, 1))
+    sure = Sure.each(plan.spec, count)  # held until after the call
     call = CRounds(
         ctypes.addressof(going), widest, most, address(stops), address(stop_at),
         None if plan.hurry is None else address(plan.hurry),
-        int(1e9 * plan.seconds), int(1e9 * plan.token_seconds), int(1e9 * plan.spare_seconds),
+        int(1e9 * plan.seconds),
         logits_NV.data_ptr(), address(drafted), address(counts), address(choices), address(accepted),
         address(following),
-        variant=number(usual()), sure=Sure(plan.spec.confidence, plan.spec.entropy),
+        variant=number(usual()), sure=ctypes.addressof(sure),
     )  # fmt: skip
     asks = bytearray()
     if clauses is not None and any(clauses):

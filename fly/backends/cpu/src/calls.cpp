@@ -97,8 +97,7 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
 }
 
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
-// up to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for
-// count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
+// the first it is not ``sure[b]`` of. All but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
 // ``uniform`` from what ``distributions`` [B, most, V] shows then, with zeros after the last. They are the same with a
 // ``lookup`` (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are
 // causal, at the positions after those.
@@ -109,7 +108,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     const int tokens = batch->tokens + copies;
     long text = 0;
     for (int b = 0; b < rows; b++) text += batch->start[b] + batch->count[b] + limit[b];
-    Arena arena(bytes_of_rows(batch) + rows * (long)(sizeof(Row) + 3 * 4 + 8) + 4 + tokens * 16L + text * 4 + 8 * 64);
+    Arena arena(bytes_of_rows(batch) + rows * (long)(sizeof(Row) + 4 * 4 + 8) + 4 + tokens * 16L + text * 4 + 9 * 64);
     const Locked locked(model);
     Call call;
     if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, rows + copies, most)) return error;
@@ -119,8 +118,9 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
     call.drafted = drafted, call.drafted_count = drafted_count;
     call.sampling = sampling, call.uniform = uniform, call.distributions = distributions;
-    call.lookup = lookup, call.sure = *sure;
+    call.lookup = lookup, call.sure = sure;
     call.live = arena.take<Row>(rows);
+    call.reached = arena.take<float>(rows);
     call.live_row = arena.take<int32_t>(rows);
     call.matched = arena.take<int32_t>(rows);
     call.kept_at = arena.take<int32_t>(rows + 1);
@@ -133,6 +133,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
         call.live[b] = call.row[b];
         call.live_row[b] = b;
         drafted_count[b] = 0;
+        call.reached[b] = 1;
         call.text[b] = end;
         if (lookup) memcpy(end, texts[b], batch->start[b] * sizeof(int32_t));
         end += batch->start[b];

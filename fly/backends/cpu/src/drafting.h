@@ -1,10 +1,11 @@
 // A drafter's loop: its forwards one after another, and what each live row drafts and copies. Knows nothing of who verifies.
 
-// The next token of row ``b``, by the logits of the one before; -1 where the drafter is not sure enough of any.
-inline int64_t next_token(Call* call, int b, const float* logits) {
+// The next token of row ``b``, by the logits of the one before, and whether the drafter is sure enough to go on after it.
+inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on) {
     const int vocab = call->model->shape.vocab;
     const long at = (long)b * call->most + call->drafted_count[b];
-    const bool asks = call->sure.confidence > 0 || call->sure.entropy < __builtin_inff();
+    const ::fly::Sure& enough = call->sure[b];
+    const bool asks = enough.asks();
     float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * vocab : nullptr;
     Surety sure;
     int64_t token;
@@ -17,7 +18,10 @@ inline int64_t next_token(Call* call, int b, const float* logits) {
         if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
         if (distribution) memset(distribution, 0, vocab * sizeof(float)), distribution[token] = 1;
     }
-    if (asks && !(sure.peak >= call->sure.confidence && sure.entropy <= call->sure.entropy)) return -1;
+    if (asks) {
+        const float reached = call->reached[b] *= sure.peak;
+        goes_on = sure.peak >= enough.confidence && sure.entropy <= enough.entropy && reached >= enough.reach;
+    }
     return token < 0 ? 0 : token;
 }
 
@@ -75,8 +79,8 @@ inline void advance(Call* call) {
         const int matched = call->lookup ? call->matched[i] : 0;
         bool ends = false, same = true;
         for (int n = 0; same && !ends && n <= copies; n++, next++, logits += model->shape.vocab) {
-            const int64_t token = next_token(call, b, logits);
-            if ((ends = token < 0)) break;
+            bool goes_on = true;
+            const int64_t token = next_token(call, b, logits, goes_on);
             same = *next == token;
             if (matched && (n < copies || !copies)) {
                 float& share = share_of(call->lookup, matched, n);
@@ -85,7 +89,7 @@ inline void advance(Call* call) {
             *next = (int32_t)token;
             call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
             row.start++;
-            ends = call->drafted_count[b] == call->limit[b];
+            ends = !goes_on || call->drafted_count[b] == call->limit[b];
             for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
         }
         if (ends) continue;

@@ -147,11 +147,12 @@ struct Call : Batch {
     const int32_t* stop_at;
     int64_t* drafted;       // [B, most] out
     int32_t* drafted_count; // [B] out
+    float* reached;         // [B] product of the largest probabilities so far
     const Sampling* sampling;  // [B]; null where every row takes the most likely
     const float* uniform;      // [B, most] in [0, 1)
     float* distributions;      // [B, most, V] out: what each token was drawn from
     Lookup* lookup;            // null looks up nothing
-    Sure sure;
+    const Sure* sure;          // [B]
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;

@@ -44,10 +44,13 @@ struct Sampling {
     int32_t top_k;                    // 0 is off
 };
 
-// Where a drafter stops: before a token if none has at least this probability there, or if the entropy there is higher,
-// in nats (fly/drafts/model.py: SingleDraft). 0 and infinity never stop it.
+// Where a drafter stops: after a token if none had at least this probability there, if the entropy there was higher, in
+// nats, or if the product of the largest probabilities up to there is less (fly/drafts/model.py: SingleDraft). 0 and
+// infinity never stop it.
 struct Sure {
-    float confidence, entropy;
+    float confidence, entropy, reach;
+
+    bool asks() const { return confidence > 0 || reach > 0 || entropy < __builtin_inff(); }
 };
 
 // Prompt lookup for a drafter (fly/drafts/ngram.py), which computes itself what follows, copied or not: a copy only lets
@@ -96,9 +99,7 @@ struct Rounds {
     const int64_t* stop;       // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
     const int32_t* stop_at;
     const int32_t* hurry;      // no further round begins while this is not 0; or null
-    int64_t nanoseconds;       // nor after these,
-    int64_t plain, spare;      // nor when those after the first took ``spare`` more than their tokens are worth, ``plain``
-                               // each (0: never)
+    int64_t nanoseconds;       // nor after these
     float* logits;             // [B · (k + 1), V] out, of the last round, one row's after another's
     int64_t* drafted;          // [B, most, k] out
     int32_t* drafted_count;    // [B, most] out
@@ -119,7 +120,7 @@ struct Rounds {
     int32_t rounds;            // out
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
                                                   // first round and of the others
-    Sure sure;                 // of the drafter
+    const Sure* sure;          // [B] where the drafter stops
 };
 
 constexpr int32_t UNANSWERED = -2;

@@ -45,20 +45,21 @@ struct Play {
     int64_t *stop, *chain;
     float* coins;
     Sampling* drawing;
+    Sure* sure;
     const int32_t** texts;
     int32_t longest;  // tokens that a row of this round drafts
 
     Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late)
         : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
           new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
-          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 8L + sizeof(Sampling)) +
-                stops * 8L + new_tokens * (8 + 4 + 4L) + 10 * 64),
+          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 8L + sizeof(Sampling) + sizeof(Sure)) +
+                stops * 8L + new_tokens * (8 + 4 + 4L) + 11 * 64),
           scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late) {
         limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
         proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
         stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
         choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
-        drawing = arena.take<Sampling>(rows), texts = arena.take<const int32_t*>(rows);
+        drawing = arena.take<Sampling>(rows), sure = arena.take<Sure>(rows), texts = arena.take<const int32_t*>(rows);
     }
 
     // Whether ``token`` ends row ``b``.
@@ -105,21 +106,20 @@ struct Play {
             const int b = draft.row[i];
             stop_at[i + 1] = stop_at[i];
             for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) stop[stop_at[i + 1]++] = it->stop[s];
+            sure[i] = it->sure[b];
             if (!it->sampling) continue;
             const int64_t seed = derived(it->going[b].seed, it->going[b].length);
             drawing[i] = it->sampling[b];
             for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
         }
         if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
-                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, &it->sure))
+                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, sure))
             return error;
         for (int i = 0; i < asked; i++) {
             const int b = draft.row[i], n = drafts[b] = proposed[i];
             Going& row = it->going[b];
             const int64_t* tokens = chain + i * longest;
-            // else the drafter was not sure of what comes after the last, and has that stored
-            const bool whole = n == limit[i] || (n && ends(b, tokens[n - 1]));
-            row.draft_start = row.length + n - whole;
+            row.draft_start = row.length + n - 1;  // the last is not stored
             memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
             memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
         }
@@ -218,7 +218,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
     if (!play.arena.base) return NO_MEMORY;
     it->rounds = it->asks = 0;
     for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
-    for (int64_t now = begin, spare = it->spare;;) {
+    for (int64_t now = begin;;) {
         const int64_t from = now;
         const bool later = it->rounds > 0;
         const auto lap = [&] {
@@ -234,7 +234,6 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         if (const int error = play.score()) return error;
         it->scoring[later] += lap();
         bool over = it->rounds + 1 == it->most;
-        int emitted = 0;
         for (int b = 0, at = 0, i = 0; b < rows; at += play.drafts[b] + 1, b++) {
             const Going& row = it->going[b];
             const long place = play.place(b);
@@ -250,13 +249,11 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             for (int t = row.length; t <= row.length + n; t++) over |= play.ends(b, row.text[t]);
             // the next round drafts so many, at most
             over |= n < 0 || n + 1 >= row.left || row.length + n + 1 + least_of(row.k, row.left - n - 2) > row.room;
-            emitted += n + 1;
         }
         it->rounds++;
         lap();
         it->elapsed[later] += now - from;
-        if (later) spare += emitted * it->plain - (now - from);  // the first may take longer, for being that
-        over |= now - begin >= it->nanoseconds || (it->plain && spare < 0);
+        over |= now - begin >= it->nanoseconds;
         over |= it->clause && it->asks + play.new_tokens > it->most_asks;
         over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
         if (over) return OK;
