@@ -14,8 +14,8 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.job import Job
-from fly.serve.trial import Trial
 from fly.structured import LIMITS
+from fly.trial import Trial
 from tests.serving import MODEL, Running, eventually, running
 
 PROMPT = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
