@@ -177,7 +177,7 @@ def test_stop_strings_penalties_and_biases(client: OpenAI, alone: LLM) -> None:
     wanted = reference(alone, max_tokens=40, **changed).text
     assert "7" not in wanted and wanted != free
     changed["logit_bias"] = {str(token): -100}
-    extra = {"repetition_penalty": 1.0, "min_p": 0.0, "top_k": 0}
+    extra = {"repetition_penalty": 1.0, "min_p": 0.0, "top_k": -1}
     got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=40, **changed, extra_body=extra)
     assert got.choices[0].message.content == wanted
 
@@ -360,6 +360,25 @@ def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: Ope
             assert error["param"] == ("model" if b"model" in content and "json" in headers["content-type"] else None)
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "twice"),
+    [
+        ('"max_tokens": 1, "max_tokens": 2', "max_tokens"),
+        ('"stop": null, "stop": null', "stop"),  # alike, but somebody slipped
+        ('"speculation": {"k": 1, "policy": "exact", "k": 2}', "k"),
+        ('"guided_json": {"type": "object", "properties": {"a": {}, "a": {}}}', "a"),
+        ('"seed": 1, "\\u0073eed": 1', "seed"),
+        ('"\\ud800": 1, "\\ud800": 1', "\ud800"),
+    ],
+)
+def test_what_is_said_twice_is_an_error(here: Running, fields: str, twice: str) -> None:
+    content = f'{{"model": "{MODEL}", "prompt": "Take", {fields}}}'
+    got = httpx.post(f"{here.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["param"] == twice and error["code"] == "invalid_value"
+    assert f"{twice!r} is given twice" in error["message"]
 
 
 def test_a_million_wrong_entries_make_one_error(here: Running) -> None:
