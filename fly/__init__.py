@@ -7,7 +7,7 @@ from fly.llm import LLM, Output, Piece
 from fly.request import Stats, Token
 from fly.types import Guarantee, SamplingParams, Why
 
-__all__ = ["LLM", "Guarantee", "Output", "Piece", "SamplingParams", "Stats", "Token", "Why", "__version__"]
+__all__ = ["LLM", "Guarantee", "Output", "Piece", "SamplingParams", "Stats", "Token", "Why"]
 
 try:
     __version__ = _version("flyspec")

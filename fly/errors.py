@@ -11,6 +11,28 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "meant", "origin", "short"]
 
+# What vLLM and transformers call what has another name here.
+_ELSEWHERE = {
+    "assistant_model": "draft",
+    "do_sample": "temperature",
+    "gpu_memory_utilization": "cache_share",
+    "guided_decoding": "structured",
+    "max_length": "max_tokens",
+    "max_model_len": "max_context",
+    "max_new_tokens": "max_tokens",
+    "max_num_batched_tokens": "step_tokens",
+    "max_num_seqs": "max_rows",
+    "num_return_sequences": "n",
+    "num_speculative_tokens": "k",
+    "response_format": "structured",
+    "speculative_config": "draft",
+    "speculative_model": "draft",
+    "stop_strings": "stop",
+    "structured_outputs": "structured",
+    "tensor_parallel_size": "ranks",
+    "torch_dtype": "dtype",
+}
+
 
 def explain(error: ValidationError) -> str:
     """Every field that is wrong in one line: its name, what is wrong, and the value that came in."""
@@ -27,7 +49,9 @@ def explain(error: ValidationError) -> str:
 
 def meant(word: str, known: Iterable[str]) -> str:
     """Which of ``known`` somebody who wrote ``word`` may have meant, as a question; empty where nothing is like it."""
-    like = difflib.get_close_matches(word, known, 1)
+    known = list(known)
+    same = _ELSEWHERE.get(word)
+    like = [same] if same in known else difflib.get_close_matches(word, known, 1)
     return f" (did you mean {like[0]!r}?)" if like else ""
 
 

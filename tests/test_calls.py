@@ -38,6 +38,7 @@ from tests.toys import random_llama
 VOCAB = 1024
 MODEL = random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
 TEXT = "Take the list 4 9 5 7."
+ONE = [{"role": "user", "content": TEXT}]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,27 @@ def test_sampling_parameters_are_keywords_everywhere(llm: LLM) -> None:
     assert len(other.generate("a", seed=1)[0].token_ids) == 7
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("speculative_config", "draft"),
+        ("num_speculative_tokens", "k"),
+        ("max_model_len", "max_context"),
+        ("dytpe", "dtype"),
+    ],
+)
+def test_an_unknown_option_of_a_model_is_an_error_that_names_the_choices(option: str, meant: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        LLM("fly-tiny", **{option: 1})
+    assert f"'{option}' is no option of LLM (did you mean '{meant}'?)" in str(caught.value)
+    assert "'cache_bytes'" in str(caught.value) and "unknown" not in str(caught.value)
+
+
+def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(ONE)
+
+
 def test_options_are_the_fields_of_sampling_parameters() -> None:
     own = {"sampling_params", "policy", "k", "priority", "draft", "tools", "chat_template_kwargs"}
     assert Sampling.__optional_keys__ == set(SamplingParams.model_fields)
@@ -127,6 +149,27 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.generate("a", max_new_tokens=1), ["'max_new_tokens'", "did you mean 'max_tokens'"]),
         (lambda llm: llm.chat("a", polcy="fly"), ["'polcy'", "did you mean 'policy'"]),
         (lambda llm: llm.stream("a", progress=False), ["'progress'", "choices", "'temperature'"]),
+        (lambda llm: llm.chat("a", response_format={}), ["'response_format'", "did you mean 'structured'"]),
+        (lambda llm: llm.chat("a", stream=True), ["'stream'", "stream(chat_prompt(messages))"]),
+        (
+            lambda llm: llm.chat("a", enable_thinking=False),
+            ["'enable_thinking'", "chat_template_kwargs={'enable_thinking': False}"],
+        ),
+        (lambda llm: llm.generate(ONE), ["'user'", "chat takes messages"]),
+        (lambda llm: llm.generate(ONE[0]), ["mapping", "chat takes messages"]),
+        (lambda llm: llm.stream(ONE), ["'user'", "chat_prompt"]),
+        (lambda llm: llm.generate({"prompt_token_ids": [1]}), ["mapping", "'prompt_token_ids'"]),
+        (lambda llm: llm.generate(b"abc"), ["b'abc'", "decode"]),
+        (lambda llm: llm.chat([]), ["at least one message"]),
+        (lambda llm: llm.chat([*ONE, {"role": "user"}]), ["message 1 has no content", "'user'"]),
+        (lambda llm: llm.chat([{"role": "user", "content": None}]), ["message 0 has no content"]),
+        (lambda llm: llm.chat([{"content": "a"}]), ["message 0 has no role"]),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+            ["message 0", "'image_url'", "{'type': 'text', 'text': ...}"],
+        ),
+        (lambda llm: LLM(None), ["model None", "path"]),
+        (lambda llm: LLM({"model": MODEL}), ["is no name, path"]),
         (lambda llm: llm.generate("a", temperature=-1), ["temperature", "-1"]),
         (lambda llm: llm.generate("a", max_tokens=2, min_tokens=3), ["min_tokens 3", "max_tokens 2"]),
         (lambda llm: llm.generate("a", structured={"regx": "a"}), ["'regx'", "did you mean 'regex'"]),

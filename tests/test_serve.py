@@ -235,7 +235,8 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
     with httpx.Client(base_url=here.url) as http:
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         assert http.get("/version").json() == {"version": here.service.version}
-        assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+        message = http.post("/chat/completions", json={}).json()["error"]["message"]
+        assert "'/chat/completions'" in message and "/v1/chat/completions, /v1/completions, /v1/models" in message
         assert http.get("/v1/completions").status_code == 405
 
 
@@ -291,6 +292,11 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         ({"speculation": {"off": True, "k": 3}}, "speculation.off", "k"),
         ({"speculation": {"speed": 9}}, "speculation.speed", "'speed'"),
         ({"model": "gpt-5"}, "model", "gpt-5"),
+        ({"temprature": 1}, "temprature", "(did you mean 'temperature'?)"),
+        ({"top_p": 1.5}, "top_p", "got 1.5"),
+        ({"temperature": "0"}, "temperature", "got '0'"),
+        ({"messages": [{"role": "user"}]}, "messages.0", "'user' needs a content"),
+        ({"messages": [*CHAT, {"role": "system", "content": None}]}, "messages.1", "'system' needs a content"),
     ],
 )
 def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: str | None, says: str) -> None:
@@ -358,6 +364,7 @@ def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: Ope
             error = got.json()["error"]
             assert got.status_code == 400 and error["message"]
             assert error["param"] == ("model" if b"model" in content and "json" in headers["content-type"] else None)
+    assert httpx.post(f"{here.url}/v1/completions").json()["error"]["message"] == "the body is missing"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)
 

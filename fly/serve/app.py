@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fly.errors import short
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
 from fly.serve.messages import Part
@@ -406,8 +407,12 @@ def _add_errors(app: FastAPI) -> None:
             where = [name] if (name := message.partition(":")[0]).isidentifier() else []
         elif problem["type"] == "extra_forbidden":
             message = f"unknown or unsupported: {where[-1]!r}; known: {', '.join(Part.__annotations__)}"
+        elif problem["type"] == "missing" and not where:
+            message = "the body is missing"
         elif problem["type"] not in _UNKNOWN and where:
-            message = f"{'.'.join(where)}: {message}"
+            value = problem["input"]
+            got = isinstance(value, (int, float, str)) and problem["type"] not in ("value_error", "missing")
+            message = f"{'.'.join(where)}: {message}" + (f", got {short(value)}" if got else "")
         code = "unknown_parameter" if problem["type"] in _UNKNOWN else "invalid_value"
         return ApiError(400, message, ".".join(where) or None, code).response()
 
@@ -419,6 +424,9 @@ def _add_errors(app: FastAPI) -> None:
             return cause.response()
         if error.status_code == 400 and cause is not None:  # FastAPI's, of a body
             message = f"the body cannot be read as JSON: {cause}"
+        if error.status_code == 404:
+            paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, StrictRoute)))
+            message = f"there is nothing at {request.url.path!r}; paths: {paths}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
