@@ -11,11 +11,14 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "meant", "origin", "short"]
 
-# What vLLM and transformers call what has another name here.
+# What has another name or place here: words of vLLM, transformers and OpenAI, and what goes under "speculation".
 _ELSEWHERE = {
     "assistant_model": "draft",
     "do_sample": "temperature",
+    "function_call": "tool_choice",
+    "functions": "tools",
     "gpu_memory_utilization": "cache_share",
+    "k": "speculation",
     "guided_decoding": "structured",
     "max_length": "max_tokens",
     "max_model_len": "max_context",
@@ -24,6 +27,8 @@ _ELSEWHERE = {
     "max_num_seqs": "max_rows",
     "num_return_sequences": "n",
     "num_speculative_tokens": "k",
+    "policy": "speculation",
+    "provenance": "speculation",
     "response_format": "structured",
     "speculative_config": "draft",
     "speculative_model": "draft",

@@ -293,6 +293,8 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         ({"speculation": {"speed": 9}}, "speculation.speed", "'speed'"),
         ({"model": "gpt-5"}, "model", "gpt-5"),
         ({"temprature": 1}, "temprature", "(did you mean 'temperature'?)"),
+        ({"policy": "exact"}, "policy", "(did you mean 'speculation'?)"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "(did you mean 'max_tokens'?)"),
         ({"top_p": 1.5}, "top_p", "got 1.5"),
         ({"temperature": "0"}, "temperature", "got '0'"),
         ({"messages": [{"role": "user"}]}, "messages.0", "'user' needs a content"),
