@@ -110,6 +110,7 @@ class LLM(Calls):
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
         ValueError: a bad argument, or a draft whose vocabulary has no translation to the target's.
+        TypeError: an option that there is not; it names the choices.
     """
 
     def __init__(

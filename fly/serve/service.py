@@ -195,9 +195,10 @@ class Service:
             raise ApiError(400, message, "speculation.policy", "invalid_value") from None
         echoes = None
         several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-        if (count := several * (body.n or 1)) > self.settings.max_n:
+        at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
+        if (count := several * (body.n or 1)) > at_once:  # however often it is tried
             name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
+            message = f"{name}: {count} completions; at most {at_once} at once"
             raise ApiError(400, message, name, "invalid_value")
         calls, prompts = None, list[list[int]]()
         if isinstance(body, ChatRequest):
