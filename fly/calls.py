@@ -226,11 +226,7 @@ class Calls(ABC):
             raise ValueError("params and sampling_params are two names of one argument; give one of them")
         asked = named if params is None else params
         own = {name: fields.pop(name) for name in _OWN if name in fields}
-        known = [*SamplingParams.model_fields, "sampling_params", *_OWN]
-        if unknown := next((name for name in fields if name not in known), None):
-            if unknown == "stream":
-                raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-            raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
+        _refuse_unknown(fields, ("sampling_params", *_OWN))
         if fields:
             asked = self.default_params if asked is None else asked
             several = isinstance(asked, (list, tuple))
@@ -247,13 +243,14 @@ class Calls(ABC):
 
     def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
         """The prompts of one or several conversations, and the options that are left for ``generate``."""
-        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
         fields: dict[str, Any] = {**options}
         if name := next((name for name in fields if name in _OF_TEMPLATE), None):
             value = short(fields[name])
             raise ValueError(
                 f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
             )
+        _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
+        tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
         each = messages if _several(messages) else [messages]
         return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
 
@@ -331,6 +328,15 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
         return params.changed(fields)
     except ValidationError as error:
         raise ValueError(explain(error)) from None
+
+
+def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
+    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
+    known = [*SamplingParams.model_fields, *own]
+    if unknown := next((name for name in fields if name not in known), None):
+        if unknown == "stream":
+            raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
+        raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
 
 
 def _several(messages: object) -> bool:

@@ -150,6 +150,7 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.chat("a", polcy="fly"), ["'polcy'", "did you mean 'policy'"]),
         (lambda llm: llm.stream("a", progress=False), ["'progress'", "choices", "'temperature'"]),
         (lambda llm: llm.chat("a", response_format={}), ["'response_format'", "did you mean 'structured'"]),
+        (lambda llm: llm.chat("a", tool=[]), ["'tool'", "did you mean 'tools'", "'chat_template_kwargs'"]),
         (lambda llm: llm.chat("a", stream=True), ["'stream'", "stream(chat_prompt(messages))"]),
         (
             lambda llm: llm.chat("a", enable_thinking=False),
