@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,8 @@ from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
 from fly.calls import ChatOptions, listed
 from fly.config import Config
 from fly.drafts import CascadeDraft, NGramDraft
+from fly.eval.plan import Plan
+from fly.eval.task import load_task
 from fly.params import Sampling, StructuredOutput
 from fly.policies import AfterTokens, Exact, FLy
 from fly.worker import Stopped
@@ -131,6 +134,22 @@ def test_an_unknown_option_of_a_model_is_an_error_that_names_the_choices(option:
 def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
     parts = [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}]
     assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(ONE)
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [
+        ("k: 3\npolicy: fly\nk: 5\n", "'k' is given twice"),
+        ("policy:\n  name: fly\n  theta: 0.1\n  theta: 0.3\n", "'theta' is given twice"),
+        ('{"k": 3, "k": 3}', "'k' is given twice"),
+    ],
+)
+def test_a_file_says_everything_once(text: str, twice: str, tmp_path: Path) -> None:
+    (path := tmp_path / "setup.yaml").write_text(text, encoding="utf-8")
+    for read in (Config.read, Plan.read, load_task):
+        with pytest.raises(ValueError) as caught:
+            read(str(path))
+        assert str(path) in str(caught.value) and twice in str(caught.value) and "line " in str(caught.value)
 
 
 def test_options_are_the_fields_of_sampling_parameters() -> None:
