@@ -37,7 +37,9 @@ def origin(error: BaseException) -> str:
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    theirs = [frame for frame in frames if not frame.filename.startswith((*packages, "<"))]
+    # What dataclasses write for their classes has no lines; a rule that was typed into an interpreter has some.
+    written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
+    theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 
