@@ -26,7 +26,7 @@ from fly.job import Job, Request, outputs_of
 from fly.models.tokenizer import Tokenizer
 from fly.output import Output
 from fly.params import Sampling
-from fly.policies import AcceptancePolicy, load_policy
+from fly.policies import AcceptancePolicy, Condition, load_policy
 from fly.stream import AsyncStream, Stream
 from fly.types import SamplingParams
 from fly.worker import Worker
@@ -318,6 +318,8 @@ def as_policy(value: object) -> AcceptancePolicy:
     made = ""
     if isinstance(value, type) and issubclass(value, AcceptancePolicy):
         made = f"; give one of that class: {value.__name__}()"
+    elif isinstance(value, Condition):
+        made = f"; a condition needs a core: Exact() | {value}"
     raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
 
 

@@ -61,12 +61,14 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Where an error comes from: the innermost line outside of torch and of this package, if there is one."""
+    """Where an error comes from: the innermost line of a file outside of torch and of this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    theirs = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen"))]
+    # What dataclasses write for their classes has no lines; a rule that was typed into an interpreter has some.
+    written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
+    theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 

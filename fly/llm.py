@@ -270,7 +270,8 @@ class LLM(Calls):
         requests = []
         for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
             if name and name not in choices:
-                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {choices}")
+                have = choices or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
+                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {have}")
             row = self._row(*asked)
             row.priority, row.draft, row.client = priority, name, client
             try:

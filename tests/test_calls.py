@@ -33,7 +33,7 @@ from fly.drafts import CascadeDraft, NGramDraft
 from fly.eval.plan import Plan
 from fly.eval.task import load_task
 from fly.params import Sampling, StructuredOutput
-from fly.policies import AfterTokens, Exact, FLy
+from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
 from fly.worker import Stopped
 from tests import user
 from tests.toys import random_llama
@@ -200,6 +200,7 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.generate("a", policy={"name": "fly", "thta": 1}), ["'thta'", "theta"]),
         (lambda llm: llm.generate(["a", "b"], policy=["fly", 3]), ["policy 3", "text"]),
         (lambda llm: llm.generate("a", policy=""), ["policy ''"]),
+        (lambda llm: llm.generate("a", policy=AgreeingWindow(2)), ["window(2)", "Exact() | window(2)"]),
         (lambda llm: llm.generate(np.array([1.0])), ["float64", "integers"]),
         (lambda llm: llm.generate(torch.tensor([True])), ["bool", "integers"]),
         (lambda llm: llm.generate(torch.zeros(1, 1, 1, dtype=torch.int64)), ["[1, 1, 1]", "one dimension"]),
