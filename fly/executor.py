@@ -92,6 +92,7 @@ class DraftSpec:
     confidence: float = 0.0  # it stops before a token if none has this probability
     entropy: float = float("inf")  # it stops before a token where the entropy is more, in nats
     lookup: Lookup | None = None
+    says: bool = False  # whether the logits of the most likely tokens are asked for too
 
     @property
     def stops(self) -> bool:
@@ -101,10 +102,12 @@ class DraftSpec:
 
 class Drafted(NamedTuple):
     """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
-    None where nothing was drawn."""
+    None where nothing was drawn. Then it may have the logits that tokens are the most likely ones of
+    (``DraftSpec.says``), zeros after a row's last."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
+    logits_BKV: Tensor | None = None
 
 
 class Spent(NamedTuple):

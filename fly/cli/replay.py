@@ -1,0 +1,155 @@
+"""``fly replay``: rules tried on what a run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.text import Text
+
+from fly.cli.options import Json
+from fly.cli.run import alone
+from fly.cli.show import console, note, ratio, table, write_json
+from fly.eval.replay import Beside, Blocks, Replay, Unknown, beside, load_blocks
+from fly.eval.report import Costs
+from fly.policies import parse_policy
+
+_LEGEND = (
+    "τ: tokens a round, with an interval over problems. It is right up to the end of each recorded block; where the "
+    "next begins, and what it holds, is taken from the text of exact decoding (beyond: share of tokens that stood "
+    "there within a block). by block: the mean over the recorded blocks as they are. speed: over autoregression, "
+    "deciding free: τ / (K̄·c + v)."
+)
+
+
+@alone
+def replay(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs that 'fly eval --record' made.", metavar="RUN...")
+    ],
+    policy: Annotated[list[str] | None, typer.Option(help="Rules to try; several.", show_default=False)] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Most tokens drafted a round; several. [default: as recorded]", show_default=False),
+    ] = None,
+    confidence: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="The draft stops where it is less sure; several.", show_default=False),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--beside", help="A run of other rules: predicted beside measured.", metavar="RUN")
+    ] = None,
+    c: Annotated[
+        float | None,
+        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. [default: measured]"),
+    ] = None,
+    v: Annotated[
+        float | None,
+        typer.Option("--verify-cost", min=1, help="The same of a verification as recorded. [default: measured]"),
+    ] = None,
+    cases: Annotated[int, typer.Option(min=0, help="Relaxed tokens of each rule to show.")] = 0,
+    json_: Json = None,
+) -> None:
+    """Try any rule on recorded blocks: tokens a round, what is relaxed, and how fast that would be."""
+    if not (policy or measured):
+        raise ValueError("nothing to replay: give rules (--policy TEXT, several), or a run to compare with (--beside)")
+    if (c is None) != (v is None):
+        raise ValueError("--draft-cost and --verify-cost belong together")
+    costs = None if c is None or v is None else Costs(c, v)
+    rules = [parse_policy(text, trusted=True) for text in policy or ()]
+    record: list[dict[str, Any]] = []
+    for run in runs:
+        known = load_blocks(run, costs)
+        for (task, way), blocks in known.items() if rules else ():
+            found, refused = _replayed(blocks, rules, k, confidence, cases)
+            _show(f"{run} · {task} · {way}", blocks, found, refused)
+            record += [{"run": str(run), "task": task, "way": way, **_plain(each)} for each in found]
+        if measured is not None:
+            compared = beside(known, measured)
+            if not compared:
+                raise ValueError(f"{measured} has no way that drafts as {run} did, on the same problems")
+            _show_beside(f"{run} beside {measured}", compared)
+            record += [
+                {"run": str(run), "task": each.task, "way": each.way, **_plain(each.predicted),
+                 "measured": each.measured, "off": each.off, "unchanged_off": each.unchanged}
+                for each in compared
+            ]  # fmt: skip
+    note(escape(_LEGEND))
+    write_json(json_, record)
+
+
+def _replayed(
+    blocks: Blocks, rules: list[Any], k: list[int] | None, confidence: list[float] | None, cases: int
+) -> tuple[list[Replay], list[str]]:
+    found, refused = [], []
+    for rule in rules:
+        for most in k or (None,):
+            for sure in confidence or (0.0,):
+                try:
+                    found.append(blocks.replay(rule, most, sure, cases))
+                except Unknown as error:
+                    refused.append(str(error))
+    return found, list(dict.fromkeys(refused))
+
+
+def _plain(each: Replay) -> dict[str, Any]:
+    return {**asdict(each), "policy": str(each.policy)}
+
+
+def _rule(each: Replay) -> str:
+    sure = f", confidence {each.confidence:g}" if each.confidence else ""
+    return escape(f"{each.policy} k{each.k}{sure}")
+
+
+def _tau(each: Replay) -> str:
+    return f"{each.tau.value:.2f} ({each.tau.low:.2f}–{each.tau.high:.2f})"
+
+
+def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
+    columns: dict[str, Callable[[Replay], str]] = {
+        "rule": _rule,
+        "τ": _tau,
+        "by block": lambda each: f"{each.blocks:.2f}",
+        "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
+        "relaxed": lambda each: f"{each.relaxed:.1%}",
+        "beyond": lambda each: f"{each.beyond:.1%}",
+        "drafted": lambda each: f"{each.drafted:.1f}",
+        "speed": lambda each: ratio(each.speed),
+        "rounds/s": lambda each: f"{each.judged / max(each.seconds, 1e-9):,.0f}",
+    }
+    rounds, completions = sum(blocks.exact[1]), len(blocks.recordings)
+    console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
+    if found:
+        console.print(table("", found, columns, wrapped=("rule",), show_edge=False))
+    for line in refused:
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
+    for each in found:
+        if each.tokens:
+            note(f"relaxed by {_rule(each)}: what was drafted, in place of what the target wanted")
+        for token in each.tokens:
+            line = Text(f"  {token.problem} +{token.place}: ", "dim")
+            line.append("".join(texts[i] for i in token.before).replace("\n", "⏎"))
+            line.append(texts[token.token].replace("\n", "⏎"), "bold red")
+            line.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
+            console.print(line, soft_wrap=True, highlight=False)
+
+
+def _show_beside(title: str, compared: list[Beside]) -> None:
+    columns: dict[str, Callable[[Beside], str]] = {
+        "task": lambda each: escape(each.task),
+        "way": lambda each: escape(each.way),
+        "predicted τ": lambda each: _tau(each.predicted),
+        "measured": lambda each: f"{each.measured.value:.2f} ({each.measured.low:.2f}–{each.measured.high:.2f})",
+        "off": lambda each: f"{each.off:+.1%}",
+        "by block": lambda each: f"{each.predicted.blocks / each.measured.value - 1:+.1%}",
+        "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
+        "n": lambda each: str(each.predicted.completions),
+    }
+    console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
+    console.print(table("", compared, columns, text=("task", "way"), wrapped=("way",), show_edge=False))
+    note("off: what the prediction, the mean over blocks, and the guess that τ is that of exact speculation miss it by")

@@ -1,0 +1,192 @@
+"""Logits of which only the likeliest tokens are known, their number of tokens, mass and entropy: what a recording has.
+
+Rules look at such a tensor as at any other. The passes of ``fly.ops``, a softmax, and picking positions are answered
+from what is known; whatever needs all of the vocabulary raises ``Unknown``.
+
+Shape legend: V vocabulary, n likeliest tokens, "..." any leading dimensions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fly.ops import Top, argmax, entropy, log_mass, pick, top
+
+__all__ = ["Known", "Unknown"]
+
+
+class Unknown(ValueError):
+    """A recording does not say what was asked of it."""
+
+
+class Known(Tensor):
+    """A tensor [..., V] of which ``n`` likeliest values are known, and that of one token more.
+
+    Args:
+        size: V.
+        ids: [..., n + 1] int64, the likeliest tokens, likeliest first, and the one more (which may be one of them).
+        values: [..., n + 1] their logits, log-probabilities or probabilities.
+        rest: [...] the value of any other token: what is left of the mass, evenly spread.
+        mass: [...] of logits, ln of the sum of exp(logit - largest).
+        nats: [...] the entropy.
+        kind: what the values are.
+    """
+
+    parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+    kind: str
+
+    @staticmethod
+    def __new__(
+        cls, size: int, ids: Tensor, values: Tensor, rest: Tensor, mass: Tensor, nats: Tensor, kind: str = "logits"
+    ) -> Known:
+        made = Tensor._make_wrapper_subclass(cls, (*ids.shape[:-1], size), dtype=values.dtype, device=values.device)
+        made.parts, made.kind = (ids, values, rest, mass, nats), kind
+        return made
+
+    @staticmethod
+    def of(size: int, ids: Tensor, logits: Tensor, mass: Tensor, nats: Tensor) -> Known:
+        """Logits, what the others have being spread evenly (and none more than the least known)."""
+        peak, known = logits[..., :1], logits[..., :-1]
+        left = (mass.exp() - (known - peak).exp().sum(-1)).clamp_min(torch.finfo(mass.dtype).tiny)
+        rest = (peak.squeeze(-1) + (left / max(size - known.shape[-1], 1)).log()).minimum(known[..., -1])
+        return Known(size, ids, logits, rest, mass, nats)
+
+    def like(self, change: Callable[[Tensor], Tensor], kind: str | None = None) -> Known:
+        """The same of every part."""
+        return Known(self.shape[-1], *map(change, self.parts), kind=kind or self.kind)
+
+    def scaled(self, shift: Tensor, kind: str) -> Known:
+        """Other values: logits less ``shift`` [...], and of probabilities their exponential."""
+        ids, values, rest, mass, nats = self.parts
+        values, rest = values - shift.unsqueeze(-1), rest - shift
+        if kind == "probs":
+            values, rest = values.exp(), rest.exp()
+        return Known(self.shape[-1], ids, values, rest, mass, nats, kind)
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if function in _ATTRIBUTES:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        found = NotImplemented
+        if args and isinstance(args[0], Known) and (own := _OWN.get(function)) is not None:
+            found = own(*args, **kwargs)
+        if found is NotImplemented:
+            name = str(getattr(function, "__name__", function)).strip("_")
+            raise Unknown(f"it needs a whole distribution ('{name}'), of which the likeliest tokens alone are recorded")
+        return found
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Known({self.kind}, {list(self.shape)}, {self.parts[0].shape[-1] - 1} likeliest)"
+
+
+_ATTRIBUTES = {
+    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
+} | {Tensor.size, Tensor.dim, Tensor.__len__, Tensor.numel, Tensor.is_floating_point, Tensor.element_size}
+
+
+def _at(x: Known, index: Any) -> Any:
+    """Positions with the whole vocabulary, or one token at each of them."""
+    parts = index if isinstance(index, tuple) else (index,)
+    if len(parts) == x.dim() and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
+        *positions, tokens = torch.broadcast_tensors(*parts)
+        return _pick(x.like(lambda part: part[tuple(positions)]), tokens)
+    taken = 0
+    for part in parts:
+        if isinstance(part, Tensor) and part.dtype == torch.bool:
+            taken += part.dim()
+        elif isinstance(part, (int, slice, Tensor, list)):
+            taken += 1
+        else:  # an ellipsis, a new dimension
+            return NotImplemented
+    return NotImplemented if taken >= x.dim() else x.like(lambda part: part[index])
+
+
+def _leading(name: str) -> Callable[..., Any]:
+    """A method that changes leading dimensions, given by their number from the first on."""
+
+    def change(x: Known, *dims: Any, **named: Any) -> Any:
+        numbers = [*dims[: 2 if name == "flatten" else 1], *named.values()]
+        if any(not isinstance(d, int) or not 0 <= d < x.dim() - 1 for d in numbers if not isinstance(d, (tuple, list))):
+            return NotImplemented
+        return x.like(lambda part: getattr(part, name)(*dims, **named))
+
+    return change
+
+
+def _pick(x: Known, index: Tensor) -> Tensor:
+    ids, values, rest, _, _ = x.parts
+    same = ids == index.unsqueeze(-1)
+    found = values.gather(-1, same.int().argmax(-1, keepdim=True)).squeeze(-1)
+    return torch.where(same.any(-1), found, rest)
+
+
+def _top(x: Known, n: int) -> Top:
+    ids, values, *_ = x.parts
+    if n > ids.shape[-1] - 1:
+        raise Unknown(f"it needs the {n} likeliest tokens, of which {ids.shape[-1] - 1} are recorded")
+    return Top(values[..., :n], ids[..., :n])
+
+
+def _log_mass(
+    x: Known,
+    peak_N: Tensor,
+    temperature_N: Tensor | None = None,
+    least_N: Tensor | None = None,
+    at_N: Tensor | None = None,
+) -> Any:
+    if x.kind != "logits" or temperature_N is not None or least_N is not None:
+        return NotImplemented
+    _, values, _, mass, _ = x.parts
+    found = mass + values[..., 0]
+    return (found if at_N is None else found[at_N]) - peak_N
+
+
+def _softmax(kind: str) -> Callable[..., Any]:
+    def change(x: Known, dim: int, *_: Any, **__: Any) -> Any:
+        if x.kind != "logits" or dim not in (-1, x.dim() - 1):
+            return NotImplemented
+        _, values, _, mass, _ = x.parts
+        return x.scaled(values[..., 0] + mass, kind)
+
+    return change
+
+
+def _exp(x: Known) -> Any:
+    return x.scaled(torch.zeros_like(x.parts[2]), "probs") if x.kind == "log_probs" else NotImplemented
+
+
+def _amax(x: Known, dim: Any = (), keepdim: bool = False) -> Any:
+    if dim not in (-1, x.dim() - 1):
+        return NotImplemented
+    return x.parts[1][..., :1] if keepdim else x.parts[1][..., 0]
+
+
+_SOFT, _LOG = _softmax("probs"), _softmax("log_probs")
+_OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+    Tensor.__getitem__: _at,
+    Tensor.flatten: _leading("flatten"),
+    Tensor.unflatten: _leading("unflatten"),
+    Tensor.float: lambda x: x,
+    Tensor.softmax: _SOFT,
+    torch.softmax: _SOFT,
+    torch.nn.functional.softmax: _SOFT,
+    Tensor.log_softmax: _LOG,
+    torch.log_softmax: _LOG,
+    torch.nn.functional.log_softmax: _LOG,
+    Tensor.exp: _exp,
+    Tensor.amax: _amax,
+    torch.amax: _amax,
+    argmax: lambda x: x.parts[0][..., 0],
+    top: _top,
+    pick: _pick,
+    log_mass: _log_mass,
+    entropy: lambda x: x.parts[4] if x.kind == "probs" else NotImplemented,
+}
