@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 from rich.text import Text
 
 from fly.cli.options import Json
 from fly.cli.run import alone
-from fly.cli.show import console, note, ratio, table, write_json
+from fly.cli.show import console, note, print_named, ratio, table, write_json
 from fly.eval.replay import Beside, Blocks, Replay, Unknown, beside, load_blocks
 from fly.eval.report import Costs
+from fly.eval.statistics import Estimate
 from fly.policies import parse_policy
 
 _LEGEND = (
@@ -102,37 +104,50 @@ def _plain(each: Replay) -> dict[str, Any]:
 
 def _rule(each: Replay) -> str:
     sure = f", confidence {each.confidence:g}" if each.confidence else ""
-    return escape(f"{each.policy} k{each.k}{sure}")
+    return f"{each.policy} k{each.k}{sure}"
 
 
-def _tau(each: Replay) -> str:
-    return f"{each.tau.value:.2f} ({each.tau.low:.2f}–{each.tau.high:.2f})"
+def _interval(figure: Estimate) -> str:
+    return f"{figure.value:.2f} ({figure.low:.2f}–{figure.high:.2f})"
+
+
+_Row = TypeVar("_Row")
+
+
+def _print(
+    heading: str, rows: list[_Row], name: Callable[[_Row], str], columns: dict[str, Callable[[_Row], str]]
+) -> None:
+    def build(called: Mapping[str, str]) -> Table:
+        first = {heading: lambda row: escape(called.get(name(row), name(row)))}
+        return table("", rows, first | columns, show_edge=False)
+
+    print_named(map(name, rows), build)
 
 
 def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
     columns: dict[str, Callable[[Replay], str]] = {
-        "rule": _rule,
-        "τ": _tau,
+        "τ": lambda each: _interval(each.tau),
         "by block": lambda each: f"{each.blocks:.2f}",
         "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
         "relaxed": lambda each: f"{each.relaxed:.1%}",
         "beyond": lambda each: f"{each.beyond:.1%}",
         "drafted": lambda each: f"{each.drafted:.1f}",
         "speed": lambda each: ratio(each.speed),
-        "rounds/s": lambda each: f"{each.judged / max(each.seconds, 1e-9):,.0f}",
     }
     rounds, completions = sum(blocks.exact[1]), len(blocks.recordings)
     console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
     if found:
-        console.print(table("", found, columns, wrapped=("rule",), show_edge=False))
+        _print("rule", found, _rule, columns)
+        seconds = sum(each.seconds for each in found)
+        note(f"{sum(each.judged for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
     texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
     for each in found:
         if each.tokens:
-            note(f"relaxed by {_rule(each)}: what was drafted, in place of what the target wanted")
+            note(f"relaxed by {escape(_rule(each))}: what was drafted, in place of what the target wanted")
         for token in each.tokens:
-            line = Text(f"  {token.problem} +{token.place}: ", "dim")
+            line = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"))
             line.append("".join(texts[i] for i in token.before).replace("\n", "⏎"))
             line.append(texts[token.token].replace("\n", "⏎"), "bold red")
             line.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
@@ -141,15 +156,13 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
 
 def _show_beside(title: str, compared: list[Beside]) -> None:
     columns: dict[str, Callable[[Beside], str]] = {
-        "task": lambda each: escape(each.task),
-        "way": lambda each: escape(each.way),
-        "predicted τ": lambda each: _tau(each.predicted),
-        "measured": lambda each: f"{each.measured.value:.2f} ({each.measured.low:.2f}–{each.measured.high:.2f})",
+        "predicted τ": lambda each: _interval(each.predicted.tau),
+        "measured": lambda each: _interval(each.measured),
         "off": lambda each: f"{each.off:+.1%}",
         "by block": lambda each: f"{each.predicted.blocks / each.measured.value - 1:+.1%}",
         "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
         "n": lambda each: str(each.predicted.completions),
     }
     console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
-    console.print(table("", compared, columns, text=("task", "way"), wrapped=("way",), show_edge=False))
+    _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
     note("off: what the prediction, the mean over blocks, and the guess that τ is that of exact speculation miss it by")

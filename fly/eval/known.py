@@ -78,10 +78,14 @@ class Known(Tensor):
         found = NotImplemented
         if args and isinstance(args[0], Known) and (own := _OWN.get(function)) is not None:
             found = own(*args, **kwargs)
-        if found is NotImplemented:
-            name = str(getattr(function, "__name__", function)).strip("_")
-            raise Unknown(f"it needs a whole distribution ('{name}'), of which the likeliest tokens alone are recorded")
-        return found
+        return cls.__torch_dispatch__(function, types) if found is NotImplemented else found
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has no cls
+        cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        name = function.__name__.strip("_")
+        raise Unknown(f"it needs a whole distribution ('{name}'), of which the likeliest tokens alone are recorded")
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Known({self.kind}, {list(self.shape)}, {self.parts[0].shape[-1] - 1} likeliest)"
