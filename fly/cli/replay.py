@@ -91,6 +91,9 @@ def _replayed(
     for rule in rules:
         for most in k or (None,):
             for sure in confidence or (0.0,):
+                if most is not None and most > blocks.k:
+                    refused.append(f"k {most}: drafts of {blocks.k} tokens were recorded")
+                    continue
                 try:
                     found.append(blocks.replay(rule, most, sure, cases))
                 except Unknown as error:

@@ -51,8 +51,12 @@ class Known(Tensor):
     def of(size: int, ids: Tensor, logits: Tensor, mass: Tensor, nats: Tensor) -> Known:
         """Logits, what the others have being spread evenly (and none more than the least known)."""
         peak, known = logits[..., :1], logits[..., :-1]
-        left = (mass.exp() - (known - peak).exp().sum(-1)).clamp_min(torch.finfo(mass.dtype).tiny)
-        rest = (peak.squeeze(-1) + (left / max(size - known.shape[-1], 1)).log()).minimum(known[..., -1])
+        again = (ids[..., -1:] == ids[..., :-1]).any(-1)  # the one more is one of them
+        shares = (logits - peak).exp()
+        left = mass.exp() - shares[..., :-1].sum(-1) - shares[..., -1].masked_fill(again, 0.0)
+        others = (size - known.shape[-1] - (~again).long()).clamp_min(1)
+        left = left.clamp_min(torch.finfo(mass.dtype).tiny)
+        rest = (peak.squeeze(-1) + (left / others).log()).minimum(known[..., -1])
         return Known(size, ids, logits, rest, mass, nats)
 
     def like(self, change: Callable[[Tensor], Tensor], kind: str | None = None) -> Known:

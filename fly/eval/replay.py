@@ -143,6 +143,9 @@ class Blocks:
         self._at: list[int] = []  # by completion and position in the text: the place of a block that begins there
         self._starts: list[tuple[int, int]] = []  # of each recorded block: completion, position
         drafted_at: list[int] = []
+        goes_on: list[
+            bool
+        ] = []  # whether a draft that comes there goes on: after its last token if it was not cut short
         for c, each in enumerate(self.recordings):
             starts, lengths, accepted = each.start_N.tolist(), each.length_N.tolist(), each.accepted_N.tolist()
             drafted, choices = each.drafted_T.tolist(), each.target.ids[:, 0].tolist()
@@ -166,6 +169,7 @@ class Blocks:
                     jumps[-2] = True
                 follows += on
                 self._starts.append((c, start))
+                goes_on += [True] * n + [n == self.k]
                 offset, taken = offset + n + 1, taken + n
             self._at += own
         places = len(tokens)
@@ -174,6 +178,7 @@ class Blocks:
         self.token_P = torch.tensor([*tokens, 0])
         self._next_P = torch.tensor([*follows, places])
         self._jumps_P = torch.tensor([*jumps, False])
+        self._goes_on_P = torch.tensor([*goes_on, False])
         self._drafted_P = torch.zeros(places + 1, dtype=torch.bool)
         self._drafted_P[torch.tensor(drafted_at, dtype=torch.int64)] = True
         self._at_P, self._first_C = torch.tensor(self._at), torch.tensor(self._first)
@@ -204,15 +209,13 @@ class Blocks:
     def chain(self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, go_on: bool = True) -> _Chain:
         """What would have been drafted for rows (numbers of completions) after so many tokens of their texts: up to
         ``k`` tokens, up to where none has the probability ``confidence``; with ``go_on``, past the recorded block."""
-        none = len(self.token_P) - 1
         place_B = self._at_P[self._first_C[row_B] + at_B]
-        live = place_B != none
+        live = place_B < len(self.token_P) - 1
         beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
         places, beyond = [], []
         sure_P = self._sure(confidence)
         for _ in range(k):
-            # after a block's last token, what the target wanted is no draft unless one goes on there
-            live = live & (place_B != none) & sure_P[place_B] & (self._drafted_P[place_B] | go_on)
+            live = live & sure_P[place_B] & (self._goes_on_P if go_on else self._drafted_P)[place_B]
             places.append(place_B)
             beyond.append(beyond_B)
             lengths_B = lengths_B + live
