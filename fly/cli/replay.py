@@ -150,11 +150,10 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
         if each.tokens:
             note(f"relaxed by {escape(_rule(each))}: what was drafted, in place of what the target wanted")
         for token in each.tokens:
-            line = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"))
-            line.append("".join(texts[i] for i in token.before).replace("\n", "⏎"))
-            line.append(texts[token.token].replace("\n", "⏎"), "bold red")
-            line.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
-            console.print(line, soft_wrap=True, highlight=False)
+            before, own = ("".join(texts[i] for i in ids).replace("\n", "⏎") for ids in (token.before, [token.token]))
+            shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
+            shown.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
+            console.print(shown, soft_wrap=True, highlight=False)
 
 
 def _show_beside(title: str, compared: list[Beside]) -> None:

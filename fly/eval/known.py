@@ -59,9 +59,10 @@ class Known(Tensor):
         rest = (peak.squeeze(-1) + (left / others).log()).minimum(known[..., -1])
         return Known(size, ids, logits, rest, mass, nats)
 
-    def like(self, change: Callable[[Tensor], Tensor], kind: str | None = None) -> Known:
+    def like(self, change: Callable[[Tensor], Tensor]) -> Known:
         """The same of every part."""
-        return Known(self.shape[-1], *map(change, self.parts), kind=kind or self.kind)
+        ids, values, rest, mass, nats = map(change, self.parts)
+        return Known(self.shape[-1], ids, values, rest, mass, nats, self.kind)
 
     def scaled(self, shift: Tensor, kind: str) -> Known:
         """Other values: logits less ``shift`` [...], and of probabilities their exponential."""
@@ -152,16 +153,16 @@ def _log_mass(
 ) -> Any:
     if x.kind != "logits" or temperature_N is not None or least_N is not None:
         return NotImplemented
-    _, values, _, mass, _ = x.parts
-    found = mass + values[..., 0]
-    return (found if at_N is None else found[at_N]) - peak_N
+    values, mass = x.parts[1], x.parts[3]
+    total = mass + values[..., 0]
+    return (total if at_N is None else total[at_N]) - peak_N
 
 
 def _softmax(kind: str) -> Callable[..., Any]:
     def change(x: Known, dim: int, *_: Any, **__: Any) -> Any:
         if x.kind != "logits" or dim not in (-1, x.dim() - 1):
             return NotImplemented
-        _, values, _, mass, _ = x.parts
+        values, mass = x.parts[1], x.parts[3]
         return x.scaled(values[..., 0] + mass, kind)
 
     return change

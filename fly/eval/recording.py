@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from collections import abc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,14 +55,13 @@ class Said:
         ids_Jn = ids_Jn.gather(-1, order_Jn)
         masses, entropies = [], []
         for logits_V, peak in zip(logits_JV, values_Jn[:, 0]):
-            scaled_V = logits_V - peak
-            probs_V = scaled_V.softmax(-1)
+            probs_V = logits_V.softmax(-1)
             mass = -probs_V.amax().log()
-            mean = probs_V @ scaled_V
+            mean = probs_V @ logits_V
             if not mean.isfinite():  # a ban: 0 times -inf
-                mean = probs_V @ scaled_V.clamp_min(-1e4)
+                mean = probs_V @ logits_V.clamp_min(torch.finfo(logits_V.dtype).min)
             masses.append(mass)
-            entropies.append((mass - mean).clamp_min(0))
+            entropies.append((mass + peak - mean).clamp_min(0))
         return Said(ids_Jn.int(), values_Jn, torch.stack(masses), torch.stack(entropies))
 
     @staticmethod
@@ -134,6 +134,8 @@ class Recorder(Wrapped):
         super().__init__(inner)
         self.batch_invariant = inner.batch_invariant
         self._blocks: list[tuple[int, int, list[int], Tensor, Tensor, Said, Said | None]] = []
+        # What the draft model said is gone over beside what the target said, each on a core that has nothing to do.
+        self._beside = ThreadPoolExecutor(1, "fly-recorder", inner.enter_thread)
 
     def decide(
         self,
@@ -148,18 +150,22 @@ class Recorder(Wrapped):
         if draft.parents_BK is not None:
             raise ValueError("drafts that are trees cannot be recorded; draft chains")
         logits_JV = target.logits_BKV[0].cpu()
-        drafted = decision.drafted
+        drafted, own = decision.drafted, None
+        if draft.logits_BKV is not None and drafted:
+            own = self._beside.submit(Said.of, draft.logits_BKV[0, : len(drafted)].cpu())
         said = Said.of(logits_JV)
         token_J = torch.tensor(drafted, dtype=torch.int64)
         logit_J = logits_JV[torch.arange(len(drafted)), token_J]
         rank_J = (said.logits[:-1] > logit_J[:, None]).sum(-1)
         for j in (rank_J == said.ids.shape[1]).nonzero().flatten().tolist():
             rank_J[j] = (logits_JV[j] > logit_J[j]).sum()
-        own: Said | None = None
-        if draft.logits_BKV is not None and drafted:
-            own = Said.of(draft.logits_BKV[0, : len(drafted)].cpu())
-        self._blocks.append((start, len(decision.path), drafted, logit_J, rank_J, said, own))
+        parts = (logit_J, rank_J, said, None if own is None else own.result())
+        self._blocks.append((start, len(decision.path), drafted, *parts))
         return decisions
+
+    def close(self) -> None:
+        """End its thread."""
+        self._beside.shutdown()
 
     def recording(self, about: dict[str, Any], text: list[int], prompt: int) -> Recording:
         """All blocks so far, but for the one that came with the prompt; of which this is the text."""
@@ -205,3 +211,4 @@ def recorded(llm: LLM) -> Iterator[Recorder]:
         runner.executor = executor
         if level is not None:
             level.says = False
+        recorder.close()

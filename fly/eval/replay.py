@@ -39,7 +39,7 @@ from fly.eval.report import Costs, neutral_speed
 from fly.eval.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
-from fly.policies import AcceptancePolicy, verify
+from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.registry import load_policy
 from fly.types import Draft, Noise, Target, Why
@@ -447,6 +447,7 @@ class Beside:
     task: str
     way: str
     predicted: Replay
+    exact: Replay
     measured: Estimate
 
     @property
@@ -456,8 +457,8 @@ class Beside:
 
     @property
     def unchanged(self) -> float:
-        """The same of the guess that a rule changes nothing."""
-        return self.predicted.exact / self.measured.value - 1
+        """The same of the guess that a rule changes nothing of exact speculation with as many tokens a draft."""
+        return self.exact.tau.value / self.measured.value - 1
 
 
 def beside(blocks: dict[tuple[str, str], Blocks], run: str | Path) -> list[Beside]:
@@ -481,8 +482,9 @@ def beside(blocks: dict[tuple[str, str], Blocks], run: str | Path) -> list[Besid
             if recorded != task or about["draft"] != way.draft or way.k > known.k or not both:
                 continue
             measured = bootstrap_ratio([[problems[p][0] for p in both]], [[problems[p][1] for p in both]])
+            part = known.of(both)
             try:
-                found.append(Beside(task, label, known.of(both).replay(way.policy, way.k), measured))
+                found.append(Beside(task, label, part.replay(way.policy, way.k), part.replay(Exact(), way.k), measured))
             except Unknown:
                 continue
     return found
