@@ -26,7 +26,7 @@ from fly.eval.records import read_records
 from fly.eval.replay import Blocks, beside, load_blocks
 from fly.eval.replay import replay as replay_run
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
-from fly.policies import Block, Condition, Exact, parse_policy, verify
+from fly.policies import AcceptancePolicy, Block, Condition, Exact, parse_policy, verify
 from fly.types import Decision, Draft, Noise, Target, Why
 from tests.test_cli import run as command
 from tests.test_cli import words
@@ -457,3 +457,76 @@ def test_a_draft_without_a_model_is_recorded_without_its_view(tmp_path: Path) ->
     finish(plan, tmp_path)
     (known,) = load_blocks(tmp_path).values()
     assert known.draft is None and known.replay(Exact()).tau.value == known.exact[0][0] / known.exact[1][0]
+
+
+# --- the walk, beside a naive twin --------------------------------------------------------------------------
+
+
+def walked(known: Blocks, rule: AcceptancePolicy, k: int) -> list[tuple[int, int, int, int]]:
+    """Of each completion: tokens emitted, rounds, tokens drafted, tokens relaxed. In loops, one row at a time, from the
+    recordings alone."""
+    found = []
+    for c, each in enumerate(known.recordings):
+        starts, lengths = each.start_N.tolist(), each.length_N.tolist()
+        text, accepted = each.text.tolist(), each.accepted_N.tolist()
+        ends = [*starts[1:], len(text)]
+        firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+
+        def holds(at: int, starts: list[int] = starts, ends: list[int] = ends) -> tuple[int, int] | None:
+            """The block that decided on the token after ``at``, and the place in it."""
+            return next(((i, at - a) for i, (a, b) in enumerate(zip(starts, ends)) if a <= at < b), None)
+
+        at, emitted, rounds, drafted, relaxed, nats = starts[0], 0, 0, 0, 0, 0.0
+        while at < len(text):
+            places: list[tuple[int, int]] = []
+            here = holds(at)
+            while here is not None and len(places) < k:
+                i, j = here
+                if j < lengths[i]:
+                    places.append(here)
+                    here = (i, j + 1)
+                    if j + 1 == lengths[i] and (lengths[i] < known.k or accepted[i] < lengths[i]):
+                        here = None if lengths[i] < known.k else holds(starts[i] + lengths[i])
+                elif lengths[i] == known.k:  # the token that ended a block that stood whole
+                    places.append(here)
+                    here = holds(ends[i])
+                else:
+                    here = None
+            last = places[-1] if places else holds(at)
+            flat = torch.tensor([[sum(lengths[:i]) + i + j for i, j in [*places, here or last]]])
+            said = each.target.at(flat)
+            own = [each.drafted_T[firsts[i] + j] if j < lengths[i] else each.target.ids[flat[0, n], 0]
+                   for n, (i, j) in enumerate(places)]  # fmt: skip
+            logits = [each.logit_T[firsts[i] + j] if j < lengths[i] else said.logits[0, n, 0]
+                      for n, (i, j) in enumerate(places)]  # fmt: skip
+            ids = torch.cat([said.ids.long(), torch.tensor([[[int(t)] for t in [*own, 0]]])], -1)
+            values = torch.cat([said.logits, torch.tensor([[[float(x)] for x in [*logits, 0.0]]])], -1)
+            target = Target(
+                Known.of(known.size, ids, values, said.mass, said.entropy),
+                control_V=known.control_V,
+                generated_B=torch.tensor([at - each.prompt]),
+                relaxed_B=torch.tensor([relaxed]),
+                nats_B=torch.tensor([nats]),
+                history=[text[:at]],
+            )
+            draft = Draft.of([[int(token) for token in own]])
+            verdict = verify(rule, target, draft, coins(known, c, at, len(own)))
+            stands = int(verdict.accepted_B[0])
+            new = min(stands + 1, len(text) - at)
+            for n in range(min(stands, new)):
+                if verdict.why_BK[0, n] == int(Why.RELAXED):
+                    relaxed += 1
+                    nats += float(said.logits[0, n, 0] + said.mass[0, n] - logits[n])
+            at, emitted, rounds, drafted = at + new, emitted + new, rounds + 1, drafted + len(own)
+        found.append((emitted, rounds, drafted, relaxed))
+    return found
+
+
+@pytest.mark.parametrize("k", [7, 4])
+@pytest.mark.parametrize("text", ["exact", "exact | margin(2.3) & window(2)", "exact | margin(6) & nats(9) & after(9)"])
+def test_rounds_go_on_as_in_a_loop_of_single_rows(text: str, k: int, blocks: Blocks) -> None:
+    rule = parse_policy(text).bind(blocks.vocabulary)
+    emitted, rounds, drafted, relaxed = map(sum, zip(*walked(blocks, rule, k)))
+    found = blocks.replay(rule, k)
+    assert (found.rounds, found.tau.value, found.drafted) == (rounds, emitted / rounds, drafted / rounds)
+    assert found.relaxed == relaxed / emitted

@@ -141,6 +141,8 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
     console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
     if found:
         _print("rule", found, _rule, columns)
+        places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
+        _print("place in the draft", found, _rule, {str(at): _stood(at) for at in places})
         seconds = sum(each.seconds for each in found)
         note(f"{sum(each.judged for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
     for line in refused:
@@ -154,6 +156,10 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
             shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
             shown.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
             console.print(shown, soft_wrap=True, highlight=False)
+
+
+def _stood(place: int) -> Callable[[Replay], str]:
+    return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
 def _show_beside(title: str, compared: list[Beside]) -> None:

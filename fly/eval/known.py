@@ -118,16 +118,14 @@ def _at(x: Known, index: Any) -> Any:
     return NotImplemented if taken >= x.dim() else x.like(lambda part: part[index])
 
 
-def _leading(name: str) -> Callable[..., Any]:
-    """A method that changes leading dimensions, given by their number from the first on."""
+def _flatten(x: Known, start_dim: int = 0, end_dim: int = -1) -> Any:
+    if not 0 <= start_dim <= end_dim < x.dim() - 1:
+        return NotImplemented
+    return x.like(lambda part: part.flatten(start_dim, end_dim))
 
-    def change(x: Known, *dims: Any, **named: Any) -> Any:
-        numbers = [*dims[: 2 if name == "flatten" else 1], *named.values()]
-        if any(not isinstance(d, int) or not 0 <= d < x.dim() - 1 for d in numbers if not isinstance(d, (tuple, list))):
-            return NotImplemented
-        return x.like(lambda part: getattr(part, name)(*dims, **named))
 
-    return change
+def _unflatten(x: Known, dim: int, sizes: Any) -> Any:
+    return x.like(lambda part: part.unflatten(dim, sizes)) if 0 <= dim < x.dim() - 1 else NotImplemented
 
 
 def _pick(x: Known, index: Tensor) -> Tensor:
@@ -181,8 +179,8 @@ def _amax(x: Known, dim: Any = (), keepdim: bool = False) -> Any:
 _SOFT, _LOG = _softmax("probs"), _softmax("log_probs")
 _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     Tensor.__getitem__: _at,
-    Tensor.flatten: _leading("flatten"),
-    Tensor.unflatten: _leading("unflatten"),
+    Tensor.flatten: _flatten,
+    Tensor.unflatten: _unflatten,
     Tensor.float: lambda x: x,
     Tensor.softmax: _SOFT,
     torch.softmax: _SOFT,

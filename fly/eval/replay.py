@@ -71,7 +71,7 @@ class Replay:
         drafted: tokens a round.
         relaxed: share of tokens.
         beyond: share of tokens that stood beyond the end of what was recorded after a relaxed one.
-        curve: by place in the draft, how often it was reached and stood.
+        curve: for each place of a draft, the share of the drafts that were that long in which it stood.
         speed: over autoregression, deciding free (``neutral_speed``); None where costs are not known.
         judged, seconds: rounds that were replayed, and how long that took.
     """
@@ -285,7 +285,7 @@ class Blocks:
         count = len(self.recordings)
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
         nats_C, beyond = torch.zeros(count), 0
-        reached_K, stood_K = torch.zeros(k, dtype=torch.int64), torch.zeros(k, dtype=torch.int64)
+        drafts_K, stood_K = torch.zeros(k, dtype=torch.int64), torch.zeros(k, dtype=torch.int64)
         found: list[RelaxedToken] = []
         at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
                              for text, each in zip(self.texts, self.recordings)])  # fmt: skip
@@ -298,8 +298,7 @@ class Blocks:
             stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
             relaxes_BK = why_BK & stands_BK
             beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
-            tried_BK = columns_K < chain.lengths_B.minimum(accepted_B + 1).unsqueeze(1)
-            reached_K += tried_BK.sum(0)
+            drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
             stood_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
             if relaxes_BK.any():
                 nats_BK = self._nats(chain.place_BJ[:, :-1])
@@ -328,7 +327,7 @@ class Blocks:
             drafted,
             int(relaxed_C.sum()) / max(emitted, 1),
             beyond / max(emitted, 1),
-            (stood_K / reached_K.clamp_min(1)).tolist(),
+            (stood_K / drafts_K.clamp_min(1)).tolist(),
             self._speed(tau.value, drafted),
             judged,
             seconds,
