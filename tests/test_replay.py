@@ -20,10 +20,11 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.eval.beside import beside
 from fly.eval.known import Known, Unknown
 from fly.eval.recording import LIKELIEST, Recorder, Recording, Said
 from fly.eval.records import read_records
-from fly.eval.replay import Blocks, beside, load_blocks
+from fly.eval.replay import Blocks, load_blocks
 from fly.eval.replay import replay as replay_run
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
 from fly.policies import AcceptancePolicy, Block, Condition, Exact, parse_policy, verify
@@ -424,10 +425,22 @@ def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:
 
 
 def test_predictions_stand_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
-    found = {each.way: each for each in beside(load_blocks(run[0]), run[0])}
+    compared, left_out = beside(load_blocks(run[0]), run[0])
+    found = {each.way: each for each in compared}
+    assert not left_out and len(found) == 4
     assert found["exact k7"].off == pytest.approx(0, abs=1e-9) == found["exact k7"].unchanged
     relaxed = [each for way, each in found.items() if "exact |" in way or "…" in way]
     assert relaxed and all(abs(each.off) < 0.25 for each in relaxed)
+
+
+def test_drafts_that_stop_or_have_a_level_below_are_compared_too(run: tuple[Path, Any], tmp_path: Path) -> None:
+    drafts = ["model(fly-draft, confidence=0.7)", "ngram+fly-draft", "ngram"]
+    finish(Plan.of({**PLAN, "k": 7, "drafts": drafts, "policies": "exact", "record": False}), tmp_path)
+    compared, left_out = beside(load_blocks(run[0]), tmp_path)
+    stops, below = compared
+    assert stops.predicted.confidence == 0.7 and abs(stops.off) < 0.05
+    assert below.predicted.confidence == 0 and below.off == pytest.approx(0, abs=1e-9)
+    assert len(left_out) == 1 and "exact k7 ngram" in left_out[0]
 
 
 def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ from rich.text import Text
 from fly.cli.options import Json
 from fly.cli.run import alone
 from fly.cli.show import console, note, print_named, ratio, table, write_json
-from fly.eval.replay import Beside, Blocks, Replay, Unknown, beside, load_blocks
+from fly.eval.beside import Beside, beside
+from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.eval.report import Costs
 from fly.eval.statistics import Estimate
 from fly.policies import parse_policy
@@ -71,10 +72,8 @@ def replay(
             _show(f"{run} · {task} · {way}", blocks, found, refused)
             record += [{"run": str(run), "task": task, "way": way, **_plain(each)} for each in found]
         if measured is not None:
-            compared = beside(known, measured)
-            if not compared:
-                raise ValueError(f"{measured} has no way that drafts as {run} did, on the same problems")
-            _show_beside(f"{run} beside {measured}", compared)
+            compared, left_out = beside(known, measured)
+            _show_beside(f"{run} beside {measured}", compared, left_out)
             record += [
                 {"run": str(run), "task": each.task, "way": each.way, **_plain(each.predicted),
                  "measured": each.measured, "off": each.off, "unchanged_off": each.unchanged}
@@ -162,7 +161,7 @@ def _stood(place: int) -> Callable[[Replay], str]:
     return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
 
 
-def _show_beside(title: str, compared: list[Beside]) -> None:
+def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> None:
     columns: dict[str, Callable[[Beside], str]] = {
         "predicted τ": lambda each: _interval(each.predicted.tau),
         "measured": lambda each: _interval(each.measured),
@@ -172,5 +171,8 @@ def _show_beside(title: str, compared: list[Beside]) -> None:
         "n": lambda each: str(each.predicted.completions),
     }
     console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
-    _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
+    if compared:
+        _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
+    for line in left_out:
+        console.print(f"[yellow]left out: {escape(line)}[/]", highlight=False, soft_wrap=True)
     note("off: what the prediction, the mean over blocks, and the guess that τ is that of exact speculation miss it by")

@@ -32,14 +32,14 @@ from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
 from fly.eval.known import Known, Unknown
-from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
+from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.recording import Recording, Said
 from fly.eval.records import Key, read_records
 from fly.eval.report import Costs, neutral_speed
 from fly.eval.statistics import Estimate, bootstrap_ratio
 from fly.models.tokenizer import Tokenizer
 from fly.ops import Stream, uniforms
-from fly.policies import AcceptancePolicy, Exact, verify
+from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.registry import load_policy
 from fly.types import Draft, Noise, Target, Why
@@ -437,53 +437,3 @@ def replay(
     ``Blocks.replay`` and ``load_blocks``."""
     rule = load_policy(policy, trusted=True)
     return {name: blocks.replay(rule, k, confidence, cases) for name, blocks in load_blocks(run, costs).items()}
-
-
-@dataclass
-class Beside:
-    """A prediction beside what a run measured on the same problems."""
-
-    task: str
-    way: str
-    predicted: Replay
-    exact: Replay
-    measured: Estimate
-
-    @property
-    def off(self) -> float:
-        """By how much of the measured tokens a round the prediction is off."""
-        return self.predicted.tau.value / self.measured.value - 1
-
-    @property
-    def unchanged(self) -> float:
-        """The same of the guess that a rule changes nothing of exact speculation with as many tokens a draft."""
-        return self.exact.tau.value / self.measured.value - 1
-
-
-def beside(blocks: dict[tuple[str, str], Blocks], run: str | Path) -> list[Beside]:
-    """Predictions for the ways of a measured ``run`` that draft as some recorded blocks were drafted, with as many
-    tokens or fewer, each on the problems that both have. Rules that cannot be replayed are left out."""
-    run = Path(run)
-    plan = Plan.of(Plan.read(run), f"{run}: ")
-    ways: dict[str, Way] = {way.label: way for way in plan.ways}
-    sums: dict[tuple[str, str], dict[str, list[int]]] = {}
-    for key, record in read_records(run).completions.items():
-        if key.temperature == 0 and key.way in ways and ways[key.way].k:
-            sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0])
-            sum_[0] += record["emitted"]
-            sum_[1] += record["rounds"]
-    found = []
-    for (task, label), problems in sums.items():
-        way = ways[label]
-        for (recorded, _), known in blocks.items():
-            about = known.recordings[0].about
-            both = {each.about["problem"] for each in known.recordings} & problems.keys()
-            if recorded != task or about["draft"] != way.draft or way.k > known.k or not both:
-                continue
-            measured = bootstrap_ratio([[problems[p][0] for p in both]], [[problems[p][1] for p in both]])
-            part = known.of(both)
-            try:
-                found.append(Beside(task, label, part.replay(way.policy, way.k), part.replay(Exact(), way.k), measured))
-            except Unknown:
-                continue
-    return found
