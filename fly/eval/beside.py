@@ -26,7 +26,9 @@ class Beside:
     way: str
     predicted: Replay
     exact: Replay  # of exact speculation that drafts alike
-    measured: Estimate
+    measured: Estimate  # tokens a round
+    relaxed: float  # share of tokens, as measured
+    problems: int
 
     @property
     def off(self) -> float:
@@ -51,9 +53,9 @@ def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[l
     sums: dict[tuple[str, str], dict[str, list[int]]] = {}
     for key, record in read_records(run).completions.items():
         if key.temperature == 0 and key.way in ways and ways[key.way].k:
-            sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0])
-            sum_[0] += record["emitted"]
-            sum_[1] += record["rounds"]
+            sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0, 0])
+            for i, name in enumerate(("emitted", "rounds", "relaxed")):
+                sum_[i] += record[name]
     found, left_out = [], []
     for (task, label), problems in sums.items():
         way = ways[label]
@@ -68,18 +70,19 @@ def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[l
             )
             continue
         known, k, confidence = min(fitting, key=lambda each: each[0].k)
-        both = {each.about["problem"] for each in known.recordings} & problems.keys()
+        both = sorted({each.about["problem"] for each in known.recordings} & problems.keys())
         if not both:
             left_out.append(f"{task}, {label}: other problems were recorded")
             continue
         part = known.of(both)
-        measured = bootstrap_ratio([[problems[p][0] for p in both]], [[problems[p][1] for p in both]])
+        emitted, rounds, relaxed = ([problems[p][i] for p in both] for i in range(3))
         try:
             predicted, exact = (part.replay(rule, k, confidence) for rule in (way.policy, Exact()))
         except Unknown as error:
             left_out.append(f"{task}, {label}: {error}")
             continue
-        found.append(Beside(task, label, predicted, exact, measured))
+        measured = bootstrap_ratio([emitted], [rounds])
+        found.append(Beside(task, label, predicted, exact, measured, sum(relaxed) / max(sum(emitted), 1), len(both)))
     return found, left_out
 
 

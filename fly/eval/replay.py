@@ -281,8 +281,15 @@ class Blocks:
             raise ValueError(f"k {k}: drafts of 1 to {self.k} tokens were recorded")
         if not 0 <= confidence <= 1:
             raise ValueError(f"confidence {confidence} must be in [0, 1]")
-        policy, begin = policy.bind(self.vocabulary), time.perf_counter()
-        count = len(self.recordings)
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors are so small here that threads would but wait for one another
+        try:
+            return self._replay(policy.bind(self.vocabulary), k, confidence, cases)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _replay(self, policy: AcceptancePolicy, k: int, confidence: float, cases: int) -> Replay:
+        begin, count = time.perf_counter(), len(self.recordings)
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
         nats_C, beyond = torch.zeros(count), 0
         drafts_K, stood_K = torch.zeros(k, dtype=torch.int64), torch.zeros(k, dtype=torch.int64)
