@@ -282,6 +282,7 @@ def test_a_looser_rule_lets_more_stand(blocks: Blocks) -> None:
     assert taus == sorted(taus) and taus[-1] > blocks.replay(Exact()).tau.value
     everything = blocks.replay(parse_policy("exact | margin(100)"), cases=5)
     assert everything.tau.value > 6.5 and len(everything.tokens) == 5
+    assert sum(everything.excused) > 0 and all(a <= b for a, b in zip(everything.excused, everything.curve))
     assert all(token.token != token.choice and token.nats > 0 for token in everything.tokens)
 
 
@@ -409,6 +410,12 @@ def test_a_folder_that_was_begun_before_there_were_recordings_goes_on(tmp_path: 
     check_folder(plan, tmp_path)
     with pytest.raises(ValueError, match="record: False then, True now"):
         check_folder(Plan.of(PLAN), tmp_path)
+
+
+def test_a_tree_cannot_be_recorded(tmp_path: Path) -> None:
+    plan = Plan.of({**PLAN, "k": 4, "limit": 1, "drafts": "tree(fly-draft)", "policies": "exact"})
+    with pytest.raises(ValueError, match="trees cannot be recorded"):
+        finish(plan, tmp_path)
 
 
 def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:

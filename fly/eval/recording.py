@@ -145,10 +145,10 @@ class Recorder(Wrapped):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
+        if draft.parents_BK is not None:
+            raise ValueError("record: drafts that are trees cannot be recorded; draft chains")
         decisions = self.inner.decide(policy, target, draft, seeds, starts)
         (decision,), (start,) = decisions, starts
-        if draft.parents_BK is not None:
-            raise ValueError("drafts that are trees cannot be recorded; draft chains")
         logits_JV = target.logits_BKV[0].cpu()
         drafted, own = decision.drafted, None
         if draft.logits_BKV is not None and drafted:

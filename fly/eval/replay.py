@@ -71,7 +71,8 @@ class Replay:
         drafted: tokens a round.
         relaxed: share of tokens.
         beyond: share of tokens that stood beyond the end of what was recorded after a relaxed one.
-        curve: for each place of a draft, the share of the drafts that were that long in which it stood.
+        curve: for each place of a draft, the share of the drafts that were that long in which it stood,
+        excused: and in which it was relaxed.
         speed: over autoregression, deciding free (``neutral_speed``); None where costs are not known.
         judged, seconds: rounds that were replayed, and how long that took.
     """
@@ -88,6 +89,7 @@ class Replay:
     relaxed: float
     beyond: float
     curve: list[float]
+    excused: list[float]
     speed: float | None
     judged: int
     seconds: float
@@ -292,7 +294,7 @@ class Blocks:
         begin, count = time.perf_counter(), len(self.recordings)
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
         nats_C, beyond = torch.zeros(count), 0
-        drafts_K, stood_K = torch.zeros(k, dtype=torch.int64), torch.zeros(k, dtype=torch.int64)
+        drafts_K, stood_K, excused_K = (torch.zeros(k, dtype=torch.int64) for _ in range(3))
         found: list[RelaxedToken] = []
         at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
                              for text, each in zip(self.texts, self.recordings)])  # fmt: skip
@@ -307,6 +309,7 @@ class Blocks:
             beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
             drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
             stood_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
+            excused_K += relaxes_BK.sum(0)
             if relaxes_BK.any():
                 nats_BK = self._nats(chain.place_BJ[:, :-1])
                 relaxed_C[row_B] += relaxes_BK.sum(1)
@@ -335,6 +338,7 @@ class Blocks:
             int(relaxed_C.sum()) / max(emitted, 1),
             beyond / max(emitted, 1),
             (stood_K / drafts_K.clamp_min(1)).tolist(),
+            (excused_K / drafts_K.clamp_min(1)).tolist(),
             self._speed(tau.value, drafted),
             judged,
             seconds,
