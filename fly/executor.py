@@ -94,6 +94,7 @@ class DraftSpec:
     # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
+    says: bool = False  # whether the logits of the most likely tokens are asked for too
 
     @property
     def stops(self) -> bool:
@@ -103,10 +104,12 @@ class DraftSpec:
 
 class Drafted(NamedTuple):
     """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
-    None where nothing was drawn."""
+    None where nothing was drawn. Then it may have the logits that tokens are the most likely ones of
+    (``DraftSpec.says``), zeros after a row's last."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
+    logits_BKV: Tensor | None = None
 
 
 class Spent(NamedTuple):

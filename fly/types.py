@@ -64,6 +64,7 @@ class Draft:
     lengths_B: Tensor  # int64, 0..K
     probs_BKV: Tensor | None = None  # the *processed* distribution each token was drawn from; None = deterministic
     parents_BK: Tensor | None = None  # int64; None = chains
+    logits_BKV: Tensor | None = None  # what the draft model said, raw, where somebody asked a deterministic one for it
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -100,15 +101,16 @@ class Draft:
             self.lengths_B[index_B],
             None if self.probs_BKV is None else self.probs_BKV[index_B],
             None if self.parents_BK is None else self.parents_BK[index_B],
+            None if self.logits_BKV is None else self.logits_BKV[index_B],
         )
 
     def to(self, device: torch.device) -> Draft:
         """The proposal on ``device``: a strategy may live on another than the target."""
         if self.tokens_BK.device == torch.device(device):
             return self
-        probs = None if self.probs_BKV is None else self.probs_BKV.to(device)
-        parents = None if self.parents_BK is None else self.parents_BK.to(device)
-        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), probs, parents)
+        others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
+        moved = (None if other is None else other.to(device) for other in others)
+        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), *moved)
 
     def own_probs_BK(self) -> Tensor:
         """[B, K] the chance with which each token was drafted: 1 if the draft is deterministic, and never 0 (which

@@ -13,6 +13,7 @@ from fly.cli.comparison import demo
 from fly.cli.completion import generate
 from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
+from fly.cli.replay import replay
 from fly.cli.serving import serve
 
 __all__ = ["app"]
@@ -45,4 +46,5 @@ app.command("eval")(evaluate)
 _TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is the harness's, --help too
 app.command("report")(report_command)
+app.command()(replay)
 app.add_typer(bench, name="bench")

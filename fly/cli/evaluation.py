@@ -149,6 +149,9 @@ def evaluate(
     run_code: Annotated[
         bool, typer.Option("--run-code", help="Run programs that models wrote, in the sandbox.")
     ] = False,
+    record: Annotated[
+        bool, typer.Option("--record", help="Keep the blocks of exact speculation, for 'fly replay'.")
+    ] = False,
     model: Model = "fly-target",
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -168,6 +171,7 @@ def evaluate(
         "max_tokens": max_tokens,
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
+        "record": record or None,
         **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels))
            if plan is None or _typed(context, name)},
     }  # fmt: skip

@@ -136,6 +136,12 @@ class AdaptiveDraft(Wrapper):
         if this is not None:
             self._learn(this, rows, now)
 
+    def release(self, row: Sequence) -> None:
+        self._rows.discard(row.id)
+        if self._round is not None and any(id_ == row.id for id_, _ in self._round.places):
+            self._round = None
+        super().release(row)
+
     @property
     def _drafts(self) -> bool:
         """Whether the strategy is to hear of the round under way: even listening takes time."""

@@ -43,7 +43,8 @@ class Line:
         self._sums = [keep * old + new for old, new in zip(self._sums, here)]
         weight, x, y, xx, xy = self._sums
         weight += self._zero
-        self.slope = max((weight * xy - x * y) / (weight * (xx + self._flat) - x * x), 0.0)
+        spread = weight * (xx + self._flat) - x * x
+        self.slope = max((weight * xy - x * y) / spread, 0.0) if spread > 0 else 0.0
         self.start = (y - self.slope * x) / weight
         if self.start < 0:
             self.start, self.slope = 0.0, max(xy / xx, 0.0)

@@ -36,7 +36,7 @@ from fly.vocabulary import Vocabulary
 
 __all__ = ["CascadeDraft", "SingleDraft"]
 
-_REACH = 0.5  # near the best on code and on arithmetic, for drafts of a tenth to six tenths of the target's cost
+REACH = 0.5  # near the best on code and on arithmetic, for drafts of a tenth to six tenths of the target's cost
 
 
 class SingleDraft(DraftStrategy):
@@ -95,6 +95,7 @@ class SingleDraft(DraftStrategy):
         self._first: SingleDraft | None = None  # the same model without a level below it
         self._attached, self._one_call = False, True  # whether the executor drafts in one call, until it says no
         self._ways = Ways()
+        self.says = False  # whether greedy drafts come with their logits; rounds are then taken one by one
         if isinstance(model, Executor):
             self._take(Loaded(model))
             self._translate_below()
@@ -172,11 +173,11 @@ class SingleDraft(DraftStrategy):
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
-        lossless = self.worth or (_REACH if self.reach is None else self.reach)
+        lossless = self.worth or (REACH if self.reach is None else self.reach)
         other = self.reach or 0.0
         reach = tuple(lossless if row.policy.guarantee is Guarantee.LOSSLESS else other for row in rows)
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
-        return DraftSpec(self.confidence, self.entropy, reach, lookup)
+        return DraftSpec(self.confidence, self.entropy, reach, lookup, self.says)
 
     @property
     def _lossless(self) -> bool:
@@ -239,7 +240,7 @@ class SingleDraft(DraftStrategy):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         spec = self.spec(rows)
-        plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None)
+        plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
         if not plain or not known or not self._one_call or any(map(constrains, rows)):
             return None
@@ -294,15 +295,22 @@ class SingleDraft(DraftStrategy):
         drafted: list[list[int]] = [[] for _ in rows]
         for b, tokens in zip(active, found.tokens):
             drafted[b] = tokens
-        proposal, probs_AKV = Draft.of(drafted), found.probs_BKV
-        if probs_AKV is None:
+        proposal = Draft.of(drafted)
+        if found.probs_BKV is None and found.logits_BKV is None:
             return proposal
-        probs_AKV = probs_AKV[:, : proposal.tokens_BK.shape[1]]
-        if len(active) < len(rows):
-            probs_BKV = probs_AKV.new_zeros(len(rows), *probs_AKV.shape[1:])
-            probs_BKV[active] = probs_AKV
-            probs_AKV = probs_BKV
-        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_AKV)
+
+        def of_all(said_AKV: Tensor | None) -> Tensor | None:
+            if said_AKV is None:
+                return None
+            said_AKV = said_AKV[:, : proposal.shape[1]]
+            if len(active) == len(rows):
+                return said_AKV
+            said_BKV = said_AKV.new_zeros(len(rows), *said_AKV.shape[1:])
+            said_BKV[active] = said_AKV
+            return said_BKV
+
+        probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
+        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
     def _step_by_step(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
         """The proposal by one forward after the other, each verifying what the level below proposes, if there is
@@ -310,7 +318,7 @@ class SingleDraft(DraftStrategy):
         scratch = [row.fork(self.policy, _seed(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
-        probs: list[list[Tensor]] = [[] for _ in rows]  # per row, the distribution [V] of each of its tokens
+        probs: list[list[Tensor]] = [[] for _ in rows]  # per row, what was said [V] of each of its tokens
         spec = self.spec(rows)
         certainty = [_Certainty(spec, reach) for reach in spec.reach]
         while active:
@@ -324,7 +332,13 @@ class SingleDraft(DraftStrategy):
         device = self.executor.device
         proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], device)
         if all(row.greedy for row in rows):
-            return proposal
+            if not self.says:
+                return proposal
+            logits_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
+            for b, row_logits in enumerate(probs):
+                if row_logits:
+                    logits_BKV[b, : len(row_logits)] = torch.stack(row_logits)
+            return Draft(proposal.tokens_BK, proposal.lengths_B, logits_BKV=logits_BKV)
         probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
         for b, (row, row_probs) in enumerate(zip(rows, probs)):
             if row.greedy:
@@ -337,7 +351,8 @@ class SingleDraft(DraftStrategy):
         self, rows: list[Sequence], left: list[int], certainty: list[_Certainty]
     ) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to the first that this level is not sure of.
-        Returns the distributions they were drawn from (sampling only), and whether it was sure all the way.
+        Returns the distributions they were drawn from, or their logits if nothing was drawn and it ``says``, and
+        whether it was sure all the way.
 
         Without a level below, and above a deterministic one if the rule is exact, each place's token is the most likely
         one, or drawn by a number of that place alone; what was proposed stands as long as it is the same. So the draft
@@ -364,7 +379,7 @@ class SingleDraft(DraftStrategy):
         surely = [True] * len(rows)
         for b, (row, (ids, places)) in enumerate(zip(rows, new)):
             ids = until_end(ids, row)
-            if target.all_greedy and not certainty[b].asks:
+            if target.all_greedy and not certainty[b].asks and not self.says:
                 row.tokens += ids
                 continue
             places_N = torch.tensor(places[: len(ids)], device=device)
@@ -376,6 +391,8 @@ class SingleDraft(DraftStrategy):
                 surely[b] = all(sure)
                 ids = ids if surely[b] else ids[: sure.index(False) + 1]
             row.tokens += ids
+            if target.all_greedy and self.says:
+                probs_NV = target.logits_BKV[at_N]
             if probs_NV is not None:
                 probs[b] += list(probs_NV)[: len(ids)]
         if self.draft is not None:

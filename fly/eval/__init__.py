@@ -2,6 +2,7 @@
 
 from fly.eval.compare import Result, compare, decode
 from fly.eval.plan import Plan
+from fly.eval.replay import Replay, replay
 from fly.eval.report import Report, report
 from fly.eval.run import check_folder, decode_run, remaining, score_run
 from fly.eval.task import Task, load_task, task_names
@@ -9,6 +10,7 @@ from fly.eval.timed import Setting
 
 __all__ = [
     "Plan",
+    "Replay",
     "Report",
     "Result",
     "Setting",
@@ -19,6 +21,7 @@ __all__ = [
     "decode_run",
     "load_task",
     "remaining",
+    "replay",
     "report",
     "score_run",
     "task_names",

@@ -106,7 +106,8 @@ class Plan(BaseModel):
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
     at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
-    ``max_tokens`` holds instead of the tasks' own.
+    ``max_tokens`` holds instead of the tasks' own. ``record`` keeps the blocks of exact speculation, at temperature 0,
+    for ``fly replay``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -124,6 +125,7 @@ class Plan(BaseModel):
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     run_code: bool = False
+    record: bool = False
     dtype: str = "auto"
     device: str = "auto"
     kernels: str = "auto"
@@ -151,6 +153,12 @@ class Plan(BaseModel):
         if not value:
             raise ValueError("is empty; name at least one")
         return value
+
+    @model_validator(mode="after")
+    def _can_be_recorded(self) -> Plan:
+        if self.record and 0.0 not in self.temperatures:
+            raise ValueError(f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out")
+        return self
 
     @field_validator("drafts")
     @classmethod

@@ -16,6 +16,7 @@ import torch
 import yaml
 
 from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
+from fly.eval.recording import Recorder, recorded
 from fly.eval.records import Appender, Key, Records, read_records
 from fly.eval.scorers import Programs
 from fly.eval.task import Problem, Task
@@ -83,9 +84,9 @@ def check_folder(plan: Plan, folder: Path) -> None:
         before = yaml.safe_load(path.read_text(encoding="utf-8"))
         free = {"tasks", "limit", "run_code"}
         changed = [
-            f"{name}: {before['plan'].get(name)!r} then, {value!r} now"
-            for name, value in fields.items()
-            if name not in free and before["plan"].get(name) != value
+            f"{name}: {before['plan'].get(name, other)!r} then, {value!r} now"
+            for (name, value), other in zip(fields.items(), Plan().model_dump(mode="json").values())
+            if name not in free and before["plan"].get(name, other) != value
         ]
         changed += [
             f"task {name}: its file or its data have changed"
@@ -143,6 +144,8 @@ def decode_run(
     Every way is warmed up first, on a prompt of no task. ``advance(record)`` is called after each completion.
     ``ranks``: the processes that share the models; all make this call, and the first writes.
     """
+    if plan.record and ranks is not None:
+        raise ValueError("record: blocks are recorded where one process has the whole model, not among ranks")
     settings = _settings(plan, [turn.way for turn in todo], ranks)
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
     for setting in settings.values():
@@ -168,12 +171,16 @@ def decode_run(
             )
             for allocator in setting.llm.scheduler.allocators():
                 allocator.forget()  # or the next way would find the prompt in the cache
+            records_blocks = plan.record and key.temperature == 0 and turn.way.exact
             try:
-                done = complete(setting, prompt, params, clocked=True)
+                with recorded(setting.llm) if records_blocks else nullcontext() as recorder:
+                    done = complete(setting, prompt, params, clocked=True)
             except ValueError as error:
                 place = f"task {task.name!r}, problem {turn.problem.id}"
                 raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
             record = _record(turn, done, around["id"], setting.llm)
+            if recorder is not None:
+                record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
             records.completions[key] = record
             if file is not None:
                 file.write(record)
@@ -231,6 +238,23 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
         "environment": around,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _save_blocks(folder: Path, turn: Turn, recorder: Recorder, prompt: list[int], done: Completion, llm: LLM) -> str:
+    """Write a completion's blocks to a file of the run's folder, and return its path there."""
+    key, ids = turn.key, done.output.token_ids
+    about = {
+        **key._asdict(),
+        "k": turn.way.k,
+        "draft": turn.way.draft,
+        "row_seed": _row_seed(key),
+        "vocabulary": llm.engine.runner.executor.config.vocab_size,
+        "control": llm.engine.runner.control_V.nonzero().flatten().tolist(),
+        "stop": sorted(llm.eos_ids),
+    }
+    name = f"blocks/{hashlib.sha256(repr(key).encode()).hexdigest()[:16]}.safetensors"
+    recorder.recording(about, [*prompt, *ids], len(prompt)).save(folder / name)
+    return name
 
 
 def _written(llm: LLM, token: int | None) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function_unary
 
 __all__ = ["entropy", "jensen_shannon", "kl", "total_variation"]
 
@@ -15,6 +16,8 @@ _xlogy = torch.special.xlogy
 
 def entropy(probs: Tensor) -> Tensor:
     """[...] -sum p ln p in nats; rounding must not take a sure token below zero."""
+    if has_torch_function_unary(probs):
+        return handle_torch_function(entropy, (probs,), probs)
     return (-_xlogy(probs, probs).sum(-1)).clamp_min(0)
 
 

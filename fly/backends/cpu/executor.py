@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause, clauses_of
 from fly.backends.cpu.host import HostDecisions, c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, Sure, address
+from fly.backends.cpu.library import CLookup, Sampling, Sure, address
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Question, RoundPlan, Rounds, Scores
@@ -97,7 +97,12 @@ class CpuExecutor(HostDecisions):
         drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
         addresses: list[int | None] = [address(values) for values in (limits, stops, stop_at, drafted, counts)]
         probs_BKV: Tensor | None = None
-        if sampling is None:
+        logits_BKV: Tensor | None = None
+        if sampling is None and spec.says:
+            logits_BKV = torch.empty(count, longest, self.config.vocab_size)
+            shown = (Sampling * count)(*[Sampling(-1.0)] * count)  # held until after the call
+            addresses += [ctypes.addressof(shown), None, logits_BKV.data_ptr()]
+        elif sampling is None:
             addresses += [None, None, None]
         else:
             each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
@@ -116,7 +121,7 @@ class CpuExecutor(HostDecisions):
         library = self.packed.library
         self.packed.check(library.fly_draft(self.packed.handle, ctypes.byref(call), longest, *addresses))
         found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-        return Drafted(found, probs_BKV)
+        return Drafted(found, probs_BKV, logits_BKV)
 
     def joins(self, drafter: Executor) -> bool:
         return isinstance(drafter, CpuExecutor) and drafter._layers is None

@@ -97,8 +97,10 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
 }
 
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
-// the first it is not ``sure[b]`` of. All but the last are then stored, so the rows' pages must have room for count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
-// ``uniform`` from what ``distributions`` [B, most, V] shows then, with zeros after the last. They are the same with a
+// the first it is not ``sure[b]`` of. All but the last are then stored, so the rows' pages must have room for count[b] +
+// limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what
+// ``distributions`` [B, most, V] shows then, with zeros after the last; at a temperature below 0 they are the most likely
+// ones, and it shows the logits. They are the same with a
 // ``lookup`` (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are
 // causal, at the positions after those.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,

@@ -16,7 +16,8 @@ inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on)
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
         if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
-        if (distribution) memset(distribution, 0, vocab * sizeof(float)), distribution[token] = 1;
+        if (distribution && call->sampling[b].temperature < 0) memcpy(distribution, logits, vocab * sizeof(float));
+        else if (distribution) memset(distribution, 0, vocab * sizeof(float)), distribution[token] = 1;
     }
     if (asks) {
         const float reached = call->reached[b] *= sure.peak;

@@ -1,0 +1,189 @@
+"""``fly replay``: rules tried on what a run recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fly.cli.options import Json
+from fly.cli.run import alone
+from fly.cli.show import console, note, print_named, ratio, table, write_json
+from fly.eval.beside import Beside, beside
+from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
+from fly.eval.report import Costs
+from fly.eval.statistics import Estimate
+from fly.policies import parse_policy
+
+_LEGEND = (
+    "τ: tokens a round, with an interval over problems. It is right up to the end of each recorded block; where the "
+    "next begins, and what it holds, is taken from the text of exact decoding (beyond: share of tokens that stood "
+    "there within a block). by block: the mean over the recorded blocks as they are. speed: over autoregression, "
+    "deciding free: τ / (K̄·c + v)."
+)
+
+
+@alone
+def replay(
+    runs: Annotated[
+        list[Path], typer.Argument(help="Folders of runs that 'fly eval --record' made.", metavar="RUN...")
+    ],
+    policy: Annotated[list[str] | None, typer.Option(help="Rules to try; several.", show_default=False)] = None,
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Most tokens drafted a round; several. [default: as recorded]", show_default=False),
+    ] = None,
+    confidence: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="The draft stops where it is less sure; several.", show_default=False),
+    ] = None,
+    reach: Annotated[
+        list[float] | None,
+        typer.Option(min=0, max=1, help="The draft stops where all of it is less likely to stand; several."),
+    ] = None,
+    measured: Annotated[
+        Path | None, typer.Option("--beside", help="A run of other rules: predicted beside measured.", metavar="RUN")
+    ] = None,
+    c: Annotated[
+        float | None,
+        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. [default: measured]"),
+    ] = None,
+    v: Annotated[
+        float | None,
+        typer.Option("--verify-cost", min=1, help="The same of a verification as recorded. [default: measured]"),
+    ] = None,
+    cases: Annotated[int, typer.Option(min=0, help="Relaxed tokens of each rule to show.")] = 0,
+    json_: Json = None,
+) -> None:
+    """Try any rule on recorded blocks: tokens a round, what is relaxed, and how fast that would be."""
+    if not (policy or measured):
+        raise ValueError("nothing to replay: give rules (--policy TEXT, several), or a run to compare with (--beside)")
+    if (c is None) != (v is None):
+        raise ValueError("--draft-cost and --verify-cost belong together")
+    costs = None if c is None or v is None else Costs(c, v)
+    rules = [parse_policy(text, trusted=True) for text in policy or ()]
+    record: list[dict[str, Any]] = []
+    for run in runs:
+        known = load_blocks(run, costs)
+        for (task, way), blocks in known.items() if rules else ():
+            found, refused = _replayed(blocks, rules, k or [None], confidence or [0.0], reach or [0.0], cases)
+            _show(f"{run} · {task} · {way}", blocks, found, refused)
+            record += [{"run": str(run), "task": task, "way": way, **_plain(each)} for each in found]
+        if measured is not None:
+            compared, left_out = beside(known, measured)
+            _show_beside(f"{run} beside {measured}", compared, left_out)
+            record += [
+                {"run": str(run), "task": each.task, "way": each.way, **_plain(each.predicted),
+                 "measured": each.measured, "measured_relaxed": each.relaxed, "off": each.off,
+                 "unchanged_off": each.unchanged}
+                for each in compared
+            ]  # fmt: skip
+    note(escape(_LEGEND))
+    write_json(json_, record)
+
+
+def _replayed(
+    blocks: Blocks,
+    rules: list[Any],
+    k: Sequence[int | None],
+    confidence: Sequence[float],
+    reach: Sequence[float],
+    cases: int,
+) -> tuple[list[Replay], list[str]]:
+    found, refused = [], []
+    for rule, most, sure, chance in product(rules, k, confidence, reach):
+        if most is not None and most > blocks.k:
+            refused.append(f"k {most}: drafts of {blocks.k} tokens were recorded")
+            continue
+        try:
+            found.append(blocks.replay(rule, most, sure, chance, cases))
+        except Unknown as error:
+            refused.append(str(error))
+    return found, list(dict.fromkeys(refused))
+
+
+def _plain(each: Replay) -> dict[str, Any]:
+    return {**asdict(each), "policy": str(each.policy)}
+
+
+def _rule(each: Replay) -> str:
+    stops = {"confidence": each.confidence, "reach": each.reach}
+    return ", ".join([f"{each.policy} k{each.k}", *(f"{name} {value:g}" for name, value in stops.items() if value)])
+
+
+def _interval(figure: Estimate) -> str:
+    return f"{figure.value:.2f} ({figure.low:.2f}–{figure.high:.2f})"
+
+
+_Row = TypeVar("_Row")
+
+
+def _print(
+    heading: str, rows: list[_Row], name: Callable[[_Row], str], columns: dict[str, Callable[[_Row], str]]
+) -> None:
+    def build(called: Mapping[str, str]) -> Table:
+        first = {heading: lambda row: escape(called.get(name(row), name(row)))}
+        return table("", rows, first | columns, show_edge=False)
+
+    print_named(map(name, rows), build)
+
+
+def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
+    columns: dict[str, Callable[[Replay], str]] = {
+        "τ": lambda each: _interval(each.tau),
+        "by block": lambda each: f"{each.blocks:.2f}",
+        "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
+        "relaxed": lambda each: f"{each.relaxed:.1%}",
+        "beyond": lambda each: f"{each.beyond:.1%}",
+        "drafted": lambda each: f"{each.drafted:.1f}",
+        "speed": lambda each: ratio(each.speed),
+    }
+    rounds, completions = sum(blocks.exact[1]), len(blocks.recordings)
+    console.print(f"[bold]{escape(title)}[/] · {rounds} blocks of {completions} completions", soft_wrap=True)
+    if found:
+        _print("rule", found, _rule, columns)
+        places = sorted({at for at in (1, 2, 3, 4, 5, 7, 10, 15, 20, 25, 40, blocks.k) if at <= blocks.k})
+        _print("place in the draft", found, _rule, {str(at): _stood(at) for at in places})
+        seconds = sum(each.seconds for each in found)
+        note(f"{sum(each.judged for each in found) / max(seconds, 1e-9):,.0f} rounds replayed a second")
+    for line in refused:
+        console.print(f"[yellow]{escape(line)}[/]", highlight=False, soft_wrap=True)
+    texts = blocks.vocabulary.texts if any(each.tokens for each in found) else []
+    for each in found:
+        if each.tokens:
+            note(f"relaxed by {escape(_rule(each))}: what was drafted, in place of what the target wanted")
+        for token in each.tokens:
+            before, own = ("".join(texts[i] for i in ids).replace("\n", "⏎") for ids in (token.before, [token.token]))
+            shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
+            shown.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
+            console.print(shown, soft_wrap=True, highlight=False)
+
+
+def _stood(place: int) -> Callable[[Replay], str]:
+    return lambda each: f"{each.curve[place - 1]:.0%}" if len(each.curve) >= place else "–"
+
+
+def _show_beside(title: str, compared: list[Beside], left_out: list[str]) -> None:
+    columns: dict[str, Callable[[Beside], str]] = {
+        "predicted τ": lambda each: _interval(each.predicted.tau),
+        "measured": lambda each: _interval(each.measured),
+        "off": lambda each: f"{each.off:+.1%}",
+        "τ unchanged": lambda each: f"{each.unchanged:+.1%}",
+        "relaxed": lambda each: f"{each.predicted.relaxed:.1%}, {each.relaxed:.1%}",
+    }
+    problems = f" · {max(each.problems for each in compared)} problems" if compared else ""
+    console.print(f"[bold]{escape(title)}[/]{problems}", soft_wrap=True)
+    if compared:
+        _print("task, way", compared, lambda each: f"{each.task}, {each.way}", columns)
+    for line in left_out:
+        console.print(f"[yellow]left out: {escape(line)}[/]", highlight=False, soft_wrap=True)
+    note(
+        "off: what the prediction misses it by, and the guess that τ is that of exact speculation; relaxed: both shares"
+    )

@@ -1,0 +1,119 @@
+"""Predictions of a replay beside what runs of the same rules measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from fly.drafts import SingleDraft, parse_draft
+from fly.drafts.model import REACH
+from fly.eval.plan import Plan, Way
+from fly.eval.records import read_records
+from fly.eval.replay import Blocks, Replay, Unknown
+from fly.eval.statistics import Estimate, bootstrap_ratio
+from fly.policies import Exact
+from fly.types import Guarantee
+
+__all__ = ["Beside", "beside"]
+
+
+@dataclass
+class Beside:
+    """A prediction beside what a run measured on the same problems."""
+
+    task: str
+    way: str
+    predicted: Replay
+    exact: Replay  # of exact speculation that drafts alike
+    measured: Estimate  # tokens a round
+    relaxed: float  # share of tokens, as measured
+    problems: int
+
+    @property
+    def off(self) -> float:
+        """By how much of the measured tokens a round the prediction is off."""
+        return self.predicted.tau.value / self.measured.value - 1
+
+    @property
+    def unchanged(self) -> float:
+        """The same of the guess that a rule changes nothing of exact speculation."""
+        return self.exact.tau.value / self.measured.value - 1
+
+
+def beside(blocks: Mapping[tuple[str, str], Blocks], run: str | Path) -> tuple[list[Beside], list[str]]:
+    """Predictions for the ways of a measured ``run`` that draft as recorded blocks were drafted, or with fewer tokens,
+    or stop by confidence or reach; each on the problems that both have. And why others were left out.
+
+    Raises ``ValueError`` for a folder that is no run.
+    """
+    run = Path(run)
+    plan = Plan.of(Plan.read(run), f"{run}: ")
+    ways = {way.label: way for way in plan.ways}
+    sums: dict[tuple[str, str], dict[str, list[int]]] = {}
+    for key, record in read_records(run).completions.items():
+        if key.temperature == 0 and key.way in ways and ways[key.way].k:
+            sum_ = sums.setdefault((key.task, key.way), {}).setdefault(key.problem, [0, 0, 0])
+            for i, name in enumerate(("emitted", "rounds", "relaxed")):
+                sum_[i] += record[name]
+    found, left_out = [], []
+    for (task, label), problems in sums.items():
+        way = ways[label]
+        fitting = [
+            (known, *limits)
+            for (recorded, _), known in blocks.items()
+            if recorded == task and (limits := _limits(known, way)) is not None
+        ]
+        if not fitting:
+            left_out.append(
+                f"{task}, {label}: nothing was recorded of this task that was drafted so, with as many tokens"
+            )
+            continue
+        known, k, confidence, reach = min(fitting, key=lambda each: each[0].k)
+        both = sorted({each.about["problem"] for each in known.recordings} & problems.keys())
+        if not both:
+            left_out.append(f"{task}, {label}: other problems were recorded")
+            continue
+        part = known.of(both)
+        emitted, rounds, relaxed = ([problems[p][i] for p in both] for i in range(3))
+        try:
+            predicted, exact = (part.replay(rule, k, confidence, reach) for rule in (way.policy, Exact()))
+        except Unknown as error:
+            left_out.append(f"{task}, {label}: {error}")
+            continue
+        measured = bootstrap_ratio([emitted], [rounds])
+        found.append(Beside(task, label, predicted, exact, measured, sum(relaxed) / max(sum(emitted), 1), len(both)))
+    return found, left_out
+
+
+def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
+    """How long a way's drafts are, and how sure, as replayed on blocks; None where these were drafted otherwise."""
+    about = known.recordings[0].about
+    if way.k > known.k:
+        return None
+    ours, theirs = _drafter(about["draft"]), _drafter(way.draft)
+    lossless = way.policy.guarantee is Guarantee.LOSSLESS
+    if about["draft"] == way.draft and (ours is None or ours.reach is not None or lossless):
+        return way.k, 0.0, 0.0
+    if ours is None or theirs is None or ours.model != theirs.model or ours.k is not None:
+        return None
+    if ours.confidence or ours.reach != 0:
+        return None
+    reach = theirs.reach
+    if reach is None:
+        reach = REACH if lossless else 0.0
+    return min(way.k, theirs.k or way.k), theirs.confidence, reach
+
+
+def _drafter(text: str) -> SingleDraft | None:
+    """The model that proposes, where what it says is all that decides on a draft: a lossless level below it changes no
+    token."""
+    try:
+        strategy = parse_draft(text, trusted=True)
+    except ValueError:  # a checkpoint that is gone
+        return None
+    last = None if strategy is None else strategy.last
+    if type(last) is not SingleDraft or last.entropy < math.inf or last.policy.guarantee is not Guarantee.LOSSLESS:
+        return None
+    return last

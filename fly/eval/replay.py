@@ -1,0 +1,465 @@
+"""Any rule tried on recorded blocks, at thousands a second: what it would have let stand.
+
+What a rule says of a recorded block is what it would have said of it: target and draft had been given the drafted
+tokens, so it is right up to the end of the block, past mismatches too. Two things are estimates.
+
+- Where the next block begins. A relaxed text is another text, of which nothing is recorded. The replay goes on in the
+  text of exact decoding, as many tokens further as the rule let stand. At temperature 0 what follows from there is
+  known wherever a block begins: a draft says the same after the same tokens.
+- What comes after the end of a recorded block, where a longer draft is needed since this one began later: the exact
+  text's own next tokens (``beyond``), among them the one that ended a block that stood whole, which nobody drafted
+  (taken for a match).
+
+Exact speculation replayed is the run itself; with a smaller K it differs by no more than rounding. ``blocks`` is the
+plainer estimate, the mean over the recorded blocks as they are: it counts a stretch of text with many mismatches once
+for each of them, which a rule that excuses some would pass but once.
+
+Shape legend: C completions, B of them that go on, P places of all blocks (of each its drafted tokens, and one), K
+longest draft, n likeliest tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fly.bundled import resolve_checkpoint
+from fly.eval.known import Known, Unknown
+from fly.eval.plan import AUTOREGRESSIVE, Plan
+from fly.eval.recording import Recording, Said
+from fly.eval.records import Key, read_records
+from fly.eval.report import Costs, neutral_speed
+from fly.eval.statistics import Estimate, bootstrap_ratio
+from fly.models.tokenizer import Tokenizer
+from fly.ops import Stream, uniforms
+from fly.policies import AcceptancePolicy, verify
+from fly.policies.base import accepts_exactly
+from fly.policies.registry import load_policy
+from fly.types import Draft, Noise, Target, Why
+from fly.vocabulary import Vocabulary
+
+__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay"]
+
+
+class RelaxedToken(NamedTuple):
+    """A token that a rule would relax: which problem's, how many tokens into the answer, what was drafted, what the
+    target wanted, and the drafted tokens before it in the block."""
+
+    problem: str
+    place: int
+    token: int
+    choice: int
+    before: list[int]
+    nats: float
+
+
+@dataclass
+class Replay:
+    """What a rule would have done, as far as a recording says.
+
+    Attributes:
+        tau: tokens a round, with the interval of a bootstrap over problems.
+        blocks: the same by the recorded blocks as they are.
+        exact: tokens a round that exact speculation gave in the run.
+        drafted: tokens a round.
+        relaxed: share of tokens.
+        beyond: share of tokens that stood beyond the end of what was recorded after a relaxed one.
+        curve: for each place of a draft, the share of the drafts that were that long in which it stood,
+        excused: and in which it was relaxed.
+        speed: over autoregression, deciding free (``neutral_speed``); None where costs are not known.
+        judged, seconds: rounds that were replayed, and how long that took.
+    """
+
+    policy: AcceptancePolicy
+    k: int
+    confidence: float
+    reach: float
+    completions: int
+    rounds: int
+    tau: Estimate
+    blocks: float
+    exact: float
+    drafted: float
+    relaxed: float
+    beyond: float
+    curve: list[float]
+    excused: list[float]
+    speed: float | None
+    judged: int
+    seconds: float
+    tokens: list[RelaxedToken] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """Drafts of some rows, as places: [B, K + 1], the last one after the last token."""
+
+    place_BJ: Tensor
+    lengths_B: Tensor
+    beyond_BJ: Tensor  # bool, after the end of what is recorded
+
+
+class Blocks:
+    """The recorded blocks of some completions that were drafted alike.
+
+    Args:
+        recordings: each with its completion's key, ``k`` and vocabulary (``Recording.about``).
+        vocabulary: what token ids stand for, for rules that ask.
+        costs: of a drafted token and of a verification, where they were measured.
+
+    Raises ``ValueError`` for none, or for blocks of several vocabularies or lengths.
+    """
+
+    def __init__(
+        self, recordings: Sequence[Recording], vocabulary: Vocabulary | None = None, costs: Costs | None = None
+    ) -> None:
+        if not recordings:
+            raise ValueError("there are no recorded blocks")
+        self.recordings, self.costs = list(recordings), costs
+        alike = {(each.about["k"], each.about["vocabulary"], *each.about["control"]) for each in recordings}
+        if len(alike) > 1:
+            raise ValueError("these blocks were recorded with several draft lengths or vocabularies")
+        self.k, self.size = recordings[0].about["k"], recordings[0].about["vocabulary"]
+        self.vocabulary = vocabulary or Vocabulary(self.size)
+        self.control_V = torch.zeros(self.size, dtype=torch.bool)
+        self.control_V[recordings[0].about["control"]] = True
+        self.texts = [each.text.tolist() for each in recordings]
+        self.prompt_C = torch.tensor([each.prompt for each in recordings])
+        self.end_C = torch.tensor([len(text) for text in self.texts])
+        self.seed_C = torch.tensor([each.about["row_seed"] for each in recordings])
+        self._lay_out()
+
+    def _lay_out(self) -> None:
+        """Of each place its token (after a block's last, what the target wanted), and where a draft goes on."""
+        none = -1
+        tokens: list[int] = []
+        follows: list[int] = []
+        jumps: list[bool] = []
+        self._first: list[int] = []  # of each completion: where its places by position begin
+        self._at: list[int] = []  # by completion and position in the text: the place of a block that begins there
+        self._starts: list[tuple[int, int]] = []  # of each recorded block: completion, position
+        drafted_at: list[int] = []
+        goes_on: list[
+            bool
+        ] = []  # whether a draft that comes there goes on: after its last token if it was not cut short
+        for c, each in enumerate(self.recordings):
+            starts, lengths, accepted = each.start_N.tolist(), each.length_N.tolist(), each.accepted_N.tolist()
+            drafted, choices = each.drafted_T.tolist(), each.target.ids[:, 0].tolist()
+            base, end = len(tokens), len(self.texts[c])
+            nexts = [*starts[1:], end]
+            self._first.append(len(self._at))
+            offset, own = base, [none] * end
+            for start, n, following in zip(starts, lengths, nexts):
+                own[start:following] = range(offset, offset + following - start)
+                offset += n + 1
+            offset, taken = base, 0
+            for start, n, stood, following in zip(starts, lengths, accepted, nexts):
+                tokens += [*drafted[taken : taken + n], choices[offset - base + n]]
+                drafted_at += [*range(offset, offset + n)]
+                on = [*range(offset + 1, offset + n + 1), own[following] if following < end else none]
+                jumps += [False] * (n + 1)
+                if n < self.k and n:  # the drafter stopped there by itself, or nothing was left to draft
+                    on[n - 1] = none
+                elif n and stood < n:  # what follows is not known after these tokens, but in the exact text
+                    on[n - 1] = own[start + n] if start + n < end else none
+                    jumps[-2] = True
+                follows += on
+                self._starts.append((c, start))
+                goes_on += [True] * n + [n == self.k]
+                offset, taken = offset + n + 1, taken + n
+            self._at += own
+        places = len(tokens)
+        follows = [places if place == none else place for place in follows]
+        self._at = [places if place == none else place for place in self._at]
+        self.token_P = torch.tensor([*tokens, 0])
+        self._next_P = torch.tensor([*follows, places])
+        self._jumps_P = torch.tensor([*jumps, False])
+        self._goes_on_P = torch.tensor([*goes_on, False])
+        self._drafted_P = torch.zeros(places + 1, dtype=torch.bool)
+        self._drafted_P[torch.tensor(drafted_at, dtype=torch.int64)] = True
+        self._at_P, self._first_C = torch.tensor(self._at), torch.tensor(self._first)
+        self.target = self._padded([each.target for each in self.recordings])
+        self._logit_P = self.target.logits[:, 0].clone()
+        self._logit_P[self._drafted_P] = torch.cat([each.logit_T for each in self.recordings])
+        self.draft: Said | None = None
+        if any(each.draft is not None for each in self.recordings):
+            said = [each.draft or Said.nothing(len(each.drafted_T)) for each in self.recordings]
+            joined = Said.join([*said, Said.nothing(1)])
+            index_P = torch.full((places + 1,), len(joined.mass) - 1)
+            index_P[self._drafted_P] = torch.arange(len(joined.mass) - 1)
+            self.draft = joined.at(index_P)
+
+    @staticmethod
+    def _padded(said: Sequence[Said]) -> Said:
+        """With one place more, where nothing is known: after the end of a text."""
+        last = said[-1].at(torch.tensor([-1])) if len(said[-1].mass) else Said.nothing(1)
+        return Said.join([*said, last])
+
+    @cached_property
+    def exact(self) -> tuple[list[int], list[int]]:
+        """Of each completion: tokens that its recorded rounds emitted, and rounds."""
+        emitted = [len(text) - int(each.start_N[0]) if len(each.start_N) else 0
+                   for text, each in zip(self.texts, self.recordings)]  # fmt: skip
+        return emitted, [len(each.start_N) for each in self.recordings]
+
+    def chain(
+        self, row_B: Tensor, at_B: Tensor, k: int, confidence: float = 0.0, reach: float = 0.0, go_on: bool = True
+    ) -> _Chain:
+        """What would have been drafted for rows (numbers of completions) after so many tokens of their texts: up to
+        ``k`` tokens, up to the first that stops a ``SingleDraft``; with ``go_on``, past the recorded block."""
+        place_B = self._at_P[self._first_C[row_B] + at_B]
+        live = place_B < len(self.token_P) - 1
+        beyond_B, lengths_B = torch.zeros_like(live), torch.zeros_like(place_B)
+        places, beyond = [], []
+        peak_P = self._peaks() if confidence or reach else torch.ones(len(self._drafted_P))
+        reached_B = torch.ones(len(live))
+        for _ in range(k):
+            live = live & (self._goes_on_P if go_on else self._drafted_P)[place_B]
+            places.append(place_B)
+            beyond.append(beyond_B)
+            lengths_B = lengths_B + live
+            peak_B = peak_P[place_B]
+            reached_B = reached_B * peak_B
+            if go_on:
+                beyond_B = beyond_B | (self._jumps_P[place_B] & live)
+                place_B = torch.where(live, self._next_P[place_B], place_B)
+            else:
+                place_B = torch.where(live, place_B + 1, place_B)
+            live = live & (peak_B >= confidence) & (reached_B >= reach)
+        places.append(place_B)
+        beyond.append(beyond_B)
+        return _Chain(torch.stack(places, 1), lengths_B, torch.stack(beyond, 1))
+
+    def _peaks(self) -> Tensor:
+        """[P], how likely the draft model found its likeliest token; 1 where that is not known."""
+        if self.draft is None:
+            raise Unknown("what the draft model said was not recorded, so it is not known how sure it was")
+        return (-self.draft.mass).exp().nan_to_num(1.0)
+
+    def judged(
+        self, policy: AcceptancePolicy, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxed_B: Tensor, nats_B: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """What ``policy`` lets stand of drafts: how many tokens [B], and which of them are relaxed [B, K]."""
+        place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
+        draft = Draft(token_BJ[:, :-1], chain.lengths_B)
+        if self.draft is not None:
+            draft = replace(draft, logits_BKV=self._known(self.draft, place_BJ[:, :-1], token_BJ[:, :-1]))
+        target = Target(
+            self._known(self.target, place_BJ, token_BJ, self._logit_P),
+            control_V=self.control_V,
+            generated_B=at_B - self.prompt_C[row_B],
+            relaxed_B=relaxed_B,
+            nats_B=nats_B,
+            history=[self.texts[c][:at] for c, at in zip(row_B.tolist(), at_B.tolist())],
+        )
+        noise = None
+        if not accepts_exactly(policy):
+            accept_BK = uniforms(self.seed_C[row_B], at_B, Stream.ACCEPT, draft.shape[1])
+            noise = Noise(accept_BK, uniforms(self.seed_C[row_B], at_B, Stream.SAMPLE, 1).squeeze(1))
+        try:
+            verdict = verify(policy, target, draft, noise)
+        except Unknown as error:
+            raise Unknown(f"'{policy}' cannot be replayed: {error}") from None
+        return verdict.accepted_B, verdict.why_BK == int(Why.RELAXED)
+
+    def _known(self, said: Said, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
+        here = said.at(place_BJ)
+        ids = torch.cat([here.ids.long(), token_BJ.unsqueeze(-1)], -1)
+        own_BJ = (
+            here.logits[..., 0] if logit_P is None else logit_P[place_BJ]
+        )  # a greedy draft's token is its likeliest
+        return Known.of(self.size, ids, torch.cat([here.logits, own_BJ.unsqueeze(-1)], -1), here.mass, here.entropy)
+
+    def replay(
+        self,
+        policy: AcceptancePolicy,
+        k: int | None = None,
+        confidence: float = 0.0,
+        reach: float = 0.0,
+        cases: int = 0,
+    ) -> Replay:
+        """What ``policy`` would do with drafts of at most ``k`` tokens (None: as many as were recorded), that stop by
+        ``confidence`` or ``reach`` as those of a ``SingleDraft`` do. ``cases``: relaxed tokens to give as examples.
+
+        Raises ``Unknown`` if the recording does not say what the rule asks, ``ValueError`` for a longer draft.
+        """
+        k = self.k if k is None else k
+        if not 1 <= k <= self.k:
+            raise ValueError(f"k {k}: drafts of 1 to {self.k} tokens were recorded")
+        for name, chance in (("confidence", confidence), ("reach", reach)):
+            if not 0 <= chance <= 1:
+                raise ValueError(f"{name} {chance} must be in [0, 1]")
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # tensors are so small here that threads would but wait for one another
+        try:
+            return self._replay(policy.bind(self.vocabulary), k, confidence, reach, cases)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _replay(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float, cases: int) -> Replay:
+        begin, count = time.perf_counter(), len(self.recordings)
+        emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
+        nats_C, beyond = torch.zeros(count), 0
+        drafts_K, stood_K, excused_K = (torch.zeros(k, dtype=torch.int64) for _ in range(3))
+        found: list[RelaxedToken] = []
+        at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
+                             for text, each in zip(self.texts, self.recordings)])  # fmt: skip
+        columns_K = torch.arange(k)
+        while len(row_B := (at_C < self.end_C).nonzero().flatten()):
+            at_B = at_C[row_B]
+            chain = self.chain(row_B, at_B, k, confidence, reach)
+            accepted_B, why_BK = self.judged(policy, row_B, at_B, chain, relaxed_C[row_B], nats_C[row_B])
+            emitted_B = (accepted_B + 1).minimum(self.end_C[row_B] - at_B)
+            stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
+            relaxes_BK = why_BK & stands_BK
+            beyond += int((chain.beyond_BJ[:, :-1] & stands_BK).sum())
+            drafts_K += (columns_K < chain.lengths_B.unsqueeze(1)).sum(0)
+            stood_K += (columns_K < accepted_B.unsqueeze(1)).sum(0)
+            excused_K += relaxes_BK.sum(0)
+            if relaxes_BK.any():
+                nats_BK = self._nats(chain.place_BJ[:, :-1])
+                relaxed_C[row_B] += relaxes_BK.sum(1)
+                nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
+                if len(found) < cases:
+                    found += self._examples(row_B, at_B, chain, relaxes_BK, nats_BK)
+            emitted_C[row_B] += emitted_B
+            drafted_C[row_B] += chain.lengths_B
+            rounds_C[row_B] += 1
+            at_C[row_B] += emitted_B
+        judged, seconds = int(rounds_C.sum()), time.perf_counter() - begin
+        rounds, emitted = int(rounds_C.sum()), int(emitted_C.sum())
+        drafted = int(drafted_C.sum()) / max(rounds, 1)
+        tau = self._by_problem(emitted_C.tolist(), rounds_C.tolist())
+        step = max(len(found) // cases, 1) if cases else 1
+        return Replay(
+            policy,
+            k,
+            confidence,
+            reach,
+            count,
+            rounds,
+            tau,
+            self._by_block(policy, k, confidence, reach),
+            sum(self.exact[0]) / max(sum(self.exact[1]), 1),
+            drafted,
+            int(relaxed_C.sum()) / max(emitted, 1),
+            beyond / max(emitted, 1),
+            (stood_K / drafts_K.clamp_min(1)).tolist(),
+            (excused_K / drafts_K.clamp_min(1)).tolist(),
+            self._speed(tau.value, drafted),
+            judged,
+            seconds,
+            found[::step][:cases],
+        )
+
+    def _by_block(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float) -> float:
+        """Tokens a round by each recorded block as it is, whatever came before it."""
+        row_B, at_B = torch.tensor(self._starts).reshape(-1, 2).unbind(1)
+        chain = self.chain(row_B, at_B, k, confidence, reach, go_on=False)
+        zeros_B = torch.zeros_like(row_B)
+        accepted_B, _ = self.judged(policy, row_B, at_B, chain, zeros_B, zeros_B.float())
+        return (accepted_B + 1).minimum(self.end_C[row_B] - at_B).double().mean().item()
+
+    def _nats(self, place_BK: Tensor) -> Tensor:
+        """[B, K] -ln target(token), of the unprocessed distribution."""
+        return self.target.logits[place_BK, 0] + self.target.mass[place_BK] - self._logit_P[place_BK]
+
+    def _examples(
+        self, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxes_BK: Tensor, nats_BK: Tensor
+    ) -> list[RelaxedToken]:
+        found = []
+        for b, j in relaxes_BK.nonzero().tolist():
+            c, places = int(row_B[b]), chain.place_BJ[b]
+            drafted, choice = self.token_P[places].tolist(), int(self.target.ids[places[j], 0])
+            before = [*self.texts[c][max(int(at_B[b]) - 12, 0) : int(at_B[b])], *drafted[:j]]
+            place = int(at_B[b] - self.prompt_C[c]) + j
+            problem = str(self.recordings[c].about["problem"])
+            found.append(RelaxedToken(problem, place, drafted[j], choice, before, float(nats_BK[b, j])))
+        return found
+
+    def _by_problem(self, emitted: list[int], rounds: list[int]) -> Estimate:
+        sums: dict[tuple[str, str], list[int]] = {}
+        for each, tokens, turns in zip(self.recordings, emitted, rounds):
+            sum_ = sums.setdefault((each.about["task"], each.about["problem"]), [0, 0])
+            sum_[0] += tokens
+            sum_[1] += turns
+        return bootstrap_ratio([[a for a, _ in sums.values()]], [[b for _, b in sums.values()]])
+
+    def _speed(self, tau: float, drafted: float) -> float | None:
+        """A verification costs a token's forward, and more for each drafted one: v is that of recorded drafts."""
+        if self.costs is None:
+            return None
+        recorded = sum(len(each.drafted_T) for each in self.recordings) / max(sum(self.exact[1]), 1)
+        v = 1 + (self.costs.v - 1) * drafted / max(recorded, 1e-9)
+        return neutral_speed(tau, drafted, Costs(self.costs.c, v))
+
+    def of(self, problems: Collection[str]) -> Blocks:
+        """Those of some problems only."""
+        kept = [each for each in self.recordings if each.about["problem"] in problems]
+        return Blocks(kept, self.vocabulary, self.costs)
+
+
+def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:
+    """The recorded blocks of a run's folder, by task and way; with what speculation costs by the run's own figures,
+    unless ``costs`` says.
+
+    Raises ``ValueError`` for a folder that is no run, or has none.
+    """
+    run = Path(run)
+    if not (run / "plan.yaml").exists():
+        raise ValueError(f"{str(run)!r} is no run: there is no plan.yaml in it")
+    plan = Plan.of(Plan.read(run), f"{run}: ")
+    completions = read_records(run).completions
+    found: dict[tuple[str, str], list[Recording]] = {}
+    for key, record in completions.items():
+        if "blocks" in record:
+            path = run / record["blocks"]
+            if not path.exists():
+                raise ValueError(f"{path}, which records.jsonl names, is missing")
+            found.setdefault((key.task, key.way), []).append(Recording.load(path))
+    if not found:
+        raise ValueError(f"{str(run)!r} has no recorded blocks: 'fly eval --record' keeps them")
+    sizes = {each.about["vocabulary"] for several in found.values() for each in several}
+    tokenizer = Tokenizer.load(resolve_checkpoint(plan.model, weights=False))
+    vocabularies = {size: Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size) for size in sizes}
+    return {
+        (task, way): Blocks(
+            several, vocabularies[several[0].about["vocabulary"]], costs or _costs(completions, task, way)
+        )
+        for (task, way), several in found.items()
+    }
+
+
+def _costs(completions: dict[Key, dict[str, Any]], task: str, way: str) -> Costs | None:
+    """As a report has them: what the recorded way took, over a forward of autoregressive decoding."""
+    own = [record for key, record in completions.items() if (key.task, key.way) == (task, way)]
+    plain = [record for key, record in completions.items() if (key.task, key.way) == (task, AUTOREGRESSIVE)]
+    rounds, drafted = sum(record["rounds"] for record in own), sum(record["drafted"] for record in own)
+    forwards = sum(record["rounds"] for record in plain)
+    if not (rounds and drafted and forwards):
+        return None
+    base = sum(record["seconds"]["target"] for record in plain) / forwards
+    c = sum(record["seconds"]["draft"] for record in own) / drafted / base
+    return Costs(c, sum(record["seconds"]["target"] for record in own) / rounds / base)
+
+
+def replay(
+    run: str | Path,
+    policy: AcceptancePolicy | str,
+    k: int | None = None,
+    confidence: float = 0.0,
+    reach: float = 0.0,
+    cases: int = 0,
+    costs: Costs | None = None,
+) -> dict[tuple[str, str], Replay]:
+    """What ``policy`` would have done in a recorded run, by task and recorded way; arguments and errors as of
+    ``Blocks.replay`` and ``load_blocks``."""
+    rule = load_policy(policy, trusted=True)
+    return {name: blocks.replay(rule, k, confidence, reach, cases) for name, blocks in load_blocks(run, costs).items()}

@@ -1,0 +1,560 @@
+"""Recorded blocks, and rules replayed on them: the verdicts are those of the engine on full logits.
+
+Shape legend: B rows, K longest draft, J places, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fly import LLM, SamplingParams
+from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
+from fly.eval.beside import beside
+from fly.eval.known import Known, Unknown
+from fly.eval.recording import LIKELIEST, Recorder, Recording, Said
+from fly.eval.records import read_records
+from fly.eval.replay import Blocks, load_blocks
+from fly.eval.replay import replay as replay_run
+from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
+from fly.policies import AcceptancePolicy, Block, Condition, Exact, parse_policy, verify
+from fly.types import Decision, Draft, Noise, Target, Why
+from tests.test_cli import run as command
+from tests.test_cli import words
+
+RULES = [
+    "exact",
+    "fly",
+    "fly.paper",
+    "fly(theta=0.1, window=2, hold=2)",
+    "fly(window=1, hold=1) & after(5) & budget(0.2)",
+    "exact | margin(2.3) & window(2)",
+    "exact | margin(4) & at_most(3)",
+    "exact | margin(6) & nats(5)",
+    "exact | mars(0.9) & ~token(digits)",
+    "lossy(lenience=4)",
+    "typical",
+    "topn(n=5, delta=0.7)",
+    "bild(r=2)",
+    "thresholds(threshold_single=0.3)",
+    "fuzzy(divergence=tv, threshold=0.8)",
+    "cascade(alpha=0.4)",
+    "slack(eps=0.3)",
+]
+
+
+# --- logits of which little is known ----------------------------------------------------------------------
+
+
+@given(st.integers(0, 2**31), st.integers(2, 9), st.integers(10, 60))
+def test_what_is_known_is_said_as_a_dense_tensor_says_it(seed: int, n: int, size: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    logits_BJV = 4 * torch.randn(2, 3, size, generator=generator)
+    said = Said.of(logits_BJV.flatten(0, 1), n)
+    token_BJ = torch.randint(size, (2, 3), generator=generator)
+    own_BJ = pick(logits_BJV, token_BJ)
+    known = Known.of(
+        size,
+        torch.cat([said.ids.long().view(2, 3, n), token_BJ.unsqueeze(-1)], -1),
+        torch.cat([said.logits.view(2, 3, n), own_BJ.unsqueeze(-1)], -1),
+        said.mass.view(2, 3),
+        said.entropy.view(2, 3),
+    )
+    rows, places = torch.tensor([0, 1, 1]), torch.tensor([2, 0, 1])
+    for sparse, dense in (
+        (argmax(known), argmax(logits_BJV)),
+        (pick(known, token_BJ), own_BJ),
+        (pick(known[:, :-1], argmax(known[:, :-1])), logits_BJV[:, :-1].amax(-1)),
+        (known[rows, places, token_BJ[rows, places]], own_BJ[rows, places]),
+        (top(known, 2).values, top(logits_BJV, 2).values),
+        (top(known[rows, places], n).indices, top(logits_BJV[rows, places], n).indices),
+        (log_mass(known.flatten(0, 1), own_BJ.flatten()), log_mass(logits_BJV.flatten(0, 1), own_BJ.flatten())),
+        (entropy(known.softmax(-1)), entropy(logits_BJV.softmax(-1))),
+        (pick(known[rows, places].log_softmax(-1), token_BJ[rows, places]),
+         pick(logits_BJV[rows, places].log_softmax(-1), token_BJ[rows, places])),
+        (pick(known.softmax(-1), token_BJ), pick(logits_BJV.softmax(-1), token_BJ)),
+        (known.softmax(-1).amax(-1), logits_BJV.softmax(-1).amax(-1)),
+    ):  # fmt: skip
+        torch.testing.assert_close(sparse, dense, rtol=1e-4, atol=1e-5)
+    everything = sum(pick(known.softmax(-1), torch.full((2, 3), v)) for v in range(size))
+    assert (everything <= 1 + 1e-4).all()  # what nobody recorded has what is left, or less
+    with pytest.raises(Unknown, match=f"{n + 1} likeliest"):
+        top(known, n + 1)
+    for whole in (lambda: known.sum(-1), lambda: known > 0, lambda: known[..., :2], lambda: torch.zeros_like(known)):
+        with pytest.raises(Unknown, match="whole distribution"):
+            whole()
+
+
+def test_of_equals_the_lowest_token_comes_first_and_a_ban_is_no_news() -> None:
+    logits_JV = torch.zeros(1, 300)
+    logits_JV[0, [250, 7, 90]] = 2.0
+    logits_JV[0, 100:200] = -torch.inf
+    said = Said.of(logits_JV, 4)
+    assert said.ids[0, :3].tolist() == [7, 90, 250]
+    torch.testing.assert_close(said.entropy, entropy(logits_JV.softmax(-1)), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(said.mass, log_mass(logits_JV, torch.tensor([2.0])))
+
+
+# --- a run, and all that the engine saw in it -----------------------------------------------------------------
+
+
+Seen = tuple[Tensor, list[int], int, Tensor | None]  # logits [J, V], drafted, tokens before, the draft's logits
+
+
+class Watching(Recorder):
+    """Keeps full logits beside the recording."""
+
+    seen: ClassVar[list[Seen]] = []
+
+    def decide(self, policy: Any, target: Target, draft: Draft, *rest: Any) -> list[Decision]:
+        found = super().decide(policy, target, draft, *rest)
+        said = None if draft.logits_BKV is None else draft.logits_BKV[0].clone()
+        Watching.seen.append((target.logits_BKV[0].clone(), draft.chains[0], rest[1][0], said))
+        return found
+
+
+PLAN = {
+    "drafts": "model(fly-draft)",
+    "k": [7, 3],
+    "policies": RULES[5],
+    "tasks": "bundled-middle",
+    "limit": 4,
+    "max_tokens": 90,
+    "record": True,
+}
+
+
+def finish(plan: Plan, folder: Path, stop: int = 10**9) -> None:
+    """Decode what is left of a plan, up to a kill after ``stop`` completions."""
+    check_folder(plan, folder)
+    records, done = read_records(folder), 0
+
+    def advance(record: dict[str, Any]) -> None:
+        nonlocal done
+        done += 1
+        if done == stop:
+            raise KeyboardInterrupt
+
+    decode_run(plan, folder, remaining(plan, records), records, advance)
+    score_run(plan, folder)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, list[Seen]]]]:
+    """A recorded run, and by completion (the prompt's length and the way) what the engine saw."""
+    folder, seen = tmp_path_factory.mktemp("recorded"), {}
+    whole = recording.Recorder
+
+    @contextmanager
+    def watched() -> Iterator[None]:
+        recording.Recorder = Watching  # type: ignore[misc]
+        try:
+            yield
+        finally:
+            recording.Recorder = whole  # type: ignore[misc]
+
+    plan = Plan.of(PLAN)
+    check_folder(plan, folder)
+    records = read_records(folder)
+
+    def advance(record: dict[str, Any]) -> None:
+        if "blocks" in record:
+            seen[record["blocks"]] = list(Watching.seen)
+        Watching.seen.clear()
+
+    with watched():
+        decode_run(plan, folder, remaining(plan, records), records, advance)
+    score_run(plan, folder)
+    yield folder, seen
+
+
+@pytest.fixture(scope="module")
+def blocks(run: tuple[Path, dict[str, list[Seen]]]) -> Blocks:
+    return load_blocks(run[0])["bundled-middle", "exact k7"]
+
+
+def test_exact_ways_are_recorded_and_no_others(run: tuple[Path, Any]) -> None:
+    folder, _ = run
+    records = read_records(folder).completions
+    assert {key.way for key, record in records.items() if "blocks" in record} == {"exact k7", "exact k3"}
+    assert len(list((folder / "blocks").iterdir())) == 8
+    for record in records.values():
+        if "blocks" not in record:
+            continue
+        found = Recording.load(folder / record["blocks"])
+        assert len(found.start_N) == record["rounds"] and len(found.drafted_T) == record["drafted"]
+        assert found.text[found.prompt :].tolist() == record["token_ids"]
+        assert len(found.text) - int(found.start_N[0]) == record["emitted"]
+        assert found.draft is not None and found.draft.ids[:, 0].tolist() == found.drafted_T.tolist()
+        assert (found.rank_T == 0).float().mean() > 0.3
+        size = (folder / record["blocks"]).stat().st_size
+        assert size < 2000 + 320 * (len(found.drafted_T) + len(found.start_N)) + 4 * len(found.text)
+
+
+def test_recording_changes_no_token(run: tuple[Path, Any]) -> None:
+    records = read_records(run[0]).completions
+    for key, record in records.items():
+        if "blocks" in record:
+            plain = records[key._replace(way="autoregressive")]
+            assert record["token_ids"] == plain["token_ids"]
+
+
+def test_exact_speculation_replayed_is_the_run(run: tuple[Path, Any]) -> None:
+    records = read_records(run[0]).completions
+    for (task, way), known in load_blocks(run[0]).items():
+        own = [record for key, record in records.items() if (key.task, key.way) == (task, way)]
+        found = known.replay(Exact())
+        assert found.rounds == sum(record["rounds"] for record in own)
+        assert found.tau.value == sum(record["emitted"] for record in own) / found.rounds == found.blocks == found.exact
+        assert found.relaxed == found.beyond == 0
+        assert found.drafted == sum(record["drafted"] for record in own) / found.rounds
+
+
+def test_a_shorter_draft_is_predicted_almost_to_the_round(run: tuple[Path, Any], blocks: Blocks) -> None:
+    known = load_blocks(run[0])
+    shorter, real = blocks.replay(Exact(), k=3), known["bundled-middle", "exact k3"]
+    assert abs(shorter.rounds - sum(real.exact[1])) <= 0.02 * shorter.rounds
+    assert shorter.tau.value == pytest.approx(real.replay(Exact()).tau.value, rel=0.02)
+
+
+@pytest.mark.parametrize("text", RULES)
+def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, dict[str, list[Seen]]]) -> None:
+    """The naive twin: block by block, dense, one row."""
+    folder, seen = run
+    known = load_blocks(folder)["bundled-middle", "exact k7"]
+    rule = parse_policy(text).bind(known.vocabulary)
+    at = 0
+    for c, each in enumerate(known.recordings):
+        name = next(name for name, record in named(folder).items() if same(record, each))
+        for logits_JV, drafted, start, _ in seen[name]:
+            if start <= each.prompt:
+                continue
+            row_B, at_B = torch.tensor([c]), torch.tensor([start])
+            chain = known.chain(row_B, at_B, known.k, go_on=False)
+            assert known.token_P[chain.place_BJ[0, : len(drafted)]].tolist() == drafted
+            relaxed_B, nats_B = torch.tensor([at % 3]), torch.tensor([0.5 * (at % 4)])
+            accepted_B, relaxes_BK = known.judged(rule, row_B, at_B, chain, relaxed_B, nats_B)
+            target = Target(
+                logits_JV.unsqueeze(0),
+                control_V=known.control_V,
+                generated_B=at_B - each.prompt,
+                relaxed_B=relaxed_B,
+                nats_B=nats_B,
+                history=[each.text[:start].tolist()],
+            )
+            verdict = verify(rule, target, Draft.of([drafted]), coins(known, c, start, len(drafted)))
+            assert int(verdict.accepted_B[0]) == int(accepted_B[0])
+            mine = relaxes_BK[0, : len(drafted)]
+            assert mine.tolist() == (verdict.why_BK[0] == int(Why.RELAXED)).tolist()
+            at += 1
+    assert at > 40
+
+
+def coins(known: Blocks, c: int, start: int, n: int) -> Noise:
+    """What the engine draws for a block of ``n`` tokens."""
+    seed_B, start_B = known.seed_C[[c]], torch.tensor([start])
+    sample_B = uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1)
+    return Noise(uniforms(seed_B, start_B, Stream.ACCEPT, n), sample_B)
+
+
+def named(folder: Path) -> dict[str, dict[str, Any]]:
+    found = read_records(folder).completions.values()
+    return {record["blocks"]: record for record in found if "blocks" in record}
+
+
+def same(record: dict[str, Any], each: Recording) -> bool:
+    return all(record[name] == each.about[name] for name in ("task", "problem", "turn", "way"))
+
+
+def test_the_state_of_a_row_is_carried_from_block_to_block(blocks: Blocks) -> None:
+    free = blocks.replay(parse_policy("exact | margin(6)"))
+    kept = blocks.replay(parse_policy("exact | margin(6) & at_most(1)"))
+    rounds = len(blocks.recordings)
+    assert free.relaxed * free.tau.value * free.rounds > 2 * rounds
+    assert round(kept.relaxed * kept.tau.value * kept.rounds) <= rounds
+    assert free.tau.value > kept.tau.value >= kept.exact
+
+
+def test_a_looser_rule_lets_more_stand(blocks: Blocks) -> None:
+    taus = [blocks.replay(parse_policy(f"exact | margin({tau})")).tau.value for tau in (0, 0.5, 2, 8, 100)]
+    assert taus == sorted(taus) and taus[-1] > blocks.replay(Exact()).tau.value
+    everything = blocks.replay(parse_policy("exact | margin(100)"), cases=5)
+    assert everything.tau.value > 6.5 and len(everything.tokens) == 5
+    assert sum(everything.excused) > 0 and all(a <= b for a, b in zip(everything.excused, everything.curve))
+    assert all(token.token != token.choice and token.nats > 0 for token in everything.tokens)
+
+
+def test_a_sure_drafter_stops_where_it_would_have(blocks: Blocks) -> None:
+    plain, sure = blocks.replay(Exact()), blocks.replay(Exact(), confidence=0.7)
+    assert sure.drafted < plain.drafted and sure.tau.value <= plain.tau.value
+    assert blocks.replay(Exact(), confidence=1e-9).rounds == plain.rounds
+    llm = LLM("fly-target", "model(fly-draft, confidence=0.7)", k=7)
+    emitted = rounds = 0
+    for each in blocks.recordings:
+        prompt = each.text[: each.prompt].tolist()
+        most = len(each.text) - each.prompt
+        (out,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True))
+        emitted, rounds = emitted + out.stats.emitted, rounds + out.stats.rounds
+    assert sure.tau.value == pytest.approx(emitted / rounds, rel=0.05)
+
+
+@dataclass(frozen=True)
+class Whole(Condition):
+    """Asks for what no recording has."""
+
+    name: ClassVar[str] = "whole"
+
+    def evaluate(self, block: Block) -> Tensor:
+        return block.target.probs_BKV[:, :-1].amax(-1) > 0.5
+
+
+@dataclass(frozen=True)
+class Ratio(Condition):
+    """The draft model found its token less than ``e**most`` times as likely as the target does."""
+
+    name: ClassVar[str] = "ratio"
+    most: float = 1.0
+
+    def evaluate(self, block: Block) -> Tensor:
+        draft, target = block.draft, block.target
+        assert draft.logits_BKV is not None
+        own_BK = pick(draft.logits_BKV.log_softmax(-1), draft.tokens_BK)
+        return own_BK - pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK) < self.most
+
+
+def test_what_a_recording_cannot_say_is_refused_by_name(blocks: Blocks) -> None:
+    with pytest.raises(Unknown, match=r"'exact \| whole' cannot be replayed: it needs a whole distribution"):
+        blocks.replay(Exact() | Whole())
+    with pytest.raises(Unknown, match=f"the {LIKELIEST + 1} likeliest tokens, of which {LIKELIEST} are recorded"):
+        blocks.replay(parse_policy(f"topn(n={LIKELIEST + 1})"))
+    with pytest.raises(ValueError, match="k 8: drafts of 1 to 7 tokens were recorded"):
+        blocks.replay(Exact(), k=8)
+    with pytest.raises(ValueError, match="confidence 2"):
+        blocks.replay(Exact(), confidence=2)
+    nobody = Blocks([replace(each, draft=None) for each in blocks.recordings])
+    with pytest.raises(Unknown, match="not known how sure"):
+        nobody.replay(Exact(), confidence=0.5)
+
+
+def test_rules_of_the_draft_model_s_own_logits_are_served(
+    blocks: Blocks, run: tuple[Path, dict[str, list[Seen]]]
+) -> None:
+    loose, tight = (blocks.replay(Exact() | Ratio(most)) for most in (50.0, 0.5))
+    assert loose.relaxed > tight.relaxed > 0
+    folder, seen = run
+    each = blocks.recordings[0]
+    name = next(name for name, record in named(folder).items() if same(record, each))
+    full = [said_KV for _, _, start, said_KV in seen[name] if start > each.prompt and said_KV is not None]
+    mass = torch.cat([said_KV.logsumexp(-1) - said_KV.amax(-1) for said_KV in full])
+    assert each.draft is not None
+    torch.testing.assert_close(each.draft.mass, mass, rtol=1e-4, atol=1e-5)
+
+
+# --- drafts that say how they came about ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kernels", ["auto", "torch"])
+@pytest.mark.parametrize("draft", ["model(fly-draft)", "ngram+model(fly-draft)"])
+def test_greedy_drafts_come_with_the_logits_of_their_model(kernels: str, draft: str) -> None:
+    llm = LLM("fly-target", draft, k=5, kernels=kernels, dtype="float32")
+    alone = LLM("fly-draft", kernels=kernels, dtype="float32")
+    prompt = llm.tokenizer.encode("Take the list 4 9 5 7. Sort it, then take the list 4 9 5 7.")  # type: ignore[union-attr]
+    Watching.seen.clear()
+    held = recording.Recorder
+    recording.Recorder = Watching  # type: ignore[misc]
+    try:
+        with recording.recorded(llm):
+            (out,) = llm.generate([prompt], SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True))
+    finally:
+        recording.Recorder = held  # type: ignore[misc]
+    text, asked = [*prompt, *out.token_ids], 0
+    for _, drafted, start, said_KV in Watching.seen:
+        if not drafted:
+            continue
+        assert said_KV is not None and said_KV[: len(drafted)].argmax(-1).tolist() == drafted
+        context = [*text[:start], *drafted[:-1]]
+        params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1)
+        (said,) = alone.generate([context], params)
+        own = float(said_KV[len(drafted) - 1].log_softmax(-1).amax())
+        assert said.logprobs[0][drafted[-1]] == pytest.approx(own, abs=1e-3)
+        asked += 1
+    assert asked >= 3
+    Watching.seen.clear()
+
+
+# --- files and the command --------------------------------------------------------------------------------
+
+
+def test_a_kill_loses_no_blocks(tmp_path: Path, run: tuple[Path, Any]) -> None:
+    plan = Plan.of({**PLAN, "k": 7, "limit": 2, "policies": "exact"})
+    with pytest.raises(KeyboardInterrupt):
+        finish(plan, tmp_path, stop=2)
+    (tmp_path / "blocks" / "torn.new").write_bytes(b"half")
+    finish(plan, tmp_path)
+    (known,) = load_blocks(tmp_path).values()
+    assert len(known.recordings) == 2
+    whole = {each.about["problem"]: each for each in load_blocks(run[0])["bundled-middle", "exact k7"].recordings}
+    for each in known.recordings:
+        for name, value in vars(each).items():
+            if isinstance(value, Tensor):
+                torch.testing.assert_close(value, getattr(whole[each.about["problem"]], name))
+
+
+def test_a_folder_that_was_begun_before_there_were_recordings_goes_on(tmp_path: Path) -> None:
+    plan = Plan.of({**PLAN, "record": False})
+    check_folder(plan, tmp_path)
+    path = tmp_path / "plan.yaml"
+    path.write_text("".join(line for line in path.read_text().splitlines(True) if "record" not in line))
+    check_folder(plan, tmp_path)
+    with pytest.raises(ValueError, match="record: False then, True now"):
+        check_folder(Plan.of(PLAN), tmp_path)
+
+
+def test_a_tree_cannot_be_recorded(tmp_path: Path) -> None:
+    plan = Plan.of({**PLAN, "k": 4, "limit": 1, "drafts": "tree(fly-draft)", "policies": "exact"})
+    with pytest.raises(ValueError, match="trees cannot be recorded"):
+        finish(plan, tmp_path)
+
+
+def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="is no run"):
+        load_blocks(tmp_path)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(b"nonsense")
+    with pytest.raises(ValueError, match="holds no recorded blocks"):
+        Recording.load(path)
+    with pytest.raises(ValueError, match="temperature 0"):
+        Plan.of({"record": True, "temperatures": [0.7]})
+    with pytest.raises(ValueError, match="no recorded blocks"):
+        Blocks([])
+
+
+def test_predictions_stand_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
+    compared, left_out = beside(load_blocks(run[0]), run[0])
+    found = {each.way: each for each in compared}
+    assert not left_out and len(found) == 4
+    assert found["exact k7"].off == pytest.approx(0, abs=1e-9) == found["exact k7"].unchanged
+    relaxed = [each for way, each in found.items() if "exact |" in way or "…" in way]
+    assert relaxed and all(abs(each.off) < 0.25 for each in relaxed)
+
+
+def test_drafts_that_stop_or_have_a_level_below_are_compared_too(run: tuple[Path, Any], tmp_path: Path) -> None:
+    drafts = ["model(fly-draft, confidence=0.7)", "ngram+fly-draft", "ngram"]
+    finish(Plan.of({**PLAN, "k": 7, "drafts": drafts, "policies": "exact", "record": False}), tmp_path)
+    compared, left_out = beside(load_blocks(run[0]), tmp_path)
+    stops, below = compared
+    assert stops.predicted.confidence == 0.7 and abs(stops.off) < 0.05
+    assert below.predicted.confidence == 0 and abs(below.off) < 0.05
+    assert len(left_out) == 1 and "exact k7 ngram" in left_out[0]
+
+
+def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    arguments = ["--policy", RULES[5], "--policy", "topn(n=99)", "--k", "7", "--k", "4", "--cases", "2"]
+    result = command("replay", str(run[0]), *arguments, "--beside", str(run[0]), "--json", str(path))
+    assert result.exit_code == 0, result.output
+    said = words(result.output)
+    assert "cannot be replayed: it needs the 99 likeliest tokens" in said and "predicted τ" in said
+    found = json.loads(path.read_text())
+    assert {row["k"] for row in found} == {3, 4, 7} and any("measured" in row for row in found)
+    function = replay_run(run[0], RULES[5])["bundled-middle", "exact k7"]
+    row = next(row for row in found if row["way"] == "exact k7" and row["k"] == 7 and row["policy"] == RULES[5])
+    assert row["tau"] == list(function.tau)
+    for bad, reason in (
+        ([str(run[0])], "nothing to replay"),
+        ([str(tmp_path), "--policy", "fly"], "is no run"),
+        ([str(run[0]), "--policy", "fly", "--draft-cost", "0.3"], "belong together"),
+    ):
+        result = command("replay", *bad)
+        assert result.exit_code == 2 and reason in words(result.output)
+
+
+def test_a_draft_without_a_model_is_recorded_without_its_view(tmp_path: Path) -> None:
+    plan = Plan.of({"model": "fly-tiny", "drafts": "ngram", "k": 4, "policies": "exact", "tasks": "bundled-heldout",
+                    "limit": 1, "max_tokens": 40, "record": True})  # fmt: skip
+    finish(plan, tmp_path)
+    (known,) = load_blocks(tmp_path).values()
+    assert known.draft is None and known.replay(Exact()).tau.value == known.exact[0][0] / known.exact[1][0]
+
+
+# --- the walk, beside a naive twin --------------------------------------------------------------------------
+
+
+def walked(known: Blocks, rule: AcceptancePolicy, k: int) -> list[tuple[int, int, int, int]]:
+    """Of each completion: tokens emitted, rounds, tokens drafted, tokens relaxed. In loops, one row at a time, from the
+    recordings alone."""
+    found = []
+    for c, each in enumerate(known.recordings):
+        starts, lengths = each.start_N.tolist(), each.length_N.tolist()
+        text, accepted = each.text.tolist(), each.accepted_N.tolist()
+        ends = [*starts[1:], len(text)]
+        firsts = [sum(lengths[:i]) for i in range(len(lengths))]
+
+        def holds(at: int, starts: list[int] = starts, ends: list[int] = ends) -> tuple[int, int] | None:
+            """The block that decided on the token after ``at``, and the place in it."""
+            return next(((i, at - a) for i, (a, b) in enumerate(zip(starts, ends)) if a <= at < b), None)
+
+        at, emitted, rounds, drafted, relaxed, nats = starts[0], 0, 0, 0, 0, 0.0
+        while at < len(text):
+            places: list[tuple[int, int]] = []
+            here = holds(at)
+            while here is not None and len(places) < k:
+                i, j = here
+                if j < lengths[i]:
+                    places.append(here)
+                    here = (i, j + 1)
+                    if j + 1 == lengths[i] and (lengths[i] < known.k or accepted[i] < lengths[i]):
+                        here = None if lengths[i] < known.k else holds(starts[i] + lengths[i])
+                elif lengths[i] == known.k:  # the token that ended a block that stood whole
+                    places.append(here)
+                    here = holds(ends[i])
+                else:
+                    here = None
+            last = places[-1] if places else holds(at)
+            flat = torch.tensor([[sum(lengths[:i]) + i + j for i, j in [*places, here or last]]])
+            said = each.target.at(flat)
+            own = [each.drafted_T[firsts[i] + j] if j < lengths[i] else each.target.ids[flat[0, n], 0]
+                   for n, (i, j) in enumerate(places)]  # fmt: skip
+            logits = [each.logit_T[firsts[i] + j] if j < lengths[i] else said.logits[0, n, 0]
+                      for n, (i, j) in enumerate(places)]  # fmt: skip
+            ids = torch.cat([said.ids.long(), torch.tensor([[[int(t)] for t in [*own, 0]]])], -1)
+            values = torch.cat([said.logits, torch.tensor([[[float(x)] for x in [*logits, 0.0]]])], -1)
+            target = Target(
+                Known.of(known.size, ids, values, said.mass, said.entropy),
+                control_V=known.control_V,
+                generated_B=torch.tensor([at - each.prompt]),
+                relaxed_B=torch.tensor([relaxed]),
+                nats_B=torch.tensor([nats]),
+                history=[text[:at]],
+            )
+            draft = Draft.of([[int(token) for token in own]])
+            verdict = verify(rule, target, draft, coins(known, c, at, len(own)))
+            stands = int(verdict.accepted_B[0])
+            new = min(stands + 1, len(text) - at)
+            for n in range(min(stands, new)):
+                if verdict.why_BK[0, n] == int(Why.RELAXED):
+                    relaxed += 1
+                    nats += float(said.logits[0, n, 0] + said.mass[0, n] - logits[n])
+            at, emitted, rounds, drafted = at + new, emitted + new, rounds + 1, drafted + len(own)
+        found.append((emitted, rounds, drafted, relaxed))
+    return found
+
+
+@pytest.mark.parametrize("k", [7, 4])
+@pytest.mark.parametrize("text", ["exact", "exact | margin(2.3) & window(2)", "exact | margin(6) & nats(9) & after(9)"])
+def test_rounds_go_on_as_in_a_loop_of_single_rows(text: str, k: int, blocks: Blocks) -> None:
+    rule = parse_policy(text).bind(blocks.vocabulary)
+    emitted, rounds, drafted, relaxed = map(sum, zip(*walked(blocks, rule, k)))
+    found = blocks.replay(rule, k)
+    assert (found.rounds, found.tau.value, found.drafted) == (rounds, emitted / rounds, drafted / rounds)
+    assert found.relaxed == relaxed / emitted
