@@ -69,8 +69,9 @@ class AdaptiveDraft(Wrapper):
         chance that it stands  >  (seconds to draft one more + seconds to verify one more) / seconds that a token takes.
 
     The right side is measured for each number of rows that decode together: a full machine drafts less. The chance is
-    the draft model's own, the product of its probabilities so far (``SingleDraft.reach``). Where a strategy knows
-    none, it is how often drafts stood up to that position lately, in all rows and in this one.
+    the draft model's own, the product of its probabilities so far (``SingleDraft.reach``), or the square root of that
+    under a rule that excuses mismatches. Where a strategy knows none, it is how often drafts stood up to that position
+    lately, in all rows and in this one.
 
     Whether to draft at all is tried: decoding with drafts and without are both timed, the faster is taken, and the
     other tried again for two rounds, after 8 rounds, 16, and so on up to 512.

@@ -36,7 +36,9 @@ from fly.vocabulary import Vocabulary
 
 __all__ = ["CascadeDraft", "SingleDraft"]
 
-REACH = 0.5  # near the best on code and on arithmetic, for drafts of a tenth to six tenths of the target's cost
+# Near the best on code and on arithmetic for drafts of a tenth to a third of the target's cost: for rows under a
+# lossless rule, and under others, where tokens stand more often than the draft model's chances say (docs/results).
+REACH, REACH_EXCUSED = 0.5, 0.1
 
 
 class SingleDraft(DraftStrategy):
@@ -53,8 +55,8 @@ class SingleDraft(DraftStrategy):
         k: tokens it proposes at most (None: as many as asked).
         reach: it stops after a token if the product of the largest probabilities, from the first drafted token to that
             one, is less: the chance, by its own account, that all of them stand (0 never stops). None, as where a text
-            is just a checkpoint's name, is 0.5 for rows under a lossless rule, and 0 for others, which may want to see
-            what follows a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
+            is just a checkpoint's name, is 0.5 for rows under a lossless rule, and 0.1 for others, which may want to
+            see what follows a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
         confidence: it stops after a token if none had at least this probability there (0 never stops).
         entropy: it stops after a token if the entropy there exceeded this many nats (SVIP, arXiv 2411.18462, stops
             where a function of the draft's entropy exceeds a threshold; infinity never stops). All three look at the
@@ -174,7 +176,7 @@ class SingleDraft(DraftStrategy):
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
         lossless = self.worth or (REACH if self.reach is None else self.reach)
-        other = self.reach or 0.0
+        other = self.worth**2 or (REACH_EXCUSED if self.reach is None else self.reach)
         reach = tuple(lossless if row.policy.guarantee is Guarantee.LOSSLESS else other for row in rows)
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
         return DraftSpec(self.confidence, self.entropy, reach, lookup, self.says)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fly.drafts import SingleDraft, parse_draft
-from fly.drafts.model import REACH
+from fly.drafts.model import REACH, REACH_EXCUSED
 from fly.eval.plan import Plan, Way
 from fly.eval.records import read_records
 from fly.eval.replay import Blocks, Replay, Unknown
@@ -102,7 +102,7 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
         return None
     reach = theirs.reach
     if reach is None:
-        reach = REACH if lossless else 0.0
+        reach = REACH if lossless else REACH_EXCUSED
     return min(way.k, theirs.k or way.k), theirs.confidence, reach
 
 
