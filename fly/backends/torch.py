@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from fly.backends.int8 import INT8
 from fly.executor import Batch, Executor, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
@@ -38,12 +39,16 @@ class Model(Protocol):
 
 class TorchExecutor(Executor):
     """Runs ``model`` operation by operation, through all layers or those numbered in ``layers`` only (which takes a
-    model whose forward has a parameter of that name)."""
+    model whose forward has a parameter of that name). ``kernels`` says what its matrices are (``INT8``: rounded)."""
 
-    def __init__(self, model: Model, layers: abc.Sequence[int] | None = None) -> None:
-        self.model = model
+    def __init__(self, model: Model, layers: abc.Sequence[int] | None = None, kernels: str = Executor.kernels) -> None:
+        self.model, self.kernels = model, kernels
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self._options = {} if layers is None else {"layers": layers}
+
+    @property
+    def weight_bytes(self) -> int:
+        return 1 if self.kernels == INT8 else super().weight_bytes
 
     @property
     def model_name(self) -> str:
@@ -62,4 +67,4 @@ class TorchExecutor(Executor):
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         if not isinstance(self.model, Llama):
             return super().with_layers(layers)
-        return type(self)(self.model, layers)
+        return type(self)(self.model, layers, self.kernels)
