@@ -31,7 +31,7 @@ BUDGETS = {
     "mistral": (13, 8),
     "qwen2": (13, 8),
     "qwen3": (16, 8),
-    "gemma3_text": (16, 8),
+    "gemma3_text": (42, 8),
 }
 
 
@@ -39,8 +39,6 @@ def toy(family: str, layers: int = 4) -> Llama:
     """A model with all that its family has, of few numbers: two kinds of layers where it has windows."""
     traits = FAMILIES[family]
     options: dict[str, Any] = {
-        "attention_bias": True,
-        "mlp_bias": True,
         "sliding_window": 4,
         "layer_types": [FULL if number % 3 == 2 else SLIDING for number in range(layers)],
         "query_pre_attn_scalar": 9,
@@ -74,7 +72,7 @@ class Attended:
 class Operations(TorchDispatchMode):
     """Counts what PyTorch does one by one: views are free, and a norm of one call counts as one, as it is on CUDA."""
 
-    VIEWS = ("view", "slice", "split", "transpose", "unsqueeze", "expand", "permute", "alias", "detach", "t", "select")
+    VIEWS = ("chunk", "flatten", "slice", "unflatten", "view")
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +81,7 @@ class Operations(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.removeprefix("aten::")
-        if not self.inside and name not in self.VIEWS and not name.endswith("view"):
+        if not self.inside and name not in self.VIEWS:
             self.names[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -152,37 +150,47 @@ def only_scheduled(graph: Any, inputs: Any) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_layer_is_one_graph_of_few_kernels(family: str) -> None:
-    """A graph break would be an error; layers share a graph; a second number of tokens takes a second one."""
+    """A graph break would be an error."""
     torch._dynamo.reset()
     eager = operations(family, 4) - operations(family, 3)
-    model = toy(family).to(torch.bfloat16)
-    expected = forward(model)
+    model = toy(family, 2).to(torch.bfloat16)
     compile_layers(model, backend=only_scheduled)
     with scheduled() as graphs:
-        assert torch.equal(forward(model), expected)
-        first, between, last = graphs
         forward(model)
-        assert len(graphs) == 3
-        forward(model, 5)
-        assert len(graphs) == 6 and [len(graph) for graph in graphs[3:]] == [len(first), len(between), len(last)]
-    products = [name for name in between if name.startswith("ExternKernel")]
-    assert len(products) == 4, between
+    _, between, _ = graphs
+    assert sum(name.startswith("ExternKernel") for name in between) == 4, between
     assert (eager, len(between)) == BUDGETS[family], between
 
 
+def test_layers_share_what_is_compiled() -> None:
+    """Of each number of tokens, also where there are more of them than torch would take unasked."""
+    torch._dynamo.reset()
+    model, graphs = toy("gemma3_text", 6), []
+
+    def note(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    expected = [forward(model, tokens) for tokens in range(1, 12)]
+    compile_layers(model, backend=note)
+    for _ in range(2):
+        for tokens, theirs in enumerate(expected, 1):
+            torch.testing.assert_close(forward(model, tokens), theirs, atol=1e-5, rtol=0)
+    assert len(graphs) == 3 * len(expected)
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor compiles for the CPU with g++")
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text"])
-def test_compiled_layers_give_the_same_values(family: str) -> None:
+def test_compiled_layers_give_the_same_values() -> None:
     """Over the paged cache, as a prompt comes in and as a block is verified, through all layers and some."""
     torch._dynamo.reset()
-    model = toy(family)
+    model = toy("gemma3_text")
 
     def run() -> list[Tensor]:
         cache = PagedKVCache(model.config, 16, 4)
-        cache.resize(0, 9)
+        cache.resize(0, 8)
         found = []
         with torch.inference_mode():
-            for start, stop in ((0, 6), (6, 9)):
+            for start, stop in ((0, 4), (4, 8)):
                 places = torch.arange(start, stop)
                 found.append(model(places % 32, places, cache.batch([0], [start], [stop - start])))
             found.append(model(places % 32, places, cache.batch([0], [start], [stop - start]), layers=[0, 3]))
@@ -191,13 +199,14 @@ def test_compiled_layers_give_the_same_values(family: str) -> None:
 
     expected = run()
     compile_layers(model)
-    for ours, theirs in zip(run(), expected):
-        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    with torch._inductor.config.patch(compile_threads=1):
+        for ours, theirs in zip(run(), expected):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_a_graph_break_is_an_error() -> None:
     model = toy("llama", 2)
-    model.layers[0].mlp.register_forward_hook(lambda _, args, out: out * float(out.sum()))  # asks the host
+    model.layers[0].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
     compile_layers(model, backend="eager")
-    with pytest.raises(torch._dynamo.exc.Unsupported), torch._dynamo.config.patch(capture_scalar_outputs=False):
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
         forward(model)

@@ -160,9 +160,18 @@ class Attention(nn.Module):
         rotated = self.heads + self.kv_heads
         qk = qkv[:, :rotated]
         if self.normalised:
-            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+            qk = self._normalise(qk)
         qk = rotate(qk, cos_T1D, sin_T1D)
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
+
+    def _normalise(self, qk: Tensor) -> Tensor:
+        """Queries and keys, head by head, each by the weights of its kind."""
+        if not torch.compiler.is_compiling():
+            return torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+        # One norm of all heads is one kernel where two norms are two; in between nothing is rounded.
+        query_H1 = (torch.arange(qk.shape[1], device=qk.device) < self.heads).unsqueeze(1)
+        weight_HD = torch.where(query_H1, self.q_norm.weight, self.k_norm.weight).float() + self.q_norm.offset
+        return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
 
     def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """[T, H * D] over what ``kv`` holds of this layer."""
