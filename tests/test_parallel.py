@@ -487,7 +487,8 @@ def differ(ranks: Ranks, tokens: list[list[int]], said: list[str]) -> None:
     """Forwards of a step among others, then what ranks say of it."""
     ranks = Ranks(ranks.group)  # whose checksums begin anew
     ranks.agree()
-    for mine_T in (torch.tensor([3, 3]), torch.tensor(tokens[ranks.rank]), torch.tensor([0])):
+    for mine in ([3, 3], tokens[ranks.rank], [0]):
+        mine_T = torch.tensor(mine, dtype=torch.int64)
         ranks.note(mine_T, torch.arange(len(mine_T)))
     entered = ranks.progress.entered
     ranks.agree(said[ranks.rank])

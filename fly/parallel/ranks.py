@@ -45,7 +45,7 @@ class Checksum:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.value = torch.zeros(1, dtype=torch.int64, device=device)
+        self.value = torch.ones(1, dtype=torch.int64, device=device)
         self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._make_factors(_LONGEST)
 
