@@ -483,16 +483,17 @@ def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -
 # Agreement
 
 
-def differ(ranks: Ranks, tokens: list[list[int]], said: list[str]) -> None:
+def differ(ranks: Ranks, tokens: list[list[int]], said: list[str], at_once: bool) -> None:
     """Forwards of a step among others, then what ranks say of it."""
     ranks = Ranks(ranks.group)  # whose checksums begin anew
+    assert ranks.compares_forwards
+    ranks.compares_forwards = at_once
     ranks.agree()
     for mine in ([3, 3], tokens[ranks.rank], [0]):
         mine_T = torch.tensor(mine, dtype=torch.int64)
         ranks.note(mine_T, torch.arange(len(mine_T)))
-    entered = ranks.progress.entered
+    assert ranks.progress.entered == (5 if at_once else 2)  # with what begins them, and one for each step
     ranks.agree(said[ranks.rank])
-    assert ranks.progress.entered == entered + 1  # one exchange a step, however many forwards
 
 
 @pytest.mark.parametrize(
@@ -504,11 +505,13 @@ def differ(ranks: Ranks, tokens: list[list[int]], said: list[str]) -> None:
         ([[1], [1], [1], [1]], "else"),
     ],
 )
-def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]], said: str) -> None:
+@pytest.mark.parametrize("at_once", [True, False])  # as on Gloo, and on CUDA
+def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]], said: str, at_once: bool) -> None:
     every = ["same", "same", said, "same"]
-    for success, error in pool.outcomes(4, differ, tokens, every):
+    for success, error in pool.outcomes(4, differ, tokens, every, at_once):
         assert not success and error[0] == "RankError" and "rank 2 had other tokens than rank 0" in error[1], error
-    assert pool.run(2, differ, tokens, every) is None
+        assert ("up to forward 2," if at_once and said == "same" else "up to forward 3,") in error[1]
+    assert pool.run(2, differ, tokens, every, at_once) is None
 
 
 numbers = st.lists(st.integers(0, 200_000), max_size=20)

@@ -188,7 +188,7 @@ class Forecast:
 
 
 JUDGED = 2  # exchanges of a few numbers, for a rule that asks for top logits and mass
-_SMALL = 1  # such exchanges of every forward: the largest logit is found (what a step compares is in its own time)
+_SMALL = 2  # such exchanges of every forward: what is about to be computed is compared, and the largest logit found
 
 
 @cache

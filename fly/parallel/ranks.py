@@ -76,7 +76,7 @@ class Ranks:
     Args:
         group: of torch.distributed, for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for what the host says; None takes ``group``.
-        check_every: steps between two comparisons of what ranks have computed with (0 never compares).
+        check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
 
     ``random`` draws the same on every rank: numbers nobody can foresee, from a key of the first rank.
 
@@ -95,6 +95,8 @@ class Ranks:
         self.watch: Watch | None = None
         self.check_every, self._steps, self._forwards, self._said = check_every, 0, 0, 0
         self._checksums: dict[torch.device, Checksum] = {}
+        # Ranks that bring other lengths wait for one another on CUDA; Gloo ends the process by force.
+        self.compares_forwards = dist.get_backend(self.group) == "gloo"
         self.random = random.Random(self.share(secrets.randbits(256)))
 
     @property
@@ -196,7 +198,10 @@ class Ranks:
 
     def note(self, *tensors_T: Tensor) -> None:
         """Take in what this rank is about to compute with, whole numbers of at least 0, for the next ``agree``. Neither
-        waits nor sends."""
+        waits nor sends, save on Gloo, where ranks compare it at once.
+
+        Raises ``RankError`` as ``agree``.
+        """
         if self.size == 1 or not self.check_every:
             return
         self._forwards += 1
@@ -209,6 +214,8 @@ class Ranks:
         for tensor_T in tensors_T:
             checksum.add(tensor_T)
         checksum.leave()
+        if self.compares_forwards and not self._forwards % self.check_every:
+            self._compare()
 
     def agree(self, said: object = None) -> None:
         """Compare what ranks have computed with since they began, and what each has ``said``, plain values: every
@@ -220,8 +227,10 @@ class Ranks:
             return
         self._steps += 1
         self._said = zlib.crc32(repr(said).encode(), self._said)
-        if self._steps % self.check_every:
-            return
+        if not self._steps % self.check_every:
+            self._compare()
+
+    def _compare(self) -> None:
         computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._said)
         mine = torch.tensor([self._forwards, computed])
         found = [torch.empty_like(mine) for _ in range(self.size)]
