@@ -45,8 +45,9 @@ class Checksum:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.value = torch.ones(1, dtype=torch.int64, device=device)
-        self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        with torch.inference_mode(False):  # what is made inside of that mode can be changed only there
+            self.value = torch.ones(1, dtype=torch.int64, device=device)
+            self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._make_factors(_LONGEST)
 
     def _make_factors(self, count: int) -> None:
@@ -237,8 +238,9 @@ class Ranks:
         with self.awaited():
             dist.all_gather(found, mine, group=self.control)
         if different := [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
+            count, self._forwards, self._said, self._checksums = self._forwards, 0, 0, {}  # it is said once
             raise RankError(
-                f"ranks diverged: up to forward {self._forwards}, {'ranks' if len(different) > 1 else 'rank'} "
+                f"ranks diverged: up to forward {count}, {'ranks' if len(different) > 1 else 'rank'} "
                 f"{', '.join(map(str, different))} had other tokens than rank 0"
             )
 
