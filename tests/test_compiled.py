@@ -21,8 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fly.cache import PagedKVCache
 from fly.models import Llama, LlamaConfig
-from fly.models.compiled import compile_layers
+from fly.models.compiled import CompiledLayers
 from fly.models.families import FAMILIES, FULL, SLIDING
+from fly.models.llama import Through, in_turn
 from tests.toys import build_llama
 
 # Operations of a layer in bfloat16 outside of its attention, one by one and compiled. Four of each are products.
@@ -102,11 +103,11 @@ class Norms(TorchFunctionMode):
             self.operations.inside = False
 
 
-def forward(model: Llama, tokens: int = 3) -> Tensor:
+def forward(model: Llama, tokens: int = 3, through: Through = in_turn) -> Tensor:
     config = model.config
     attended = Attended(torch.zeros(tokens, config.num_attention_heads, config.head_dim, dtype=model.dtype))
     with torch.inference_mode():
-        return model(torch.arange(tokens), torch.arange(tokens), attended)
+        return model(torch.arange(tokens), torch.arange(tokens), attended, through=through)
 
 
 def operations(family: str, layers: int) -> int:
@@ -154,9 +155,8 @@ def test_a_layer_is_one_graph_of_few_kernels(family: str) -> None:
     torch._dynamo.reset()
     eager = operations(family, 4) - operations(family, 3)
     model = toy(family, 2).to(torch.bfloat16)
-    compile_layers(model, backend=only_scheduled)
     with scheduled() as graphs:
-        forward(model)
+        forward(model, through=CompiledLayers(backend=only_scheduled))
     _, between, _ = graphs
     assert sum(name.startswith("ExternKernel") for name in between) == 4, between
     assert (eager, len(between)) == BUDGETS[family], between
@@ -172,10 +172,10 @@ def test_layers_share_what_is_compiled() -> None:
         return graph.forward
 
     expected = [forward(model, tokens) for tokens in range(1, 12)]
-    compile_layers(model, backend=note)
+    compiled = CompiledLayers(backend=note)
     for _ in range(2):
         for tokens, theirs in enumerate(expected, 1):
-            torch.testing.assert_close(forward(model, tokens), theirs, atol=1e-5, rtol=0)
+            torch.testing.assert_close(forward(model, tokens, compiled), theirs, atol=1e-5, rtol=0)
     assert len(graphs) == 3 * len(expected)
 
 
@@ -185,28 +185,25 @@ def test_compiled_layers_give_the_same_values() -> None:
     torch._dynamo.reset()
     model = toy("gemma3_text")
 
-    def run() -> list[Tensor]:
+    def run(through: Through) -> list[Tensor]:
         cache = PagedKVCache(model.config, 16, 4)
         cache.resize(0, 8)
         found = []
         with torch.inference_mode():
-            for start, stop in ((0, 4), (4, 8)):
-                places = torch.arange(start, stop)
-                found.append(model(places % 32, places, cache.batch([0], [start], [stop - start])))
-            found.append(model(places % 32, places, cache.batch([0], [start], [stop - start]), layers=[0, 3]))
-            found.append(model(places % 32, places, cache.batch([0], [start], [stop - start]), layers=[]))
+            for start, stop, layers in ((0, 4, None), (4, 8, None), (4, 8, [0, 3]), (4, 8, [])):
+                places, kv = torch.arange(start, stop), cache.batch([0], [start], [stop - start])
+                found.append(model(places, places, kv, layers, through))
         return found
 
-    expected = run()
-    compile_layers(model)
+    expected, compiled = run(in_turn), CompiledLayers()
     with torch._inductor.config.patch(compile_threads=1):
-        for ours, theirs in zip(run(), expected):
+        for ours, theirs in zip(run(compiled), expected):
             torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
 
 
 def test_a_graph_break_is_an_error() -> None:
     model = toy("llama", 2)
     model.layers[0].mlp.register_forward_hook(lambda *_: torch._dynamo.graph_break())
-    compile_layers(model, backend="eager")
+    compiled = CompiledLayers(backend="eager")
     with pytest.raises(torch._dynamo.exc.Unsupported, match="graph_break"):
-        forward(model)
+        forward(model, through=compiled)

@@ -15,7 +15,8 @@ from fly.backends import int8, load_executor
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import TorchExecutor
 from fly.models import DenseCausal, Llama, load_model, save_model
-from fly.models.compiled import compile_layers
+from fly.models.compiled import CompiledLayers
+from fly.models.llama import Through, in_turn
 from fly.models.loading import Loading
 from tests.toys import random_llama
 
@@ -32,10 +33,9 @@ def matrices(model: Llama) -> dict[str, nn.Linear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
 
 
-def hidden(model: Llama) -> torch.Tensor:
+def logits(model: Llama, through: Through = in_turn) -> torch.Tensor:
     with torch.inference_mode():
-        out = model(torch.arange(6), torch.arange(6), DenseCausal(1, 6))
-        return model.logits(out)
+        return model.logits(model(torch.arange(6), torch.arange(6), DenseCausal(1, 6), through=through))
 
 
 @needs_torchao
@@ -55,23 +55,22 @@ def test_matrices_are_rounded_to_the_nearest_step(tmp_path: Path, tied: bool) ->
         assert ((weight.dequantize() - original).abs() <= step / 2 + 1e-6).all(), name
     assert torch.equal(model.embed_tokens.weight, exact.embed_tokens.weight)
     copied = rounded(exact)
-    assert torch.equal(hidden(copied), hidden(model)) and type(exact.layers[0].mlp.down_proj.weight) is nn.Parameter
+    assert torch.equal(logits(copied), logits(model)) and type(exact.layers[0].mlp.down_proj.weight) is nn.Parameter
 
 
 @needs_torchao
 def test_values_are_those_of_the_rounded_weights(tmp_path: Path) -> None:
     """One by one and compiled."""
     model, twin = rounded(Loading(save(tmp_path))), load_model(tmp_path)
-    exact = hidden(twin)
+    exact = logits(twin)
     for name, linear in matrices(twin).items():
         weight: Any = matrices(model)[name].weight
         linear.weight = nn.Parameter(weight.dequantize(), requires_grad=False)
-    expected = hidden(twin)
-    torch.testing.assert_close(hidden(model), expected, atol=1e-4, rtol=0)
+    expected = logits(twin)
+    torch.testing.assert_close(logits(model), expected, atol=1e-4, rtol=0)
     assert 1e-3 < (exact - expected).abs().max() < 1.0
     torch._dynamo.reset()
-    compile_layers(model, backend="aot_eager")
-    torch.testing.assert_close(hidden(model), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(logits(model, CompiledLayers(backend="aot_eager")), expected, atol=1e-4, rtol=0)
 
 
 @needs_torchao
@@ -95,7 +94,7 @@ def test_an_engine_says_the_same_on_rounded_weights(tmp_path: Path) -> None:
     params = fly.SamplingParams(temperature=0.0, max_tokens=12, ignore_eos=True)
     texts = []
     for draft in (None, "ngram"):
-        llm = fly.LLM(TorchExecutor(llama, kernels=INT8), draft, cache_tokens=256)
+        llm = fly.LLM(TorchExecutor(llama), draft, cache_tokens=256)
         texts.append(llm.generate([[1, 2, 3, 1, 2]], params)[0].token_ids)
     assert texts[0] == texts[1] and llm.engine.runner.executor.weight_bytes == 1
 

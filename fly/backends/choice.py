@@ -53,7 +53,7 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     if narrow:
         if not isinstance(decoder, Llama):
             raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
-        return TorchExecutor(rounded(model), kernels=INT8)
+        return _on_torch(rounded(model))
     if variant != TORCH:
         if model.device.type != "cpu":
             reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"

@@ -37,11 +37,13 @@ def rounded(model: Llama | Loading) -> Llama:
     loaded one it is a copy.
     """
     if isinstance(model, Loading):
-        return model.whole(_round)
-    model = deepcopy(model)
-    for module in (*model.layers, *([] if model.config.tie_word_embeddings else [model.lm_head])):
-        _round(module)
-    return model
+        made = model.whole(_round)
+    else:
+        made = deepcopy(model)
+        for module in (*made.layers, *([] if made.config.tie_word_embeddings else [made.lm_head])):
+            _round(module)
+    made.rounded = True
+    return made
 
 
 def _round(module: nn.Module) -> None:

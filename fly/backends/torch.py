@@ -39,10 +39,12 @@ class Model(Protocol):
 
 class TorchExecutor(Executor):
     """Runs ``model`` operation by operation, through all layers or those numbered in ``layers`` only (which takes a
-    model whose forward has a parameter of that name). ``kernels`` says what its matrices are (``INT8``: rounded)."""
+    model whose forward has a parameter of that name)."""
 
-    def __init__(self, model: Model, layers: abc.Sequence[int] | None = None, kernels: str = Executor.kernels) -> None:
-        self.model, self.kernels = model, kernels
+    def __init__(self, model: Model, layers: abc.Sequence[int] | None = None) -> None:
+        self.model = model
+        if isinstance(model, Llama) and model.rounded:
+            self.kernels = INT8
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self._options = {} if layers is None else {"layers": layers}
 
@@ -67,4 +69,4 @@ class TorchExecutor(Executor):
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         if not isinstance(self.model, Llama):
             return super().with_layers(layers)
-        return type(self)(self.model, layers, self.kernels)
+        return type(self)(self.model, layers)

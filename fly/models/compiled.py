@@ -15,24 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.models.llama import KV, Layer, Llama, Norm
+from fly.models.llama import KV, Layer, Norm
 
-__all__ = ["CompiledLayers", "compile_layers"]
+__all__ = ["CompiledLayers"]
 
 _SHAPES = 256  # numbers of tokens that may come, each compiled by itself
-
-
-def compile_layers(model: Llama, **options: Any) -> None:
-    """Have the layers of ``model`` run as ``torch.compile`` makes of them, from now on. Values are the same but for
-    rounding; what they are rounded to is not the same for all numbers of tokens.
-
-    Each number of tokens is compiled when it first comes, which takes seconds; layers of one kind share what was
-    compiled. ``options`` go to ``torch.compile`` (``mode="max-autotune-no-cudagraphs"``, ``backend="eager"``).
-
-    What the model has of hooks on its matrices is part of the graphs, so they must be such as can be traced; a layer's
-    own are not called.
-    """
-    model.through = CompiledLayers(**options)
 
 
 def _first(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -52,9 +39,17 @@ def _last(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor
 
 class CompiledLayers:
     """Layers run by three compiled functions: up to the first attention, from each to the next, and after the last. It
-    is a ``fly.models.llama.Through``.
+    is a ``fly.models.llama.Through``: ``model(tokens, positions, kv, through=CompiledLayers())``.
 
-    A graph break is an error (``fullgraph``), so nothing ever runs half compiled.
+    Values are the same but for rounding. Each number of tokens is compiled when it first comes, which takes seconds; so
+    it is for what comes again and again, such as the sizes of CUDA graphs, not for prompts of any length. Layers of one
+    kind share what was compiled. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
+
+    What the model has of hooks on its matrices is part of the graphs, so they must be such as can be traced (sums over
+    ranks are); a layer's own are not called.
+
+    Args:
+        options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.
     """
 
     def __init__(self, **options: Any) -> None:

@@ -253,12 +253,9 @@ def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
 
 
 class Llama(nn.Module):
-    """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``.
+    """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``."""
 
-    ``through`` is how its layers are run: ``fly.models.compiled`` has another way, of the same values.
-    """
-
-    through: Through
+    rounded = False  # whether its matrices are int8 weights (fly.backends.int8)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -269,7 +266,6 @@ class Llama(nn.Module):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
-        self.through = in_turn
         self._rotary: list[tuple[Tensor, Tensor]] = []
 
     @property
@@ -293,9 +289,17 @@ class Llama(nn.Module):
             self._rotary = found
         return found
 
-    def forward(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+    def forward(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        kv: KV,
+        layers: Sequence[int] | None = None,
+        through: Through = in_turn,
+    ) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
-        layers or those numbered in ``layers`` only.
+        layers or those numbered in ``layers`` only. ``through`` takes them there: ``fly.models.compiled`` has another
+        way, of the same values.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
@@ -304,7 +308,7 @@ class Llama(nn.Module):
         if self.config.traits.scaled_embedding:
             x_TC = x_TC * embedding_scale(self.config, self.dtype)
         chosen: Any = self.layers if layers is None else [self.layers[number] for number in layers]
-        return self.through(chosen, self.norm, x_TC, rotary, kv)
+        return through(chosen, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""

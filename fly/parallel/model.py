@@ -20,7 +20,7 @@ from fly.backends import load_executor
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
-from fly.backends.int8 import INT8, rounded, rounds
+from fly.backends.int8 import rounded, rounds
 from fly.backends.torch import TorchExecutor
 from fly.executor import Executor
 from fly.models import Llama, LlamaConfig
@@ -74,7 +74,7 @@ def load(
     model = ranks.together(read, f"loading {name}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
     if rounds(kernels, model.device):
-        return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits), kernels=INT8)
+        return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
     variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
