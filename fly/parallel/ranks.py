@@ -34,6 +34,8 @@ __all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_her
 Share = TypeVar("Share")
 _FOREVER = timedelta(days=365)  # a server may be idle for long; the watch notices what a timeout would
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of one tensor into one; where torch has the newer name, the older one warns.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
 _ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as an int64
 _LONGEST = 1 << 14  # tokens of a forward that a checksum has factors for from the start
 
@@ -121,7 +123,7 @@ class Ranks:
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, ...]: the ``x`` of every rank, all of one shape."""
         found = x.new_empty(self.size, *x.shape)
-        self._run(dist.all_gather_into_tensor, found, x.contiguous().unsqueeze(0))
+        self._run(_all_gather, found, x.contiguous().unsqueeze(0))
         return found
 
     def join(self, x: Tensor) -> Tensor:
