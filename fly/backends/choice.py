@@ -19,6 +19,7 @@ from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
+from fly.errors import short
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
@@ -119,6 +120,8 @@ def load(
     if isinstance(model, Executor):
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):
+        if not isinstance(model, Model):
+            raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
     checkpoint.limit(context)

@@ -6,7 +6,7 @@ Shape legend: T packed tokens, N places, C hidden width, V vocabulary.
 from __future__ import annotations
 
 from collections import abc
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from fly.models.config import LlamaConfig
 __all__ = ["Model", "TorchExecutor"]
 
 
+@runtime_checkable
 class Model(Protocol):
     """What can be run: ``fly.models.Llama`` is one."""
 
