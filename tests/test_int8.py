@@ -14,10 +14,11 @@ import fly
 from fly.backends import int8, load_executor
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import TorchExecutor
-from fly.models import DenseCausal, Llama, load_model, save_model
+from fly.models import DenseCausal, Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Through, in_turn
 from fly.models.loading import Loading
+from fly.parallel import LLAMA, Part, Rule
 from tests.toys import random_llama
 
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
@@ -71,6 +72,23 @@ def test_values_are_those_of_the_rounded_weights(tmp_path: Path) -> None:
     assert 1e-3 < (exact - expected).abs().max() < 1.0
     torch._dynamo.reset()
     torch.testing.assert_close(logits(model, CompiledLayers(backend="aot_eager")), expected, atol=1e-4, rtol=0)
+
+
+@needs_torchao
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_ranks_part_is_rounded_as_it_is(tmp_path: Path, rank: int) -> None:
+    save(tmp_path)
+
+    def part(config: LlamaConfig) -> Part:
+        return Part(config, rank, 2, LLAMA[1:] + (Rule(LLAMA[0].names, "replicate"),))  # 37 tokens do not divide
+
+    exact, model = load_model(tmp_path, part=part), rounded(Loading(tmp_path, part=part))
+    for name, linear in matrices(model).items():
+        weight: Any = linear.weight
+        original = matrices(exact)[name].weight
+        step = original.abs().amax(1, keepdim=True) / 127
+        assert weight.qdata.dtype == torch.int8
+        assert ((weight.dequantize() - original).abs() <= step / 2 + 1e-6).all(), name
 
 
 @needs_torchao
