@@ -90,7 +90,8 @@ class LLM(Calls):
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
             (``fly.backends.cpu.chosen``). Holds for a draft path too that does not say otherwise, as
             ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
-            puts it on compiled kernels).
+            puts it on compiled kernels). On other devices ``"int8"`` has torchao round the weights, layer by layer as
+            they are loaded (``fly.backends.int8``).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls in the same order, and gets the same answers; or the first ``lead``s, and the
             others ``follow``.

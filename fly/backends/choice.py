@@ -15,6 +15,7 @@ from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_no
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
+from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
@@ -22,7 +23,7 @@ from fly.errors import short
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
-from fly.models.loading import Loading
+from fly.models.loading import Loading, resolve_device
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
 __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
@@ -30,26 +31,33 @@ __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
 _log = logging.getLogger("fly")
+_AWAY = ["auto", TORCH, "int8"]  # the kernels of other devices
 
 
 def executor_of(model: Any, kernels: str = "auto") -> Executor:
     """What runs ``model`` by the kernels that ``kernels`` stands for (``fly.backends.cpu.chosen``): an executor as it
-    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch.
+    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
+    the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``).
 
     ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. On the
     CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
-    variant = chosen(kernels)
+    narrow = rounds(kernels, model.device)
+    variant = INT8 if narrow else chosen(kernels)
     if isinstance(model, Executor):
         if kernels != "auto" and variant != model.kernels:
             raise ValueError(f"kernels {kernels!r}: this model was loaded for {model.kernels!r}")
         return model
     decoder: Any = model.model if isinstance(model, Loading) else model
+    if narrow:
+        if not isinstance(decoder, Llama):
+            raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
+        return _on_torch(rounded(model))
     if variant != TORCH:
         if model.device.type != "cpu":
-            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}"
+            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"
         else:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
@@ -87,7 +95,8 @@ def load_executor(
     kernels: str = "auto",
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
-    chosen(kernels)  # what is wrong with them is said before anything is read
+    if not rounds(kernels, resolve_device(device)):
+        chosen(kernels)  # what is wrong with them is said before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from fly.backends.int8 import INT8
 from fly.executor import Batch, Executor, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
@@ -43,8 +44,14 @@ class TorchExecutor(Executor):
 
     def __init__(self, model: Model, layers: abc.Sequence[int] | None = None) -> None:
         self.model = model
+        if isinstance(model, Llama) and model.rounded:
+            self.kernels = INT8
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self._options = {} if layers is None else {"layers": layers}
+
+    @property
+    def weight_bytes(self) -> int:
+        return 1 if self.kernels == INT8 else super().weight_bytes
 
     @property
     def model_name(self) -> str:
