@@ -47,7 +47,7 @@ class Line:
         self.slope = max((weight * xy - x * y) / spread, 0.0) if spread > 0 else 0.0
         self.start = (y - self.slope * x) / weight
         if self.start < 0:
-            self.start, self.slope = 0.0, max(xy / xx, 0.0)
+            self.start, self.slope = 0.0, max(xy / xx, 0.0) if xx else 0.0
 
 
 class Rates:
