@@ -32,6 +32,7 @@ from fly.policies import (
     Fuzzy,
     LogMargin,
     Mentored,
+    Regret,
     Relaxed,
     RelaxedTopN,
     Thresholds,
@@ -54,6 +55,7 @@ POLICIES: list[AcceptancePolicy] = [
     *(Cascade(), Cascade("chow", 0.4), Cascade("diff", 0.6)),
     *(Cactus(), Cactus(0.01), Mentored(), Mentored(1.0)),
     *(Exact() | LogMargin(), Exact() | LogMargin(1.5), Exact() | TopRatio(), Exact() | TopRatio(0.3)),
+    *(Exact() | Regret(), Exact() | Regret(1.5, 0), Exact() | Regret(3.0, 1), Exact() | Regret(8.0, 2)),
 ]
 
 
@@ -322,6 +324,10 @@ def excused(policy: AcceptancePolicy, row: Row, j: int) -> bool:
     match policy.condition:
         case LogMargin(tau=tau):
             return over(tau, z[best] - z[x])
+        case Regret(nats=nats, window=window):
+            own = [max(row.logits[i]) for i in range(j, len(row.tokens))][: window + 1]
+            said = [row.logits[i][row.tokens[i]] for i in range(j, len(row.tokens))][: window + 1]
+            return len(said) == window + 1 and not over(sum(own) - sum(said), nats)
         case TopRatio(theta=theta):
             second = sorted(z)[-2]
             return x == best or (z[x] >= second and z[best] > 0 and over(z[x], theta * z[best]))
@@ -664,9 +670,9 @@ def test_accept_probs_are_monotone_in_the_parameters_that_say_so(policy):
             assert bool((less.accept_probs(target, draft) <= more.accept_probs(target, draft) + 1e-6).all())
 
 
-@pytest.mark.parametrize(("gate", "name"), [(LogMargin, "tau"), (TopRatio, "theta")])
+@pytest.mark.parametrize(("gate", "name"), [(LogMargin, "tau"), (Regret, "nats"), (TopRatio, "theta")])
 def test_gates_open_wider_with_their_parameter(gate, name):
-    direction = {"tau": 1, "theta": -1}[name]
+    direction = {"tau": 1, "nats": 1, "theta": -1}[name]
     target, draft, noise = tensors(random_rows(random.Random(1), "positive", False, [5] * 20, 4))
     accepted = [verify(Exact() | gate(value), target, draft, noise).accepted_B for value in (0.1, 0.4, 0.8, 1.0)]
     for less, more in itertools.pairwise(accepted[::direction]):
@@ -692,6 +698,7 @@ def bad(make: Callable[..., Any], *cases: tuple[str, object]) -> list[Any]:
         *bad(Cactus, ("delta", -0.25)),
         *bad(Mentored, ("budget", -0.25), ("budget", math.nan)),
         *bad(LogMargin, ("tau", -0.3)),
+        *bad(Regret, ("nats", -1), ("nats", math.inf), ("window", -1), ("window", 1.5)),
         *bad(TopRatio, ("theta", 1.3)),
     ],
 )
@@ -709,7 +716,7 @@ def test_catalogue_lists_every_rule_once():
     assert len(set(names)) == len(names)
     assert names == [
         *("sample", "block", "slack", "ears", "thresholds", "typical", "topn", "bild"),
-        *("fuzzy", "cascade", "cactus", "mentored", "margin", "mars"),
+        *("fuzzy", "cascade", "cactus", "mentored", "margin", "regret", "mars"),
     ]
     for rule in made:
         hash(rule)

@@ -11,7 +11,7 @@ from fly.policies.base import (
 )
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Room
 from fly.policies.formulas import drafted, gate_distribution, gate_probs, matches, possible, raw_log_probs
-from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
+from fly.policies.gates import BiLD, Fuzzy, LogMargin, Regret, RelaxedTopN, TopRatio, Typical
 from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
 from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.registry import (
@@ -56,6 +56,7 @@ __all__ = [
     "NatsBudget",
     "Phase",
     "PolicyField",
+    "Regret",
     "Relaxed",
     "RelaxedTopN",
     "Room",

@@ -6,22 +6,24 @@ Shape legend: B rows, K longest draft, V vocabulary, N any leading shape. Positi
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
-from fly.expressions import Amount, Checked, Share
+from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import entropy, jensen_shannon, kl, pick, top, total_variation
 from fly.policies.base import AcceptancePolicy
 from fly.policies.conditions import Block, Condition
 from fly.policies.formulas import binary, drafted, gate_distribution, gate_probs, matches, possible
 from fly.types import Draft, Target
 
-__all__ = ["BiLD", "Fuzzy", "LogMargin", "RelaxedTopN", "TopRatio", "Typical"]
+__all__ = ["BiLD", "Fuzzy", "LogMargin", "Regret", "RelaxedTopN", "TopRatio", "Typical"]
 
 
 class _Gate(AcceptancePolicy, Checked):
@@ -145,6 +147,32 @@ class LogMargin(Condition, Checked):
         logits_BKV = block.target.logits_BKV[:, :-1]
         peak_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1])
         return peak_BK - pick(logits_BKV, block.draft.tokens_BK) < self.tau
+
+
+@dataclass(frozen=True)
+class Regret(Condition, Checked):
+    """The draft costs little from the mismatch to the end of a window: the ``window`` tokens after it were drafted, and
+    the logits of all of them lie, in sum, at most ``nats`` below those of the target's own choices.
+
+    A rule of our own (docs/results). A margin asks of one token how much the target would rather have said another,
+    a window asks whether it agrees with what follows; this asks both at once, in one currency: ln of how much likelier
+    the target finds its own choice at each place than the draft. So a window may hold a second small mismatch, and a
+    token that the target nearly said needs less agreement after it than one that it did not think of. On the raw
+    logits; a banned token never passes.
+    """
+
+    name: ClassVar[str] = "regret"
+    nats: Amount = 2.3
+    window: Count = 4
+
+    def evaluate(self, block: Block) -> Tensor:
+        logits_BKV = block.target.logits_BKV[:, :-1]
+        regret_BK = pick(logits_BKV, block.target.argmax_BK[:, :-1]) - pick(logits_BKV, block.draft.tokens_BK)
+        longest = regret_BK.shape[1]
+        at_K = torch.arange(longest, device=regret_BK.device)
+        regret_BK = regret_BK.masked_fill(at_K >= block.draft.lengths_B.unsqueeze(1), math.inf)
+        padded_BJ = torch.nn.functional.pad(regret_BK, (0, self.window), value=math.inf)
+        return padded_BJ.unfold(1, self.window + 1, 1).sum(-1) <= self.nats
 
 
 @dataclass(frozen=True)

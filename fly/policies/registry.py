@@ -18,7 +18,7 @@ from pydantic import BeforeValidator, InstanceOf, PlainSerializer, ValidationInf
 from fly.expressions import CLASS_PATH, Registry, Source, Text, check_types
 from fly.policies.base import AcceptancePolicy, Relaxed
 from fly.policies.conditions import AgreeingWindow, All, AnyOf, Condition, ControlToken, EntropyGate, Not, Room
-from fly.policies.gates import BiLD, Fuzzy, LogMargin, RelaxedTopN, TopRatio, Typical
+from fly.policies.gates import BiLD, Fuzzy, LogMargin, Regret, RelaxedTopN, TopRatio, Typical
 from fly.policies.loosened import AdditiveSlack, Cactus, Cascade, Ears, Mentored, Thresholds
 from fly.policies.lossless import BlockVerification, ExactSample
 from fly.policies.rules import Exact, FLy, LossySampling
@@ -52,7 +52,7 @@ CATALOGUE: tuple[type[AcceptancePolicy], ...] = (
     *(ExactSample, BlockVerification, AdditiveSlack, Ears, Thresholds, Typical),
     *(RelaxedTopN, BiLD, Fuzzy, Cascade, Cactus, Mentored),
 )
-GATES: tuple[type[Condition], ...] = (LogMargin, TopRatio)
+GATES: tuple[type[Condition], ...] = (LogMargin, Regret, TopRatio)
 _OURS: tuple[type[Rule], ...] = (
     *(Exact, LossySampling, FLy),
     *(EntropyGate, AgreeingWindow, Room, ControlToken),
