@@ -29,6 +29,7 @@ def save_lines(
     y: str,
     lines: Mapping[str, Sequence[tuple[float, float]]],
     log_x: bool = False,
+    low: float | None = 0,
 ) -> None:
     """Draw named lines of (x, y) points."""
     from matplotlib.figure import Figure
@@ -41,7 +42,7 @@ def save_lines(
         ticks = sorted({point[0] for points in lines.values() for point in points})
         axes.set_xscale("log", base=2)
         axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    axes.set(title=title, xlabel=x, ylabel=y, ylim=(0, None))
+    axes.set(title=title, xlabel=x, ylabel=y, ylim=(low, None))
     axes.title.set_fontsize(9)
     axes.grid(alpha=0.3)
     axes.legend()

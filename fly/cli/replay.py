@@ -13,7 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fly.cli.options import Json
+from fly.bench.plot import check_plot, save_lines
+from fly.cli.options import Json, output
 from fly.cli.run import alone
 from fly.cli.show import console, note, print_named, ratio, table, write_json
 from fly.eval.beside import Beside, beside
@@ -25,8 +26,9 @@ from fly.policies import parse_policy
 _LEGEND = (
     "τ: tokens a round, with an interval over problems. It is right up to the end of each recorded block; where the "
     "next begins, and what it holds, is taken from the text of exact decoding (beyond: share of tokens that stood "
-    "there within a block). by block: the mean over the recorded blocks as they are. speed: over autoregression, "
-    "deciding free: τ / (K̄·c + v)."
+    "there within a block). by block: the mean over the recorded blocks as they are. nats: what relaxed tokens cost in "
+    "a thousand tokens, each -ln of the target's probability of it. speed: over autoregression, deciding free: "
+    "τ / (K̄·c + v)."
 )
 
 
@@ -60,11 +62,17 @@ def replay(
         typer.Option("--verify-cost", min=1, help="The same of a verification as recorded. [default: measured]"),
     ] = None,
     cases: Annotated[int, typer.Option(min=0, help="Relaxed tokens of each rule to show.")] = 0,
+    plot: Annotated[
+        Path | None,
+        output(help="Write a plot of speed by nats, a line a rule (png, svg or pdf); of several tasks NAME-TASK.png."),
+    ] = None,
     json_: Json = None,
 ) -> None:
     """Try any rule on recorded blocks: tokens a round, what is relaxed, and how fast that would be."""
     if not (policy or measured):
         raise ValueError("nothing to replay: give rules (--policy TEXT, several), or a run to compare with (--beside)")
+    if plot is not None:
+        check_plot(plot)
     if (c is None) != (v is None):
         raise ValueError("--draft-cost and --verify-cost belong together")
     costs = None if c is None or v is None else Costs(c, v)
@@ -75,6 +83,8 @@ def replay(
         for (task, way), blocks in known.items() if rules else ():
             found, refused = _replayed(blocks, rules, k or [None], confidence or [0.0], reach or [0.0], cases)
             _show(f"{run} · {task} · {way}", blocks, found, refused)
+            if plot is not None and found:
+                _plot(plot if len(known) == 1 else plot.with_stem(f"{plot.stem}-{task}"), f"{task}, {way}", found)
             record += [{"run": str(run), "task": task, "way": way, **_plain(each)} for each in found]
         if measured is not None:
             compared, left_out = beside(known, measured)
@@ -141,6 +151,7 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
         "by block": lambda each: f"{each.blocks:.2f}",
         "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
         "relaxed": lambda each: f"{each.relaxed:.1%}",
+        "nats": lambda each: f"{each.nats:.1f}",
         "beyond": lambda each: f"{each.beyond:.1%}",
         "drafted": lambda each: f"{each.drafted:.1f}",
         "speed": lambda each: ratio(each.speed),
@@ -164,6 +175,16 @@ def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -
             shown = Text.assemble((f"  {token.problem} +{token.place}: ", "dim"), before, (own, "bold red"))
             shown.append(f"  [{texts[token.choice]!r}, {token.nats:.2f} nats]", "dim")
             console.print(shown, soft_wrap=True, highlight=False)
+
+
+def _plot(path: Path, title: str, found: list[Replay]) -> None:
+    """Speed by what relaxed tokens cost: a line a rule, through its draft lengths and stops."""
+    lines: dict[str, list[tuple[float, float]]] = {}
+    for each in found:
+        if each.speed is not None:
+            lines.setdefault(str(each.policy), []).append((each.nats, each.speed))
+    sorted_lines = {rule: sorted(points) for rule, points in lines.items()}
+    save_lines(path, title, "nats of relaxed tokens in a thousand", "speed over autoregression", sorted_lines, low=None)
 
 
 def _stood(place: int) -> Callable[[Replay], str]:

@@ -70,6 +70,7 @@ class Replay:
         exact: tokens a round that exact speculation gave in the run.
         drafted: tokens a round.
         relaxed: share of tokens.
+        nats: what relaxed tokens cost in a thousand tokens, each -ln of the target's probability of it.
         beyond: share of tokens that stood beyond the end of what was recorded after a relaxed one.
         curve: for each place of a draft, the share of the drafts that were that long in which it stood,
         excused: and in which it was relaxed.
@@ -88,6 +89,7 @@ class Replay:
     exact: float
     drafted: float
     relaxed: float
+    nats: float
     beyond: float
     curve: list[float]
     excused: list[float]
@@ -350,6 +352,7 @@ class Blocks:
             sum(self.exact[0]) / max(sum(self.exact[1]), 1),
             drafted,
             int(relaxed_C.sum()) / max(emitted, 1),
+            1000 * float(nats_C.sum()) / max(emitted, 1),
             beyond / max(emitted, 1),
             (stood_K / drafts_K.clamp_min(1)).tolist(),
             (excused_K / drafts_K.clamp_min(1)).tolist(),
