@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 from fly.cache import BlockAllocator
-from fly.executor import DraftSpec, Executor, Spent
+from fly.executor import Drafted, DraftSpec, Executor, Spent
+from fly.models.config import LlamaConfig
 from fly.models.tokenizer import Tokenizer
 from fly.request import Sequence
-from fly.runner import Runner
+from fly.runner import Drafter, Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "pad", "pad_trees", "until_end"]
+__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "drafted_of", "pad", "pad_trees", "until_end"]
 
 
 class Loaded(NamedTuple):
@@ -39,7 +40,7 @@ class Continuation(NamedTuple):
     is not sure enough: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what ``spec.lookup``
     copies."""
 
-    runner: Runner | None
+    runner: Drafter | None
     most: list[int]  # tokens a round, of each row
     spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
@@ -64,6 +65,7 @@ class DraftStrategy(ABC):
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
+    made_for: LlamaConfig | None = None  # sizes of the only targets that it can draft for; None: any of its vocabulary
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def parts(self) -> list[DraftStrategy]:
@@ -210,6 +212,22 @@ class Wrapper(DraftStrategy):
     def reserve(self, tokens: int) -> None:
         for member in self.members:
             member.reserve(tokens)
+
+
+def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
+    """What was drafted for those of ``rows`` that are ``active``, and nothing for the others."""
+    drafted: list[list[int]] = [[] for _ in range(rows)]
+    for b, tokens in zip(active, found.tokens):
+        drafted[b] = tokens
+    proposal, probs_AKV = Draft.of(drafted), found.probs_BKV
+    if probs_AKV is None:
+        return proposal
+    probs_AKV = probs_AKV[:, : proposal.tokens_BK.shape[1]]
+    if len(active) < rows:
+        probs_BKV = probs_AKV.new_zeros(rows, *probs_AKV.shape[1:])
+        probs_BKV[active] = probs_AKV
+        probs_AKV = probs_BKV
+    return Draft(proposal.tokens_BK, proposal.lengths_B, probs_AKV)
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:

@@ -19,11 +19,11 @@ from torch import Tensor
 from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.constraints import constrains
-from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, drafted_of, pad, until_end
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
-from fly.executor import Batch, DraftSpec, Executor, Scores, Wrapped
+from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import Stream, derive, draw, entropy, uniforms
 from fly.policies import AcceptancePolicy, Exact
@@ -33,7 +33,7 @@ from fly.sampling import BatchSampling
 from fly.types import Draft, Guarantee
 from fly.vocabulary import Vocabulary
 
-__all__ = ["CascadeDraft", "SingleDraft"]
+__all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
 class SingleDraft(DraftStrategy):
@@ -112,6 +112,8 @@ class SingleDraft(DraftStrategy):
             self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
 
     def _take(self, loaded: Loaded) -> None:
+        if isinstance(loaded.executor, Head):
+            raise ValueError(f"{str(self.model)!r} is a draft head, not a model by itself; write eagle3({self.model})")
         self._loaded, self.tokenizer = loaded, self.tokenizer or loaded.tokenizer
         self.vocab_size = loaded.executor.config.vocab_size
         self.context = loaded.executor.config.max_position_embeddings
@@ -267,7 +269,7 @@ class SingleDraft(DraftStrategy):
         no room for it."""
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
-        sampling, seeds = None, [_seed(row) for row in going]
+        sampling, seeds = None, [seed_of(row) for row in going]
         if not all(row.greedy for row in rows):
             sampling = BatchSampling.of([row.params for row in going])
         try:
@@ -277,23 +279,12 @@ class SingleDraft(DraftStrategy):
         if found is None:
             self._one_call = False
             return None
-        drafted: list[list[int]] = [[] for _ in rows]
-        for b, tokens in zip(active, found.tokens):
-            drafted[b] = tokens
-        proposal, probs_AKV = Draft.of(drafted), found.probs_BKV
-        if probs_AKV is None:
-            return proposal
-        probs_AKV = probs_AKV[:, : proposal.tokens_BK.shape[1]]
-        if len(active) < len(rows):
-            probs_BKV = probs_AKV.new_zeros(len(rows), *probs_AKV.shape[1:])
-            probs_BKV[active] = probs_AKV
-            probs_AKV = probs_BKV
-        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_AKV)
+        return drafted_of(len(rows), active, found)
 
     def _step_by_step(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
         """The proposal by one forward after the other, each verifying what the level below proposes, if there is
         one."""
-        scratch = [row.fork(self.policy, _seed(row)) for row in rows]
+        scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
         probs: list[list[Tensor]] = [[] for _ in rows]  # per row, the distribution [V] of each of its tokens
@@ -384,7 +375,7 @@ class SingleDraft(DraftStrategy):
         return sure
 
 
-def _seed(row: Sequence) -> int:
+def seed_of(row: Sequence) -> int:
     """Of what is drawn for a row in this round."""
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
@@ -398,8 +389,9 @@ class _Restricted(Wrapped):
         self._banned_V = torch.ones(inner.config.vocab_size, dtype=torch.bool, device=inner.device)
         self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=inner.device)] = False
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
-        return Scores(self.inner.score(batch, places).logits_NV.masked_fill(self._banned_V, -torch.inf))
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        found = self.inner.score(batch, places, states)
+        return Scores(found.logits_NV.masked_fill(self._banned_V, -torch.inf), states_TF=found.states_TF)
 
 
 class CascadeDraft(Wrapper):

@@ -25,11 +25,11 @@ struct Packed {
 
     void clear() { batch.rows = batch.tokens = 0; }
 
-    // The tokens ``from`` to ``to`` of row ``b``.
-    void add(int b, const int64_t* text, int from, int to) {
+    // The tokens ``from`` to ``to`` of row ``b``, of which those before ``first`` are not held.
+    void add(int b, const int64_t* text, int from, int to, int first = 0) {
         const int i = batch.rows++;
-        row[i] = b, start[i] = from, count[i] = to - from, table_at[i] = all_tables[b];
-        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at;
+        row[i] = b, start[i] = from - first, count[i] = to - from, table_at[i] = all_tables[b];
+        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at - first;
     }
 };
 
@@ -39,6 +39,7 @@ struct Play {
     Model *target, *drafter;
     Lookup* lookup;
     int rows, vocab, k, new_tokens, stops;
+    const long state_bytes;  // of a draft head: the target's hidden states of a token
     Arena arena;
     Packed scored, draft;
     int32_t *limit, *drafts, *proposed, *stop_at, *choice;  // drafts of each row, limit and proposed of each drafted for
@@ -46,19 +47,30 @@ struct Play {
     float* coins;
     Sampling* drawing;
     const int32_t** texts;
+    // Of a draft head: what a forward is given of hidden states, and where those of each row's tokens lie that it has not
+    // stored.
+    char* given;
+    const char** states;
     int32_t longest;  // tokens that a row of this round drafts
 
     Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late)
         : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
           new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
-          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 8L + sizeof(Sampling)) +
-                stops * 8L + new_tokens * (8 + 4 + 4L) + 10 * 64),
+          state_bytes(who ? who->shape.features * (who->shape.hidden == FLOAT32 ? 4L : 2L) : 0),
+          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 2 * 8L + sizeof(Sampling)) +
+                stops * 8L + new_tokens * (8 + 4 + 4L) + late * state_bytes + 12 * 64),
           scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late) {
         limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
         proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
         stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
         choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
         drawing = arena.take<Sampling>(rows), texts = arena.take<const int32_t*>(rows);
+        given = arena.take<char>(late * state_bytes), states = arena.take<const char*>(rows);
+        const char* from = (const char*)it->given;
+        for (int b = 0; state_bytes && b < rows; b++) {
+            states[b] = from;
+            from += (it->going[b].length - it->going[b].draft_start) * state_bytes;
+        }
     }
 
     // Whether ``token`` ends row ``b``.
@@ -83,7 +95,9 @@ struct Play {
             if (most <= 0) continue;
             if (drafter) {
                 const int i = draft.batch.rows;
-                draft.add(b, row.text, row.draft_start, row.length);
+                const long known = draft.batch.tokens * state_bytes;
+                if (state_bytes) memcpy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
+                draft.add(b, row.text, row.draft_start, row.length, row.first);
                 texts[i] = row.copied;
                 limit[i] = most, longest = most_of(longest, most);
             } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
@@ -111,7 +125,8 @@ struct Play {
             for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
         }
         if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
-                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, &it->sure))
+                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, &it->sure,
+                                        state_bytes ? given : nullptr))
             return error;
         for (int i = 0; i < asked; i++) {
             const int b = draft.row[i], n = drafts[b] = proposed[i];
@@ -119,7 +134,7 @@ struct Play {
             const int64_t* tokens = chain + i * longest;
             // else the drafter was not sure of what comes after the last, and has that stored
             const bool whole = n == limit[i] || (n && ends(b, tokens[n - 1]));
-            row.draft_start = row.length + n - whole;
+            row.draft_start = state_bytes ? row.length : row.length + n - whole;  // a head's own features do not stay
             memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
             memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
         }
@@ -131,7 +146,7 @@ struct Play {
         scored.clear();
         for (int b = 0; b < rows; b++)
             scored.add(b, it->going[b].text, it->going[b].length - 1, it->going[b].length + drafts[b]);
-        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice);
+        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice, it->state, it->states, it->read);
     }
 
     // Whether a clause holds at the mismatch ``n``, where the largest logits are ``top`` and all of them have that
@@ -244,6 +259,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             i += drafted;
             it->drafted_count[place] = play.drafts[b];
             memcpy(it->choice + place * (it->k + 1), play.choice + at, (play.drafts[b] + 1) * sizeof(int32_t));
+            if (play.state_bytes) play.states[b] = (const char*)it->read + at * play.state_bytes;
             const float* logits = it->logits + (long)at * play.vocab;
             const int n = it->accepted[place] = play.verify(b, logits, play.choice + at, distributions);
             if (n >= 0) row.text[row.length + n] = it->following[place];

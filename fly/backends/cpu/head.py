@@ -1,0 +1,150 @@
+"""A draft head on compiled kernels: whole chains in one call, and whole rounds beside its target. Trees go level by
+level through another executor of it, over the same cache.
+
+Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from array import array
+from collections import abc
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.library import CBatch, Shape, chosen, load, number
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights
+from fly.cache import PagedKVCache
+from fly.executor import Batch, Drafted, DraftSpec, Head
+from fly.models.eagle import Eagle3Head, HeadLayer
+from fly.models.llama import rotary_tables
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+
+__all__ = ["CpuHead", "PackedHead", "head_refusal"]
+
+
+def head_refusal(head: Eagle3Head) -> str | None:
+    """Why there is no compiled code for ``head``; None where there is."""
+    config, layer = head.config, head.config.layer
+    if head.device.type != "cpu":
+        return f"compiled kernels run on the CPU, not on {head.device}"
+    if head.dtype not in TYPES:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in TYPES]}, not {head.dtype}"
+    if layer.hidden_size % 32:
+        return f"compiled kernels take heads of a multiple of 32 values, not {layer.hidden_size}"
+    if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]:
+        return f"there is no compiled code for {flags}"
+    return None
+
+
+class PackedHead(PackedLlama):
+    """The function of a loaded head, its weights packed for one kind of processor (``PackedLlama``)."""
+
+    def __init__(self, head: Eagle3Head, variant: str) -> None:
+        config = self.config = head.config.layer
+        self.dtype, self.device, self.kernels = head.dtype, torch.device("cpu"), chosen(variant)
+        self._narrow, self.weight_bytes, self.library = "", head.dtype.itemsize, load()
+        self.vocab = head.config.draft_vocab_size
+        assert head.embed_tokens is not None
+        self._embedding = head.embed_tokens.weight.detach().contiguous()
+        kind = TYPES[self.dtype]
+        shape = Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            1,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            self.vocab,
+            config.max_position_embeddings,
+            kind,
+            kind,
+            0,
+            1,
+            head.fc.in_features,
+            head.config.norm_before_residual,
+            config.rms_norm_eps,
+            config.attention_scale,
+            1.0,
+        )
+        norm, ((cos, sin),) = float_weights(head.norm), rotary_tables(config)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        made = self.library.fly_new(
+            number(variant), ctypes.byref(shape), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            self._embedding.data_ptr(),
+        )  # fmt: skip
+        if not made:
+            raise MemoryError("no memory for a packed head")
+        self.handle = ctypes.c_void_p(made)
+        weakref.finalize(self, self.library.fly_free, self.handle)
+        self._target_U = head.to_target_U.contiguous()
+        self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U.data_ptr())
+        layer = cast(HeadLayer, head.layers[0])
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {0: layer.input_layernorm, 1: layer.post_attention_layernorm, 6: layer.hidden_norm}
+        if attention.normalised:
+            norms |= {4: attention.q_norm, 5: attention.k_norm}
+        kept = {which: float_weights(each) for which, each in norms.items()}
+        pointers = (ctypes.c_void_p * 7)()  # src/fly.h: Norm
+        for which, weights in kept.items():
+            pointers[which] = weights.data_ptr()
+        self.check(self.library.fly_set_layer(self.handle, 0, pointers, attention.window or 0, 0))
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
+        for which, linear in enumerate(linears):
+            self._pack(0, which, linear)
+        self._every_layer = array("i", [0])
+        self._cache: weakref.ref[PagedKVCache] | None = None
+        self._call, self._calls = CBatch(), threading.Lock()
+
+
+class CpuHead(Head):
+    """Runs a draft head, which is packed when its embedding is known; level by level it is ``plain`` that does."""
+
+    own_threads = True
+
+    def __init__(self, head: Eagle3Head, plain: Head, variant: str) -> None:
+        self.head, self.plain, self.kernels = head, plain, variant
+        self.options, self.config = plain.options, plain.config
+        self.device, self.dtype = plain.device, plain.dtype
+        self.to_target_U, self.shares = plain.to_target_U, plain.shares
+        self._packed: PackedHead | None = None
+
+    @property
+    def model_name(self) -> str:
+        return self.plain.model_name
+
+    def share(self, weight_VC: Tensor) -> None:
+        self.plain.share(weight_VC)
+        self._packed = None
+
+    def fuse(self, states_TF: Tensor) -> Tensor:
+        return self.plain.fuse(states_TF)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.plain.step(batch, x_TC, places)
+
+    @property
+    def packed(self) -> PackedHead:
+        """The head as compiled code takes it."""
+        if self._packed is None:
+            self._packed = PackedHead(self.head, self.kernels)
+        return self._packed
+
+    def chains(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted:
+        states_TF = states_TF.to(self.dtype).contiguous()
+        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF.data_ptr())
