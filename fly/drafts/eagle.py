@@ -33,7 +33,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft
 
-__all__ = ["Eagle3Draft"]
+__all__ = ["Eagle3Draft", "embedding_of"]
 
 _BACKLOG = 256  # tokens that a row is behind at most before the head catches up with it
 
@@ -139,7 +139,7 @@ class Eagle3Draft(DraftStrategy):
                 )
         states = target.watch(options.states_of(sizes.num_hidden_layers))
         if head.shares:
-            head.share(_embedding_of(executor))
+            head.share(embedding_of(executor))
         self.vocab_size = sizes.vocab_size
         cache = PagedKVCache.for_model(head, self._cache_tokens, self._block_size)
         self.runner = HeadRunner(head, cache, states, target.share)
@@ -326,7 +326,7 @@ class Eagle3Draft(DraftStrategy):
         return list(zip(frontier, found_NW.tolist(), best_NW.values.tolist()))
 
 
-def _embedding_of(executor: Executor) -> Tensor:
+def embedding_of(executor: Executor) -> Tensor:
     """The embedding [V, C] of a target: its residual stream before the first layer, without the family's scaling.
 
     All tokens are fed to none of its layers, some hundred at a time, over a cache of one page each.

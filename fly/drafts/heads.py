@@ -117,8 +117,9 @@ class HeadRunner:
         return self._reserve(rows, rests, [room - rest.stop for rest, room in zip(rests, rooms)])
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
-        rests = [self._rest(row) for row in rows]
-        return Given(self.states.layers, [self._held[row.id].first for row in rows], self._states_of(rows, rests))
+        first = [self._held[row.id].first for row in rows]
+        rests = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
+        return Given(self.states.layers, first, self._states_of(rows, rests))
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
         self._held[row.id].text = text

@@ -53,7 +53,7 @@ def _read(line: str, where: str) -> Any:
         raise ValueError(f"{where}: not valid JSON ({error})") from error
     if isinstance(value, dict):
         value = value.get("prompt", value.get("messages"))
-    if not (isinstance(value, str) and value or isinstance(value, list) and value):
+    if not isinstance(value, (str, list)) or not value:
         raise ValueError(f"{where}: no prompt: a text, a list of messages, or an object with 'prompt' or 'messages'")
     return value
 
