@@ -45,14 +45,14 @@ or this directory as the draft. It reads the target's hidden states and drafts f
 ## Training
 
 The training-time test of EAGLE-3 (arXiv 2503.01840) over {plan.test_steps} of the head's own steps, each weighted
-{plan.decay:g} of the one before, against the target's distribution: {training.step:,} steps of {plan.batch} answers of up
-to {plan.length} tokens, AdamW, learning rate {plan.learning_rate:g}, seed {plan.seed};
+{plan.decay:g} of the one before, against the target's distribution: {training.step:,} steps of {plan.batch} answers of
+up to {plan.length} tokens, AdamW, learning rate {plan.learning_rate:g}, seed {plan.seed};
 {training.seconds / 60:.1f} minutes. The loss of the first step fell from {first} to {last} nats.
 
 ## Acceptance by depth
 
-Of one answer in {plan.held_out}, which it was not trained on: how often the head's likeliest token is the target's, where
-all tokens drafted before it were.
+Of one answer in {plan.held_out}, which it was not trained on: how often the head's likeliest token is the target's,
+where all tokens drafted before it were.
 
 | depth | {depths} |
 | --- |{" --- |" * len(training.held_out)}

@@ -1,8 +1,8 @@
 """Training a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): the head takes several
 steps from every token, each fed with its own features, as it will when it drafts.
 
-Shape legend: B rows of a batch, L tokens of a row, T = B·L, S steps, F hidden states side by side, C hidden width of
-the head, U draft vocabulary, V the target's vocabulary.
+Shape legend: B rows of a batch, L tokens of a row, T = B·L, S steps, N places, F hidden states side by side, C hidden
+width of the head, U draft vocabulary, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class _Rows:
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
         logits_NV, _, states_TF = self.executor.score(batch, None, self.states)
         for number in range(len(rows)):
-            self.cache.release(number)
+            self.cache.allocator.release(number)
         assert states_TF is not None
         choices, own, states = (
             logits_NV.argmax(-1).split(counts),
@@ -250,7 +250,7 @@ def train_head(
         loss.backward()
         nn.utils.clip_grad_norm_(head.parameters(), 0.5)
         optimiser.step()
-        training.losses.append(float(losses[0]))
+        training.losses.append(float(losses[0].detach()))
         training.seconds = time.monotonic() - begun
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
@@ -285,21 +285,22 @@ def _test_time(
     standing_BL = torch.ones(batch, length - 1, dtype=torch.bool)
     for step in range(min(steps, length - 1)):
         # The place i of this step is fed token i + 1 + step, and says what the target does of that one.
-        ahead = length - 1 - step
         fed_BL = F.pad(tokens_BL[:, 1 + step :], (0, step))
         positions_T = torch.arange(length - 1).repeat(batch) + step
         x_TC = head(fed_BL.flatten(), x_TC, positions_T, kv)
-        found_BLU = head.logits(x_TC).unflatten(0, (batch, length - 1))[:, :ahead]
-        truth_BLU, own_BL = logits_BLU[:, 1 + step :], choices_BL[:, 1 + step :]
-        known_BL = learned_BL[:, 1 + step :]
-        inside_BL = torch.isin(own_BL, ids_U) & known_BL
-        cross_BL = -(truth_BLU.softmax(-1) * found_BLU.log_softmax(-1)).sum(-1)
-        losses.append((cross_BL * inside_BL).sum() / inside_BL.sum().clamp_min(1))
-        asked_BL = known_BL & standing_BL[:, :ahead]
-        hit_BL = (ids_U[found_BLU.argmax(-1)] == own_BL) & asked_BL
-        right_S[step], asked_S[step] = hit_BL.sum(), asked_BL.sum()
+        # Only at the N places to be learned is the rest worked out.
+        at_N = tuple(learned_BL[:, 1 + step :].nonzero().unbind(1))
+        found_NU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_N])
+        truth_NU, own_N = logits_BLU[:, 1 + step :][at_N], choices_BL[:, 1 + step :][at_N]
+        inside_N = torch.isin(own_N, ids_U)
+        cross_N = -(truth_NU.softmax(-1) * found_NU.log_softmax(-1)).sum(-1)
+        losses.append((cross_N * inside_N).sum() / inside_N.sum().clamp_min(1))
+        stands_N = standing_BL[at_N]
+        hit_N = (ids_U[found_NU.argmax(-1)] == own_N) & stands_N
+        right_S[step], asked_S[step] = hit_N.sum(), stands_N.sum()
         # The next step stands where the token it is fed is what was drafted.
-        standing_BL = F.pad(hit_BL & (F.pad(tokens_BL[:, 2 + step :], (0, 1)) == own_BL), (0, step))
+        next_N = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_N] == own_N
+        standing_BL = torch.zeros_like(standing_BL).index_put(at_N, hit_N & next_N)
     return losses, (right_S, asked_S)
 
 
