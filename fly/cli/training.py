@@ -43,6 +43,7 @@ def train_head_command(
     length: Annotated[int, typer.Option(min=8, help="Tokens of a prompt and its answer at most.")] = Plan.length,
     test_steps: Annotated[int, typer.Option(min=1, help="Own steps of the training-time test.")] = Plan.test_steps,
     learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = Plan.learning_rate,
+    precision: Annotated[str, typer.Option(help="Of products while training: bfloat16 or float32.")] = Plan.precision,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = Plan.save_every,
     seed: Annotated[int, typer.Option(help="Of problems, first values and order.")] = Plan.seed,
     dtype: Dtype = "auto",
@@ -59,7 +60,8 @@ def train_head_command(
         raise ValueError(f"--states {states!r} must be numbers with commas, as 1,2,4") from None
     plan = Plan(
         width, intermediate, layers, draft_vocabulary, steps, batch, length, test_steps,
-        learning_rate=learning_rate, save_every=save_every, seed=seed,
+        learning_rate=learning_rate,
+        precision=precision, save_every=save_every, seed=seed,
     )  # fmt: skip
     asked = prompts_of(prompts, task, count, seed)
     llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)

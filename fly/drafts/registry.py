@@ -164,7 +164,7 @@ class _Reader(Text):
         return value
 
 
-def _of_checkpoint(name: str, loading: dict[str, Any]) -> DraftStrategy:
+def _of_checkpoint(name: str, loading: abc.Mapping[str, Any]) -> DraftStrategy:
     """The strategy that drafts with a checkpoint: one on the hub is a model."""
     found = find_checkpoint(name)
     if isinstance(found, Path) and is_head(found):

@@ -48,6 +48,7 @@ class Plan:
         decay: weight of each of those steps beside the one before.
         learning_rate: of AdamW, after a warm-up; it falls to a tenth along a cosine.
         held_out: one answer in this many is not trained on, but measured.
+        precision: of products while it is trained, bfloat16 or float32; weights are float32 until they are written.
         save_every: steps between two checkpoints.
         seed: of the first values and the order of the answers.
     """
@@ -63,6 +64,7 @@ class Plan:
     decay: float = 0.8
     learning_rate: float = 1e-3
     held_out: int = 20
+    precision: str = "bfloat16"
     save_every: int = 50
     seed: int = 0
 
@@ -71,6 +73,8 @@ class Plan:
         for name, value in least.items():
             if getattr(self, name) < value:
                 raise ValueError(f"{name} {getattr(self, name)} must be at least {value}")
+        if self.precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {self.precision!r} is unknown; choices: ['bfloat16', 'float32']")
         if not 0 < self.decay <= 1 or not 0 < self.learning_rate < 1:
             raise ValueError(f"decay {self.decay} and learning_rate {self.learning_rate} must be in (0, 1]")
 
@@ -172,6 +176,7 @@ class _Rows:
         counts = [len(row) for row in rows]
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
         logits_NV, _, states_TF = self.executor.score(batch, None, self.states)
+        logits_NV = logits_NV.cpu()
         for number in range(len(rows)):
             self.cache.allocator.release(number)
         assert states_TF is not None
@@ -189,7 +194,7 @@ class _Rows:
             for one, count in zip(answers, counts)
         ]
         tokens = padded([torch.tensor(row) for row in rows])
-        return tokens, padded([x.float() for x in states]), padded(own), padded(choices), padded(learned)
+        return tokens, padded([x.float().cpu() for x in states]), padded(own), padded(choices), padded(learned)
 
 
 def train_head(
@@ -222,7 +227,7 @@ def train_head(
     _initialise(head)
     head.to_target_U.copy_(ids_U)
     if head.shares:
-        head.share(embedding_of(executor))
+        head.share(embedding_of(executor).cpu())
     optimiser = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad], plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
@@ -244,7 +249,8 @@ def train_head(
         for group in optimiser.param_groups:
             group["lr"] = plan.learning_rate * _rate(step, plan.steps)
         some = [lessons[n] for n in _order(len(lessons), step, plan.batch, plan.seed)]
-        losses, _ = _test_time(head, rows.of(some, ids_U), plan.test_steps)
+        with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bfloat16"):
+            losses, _ = _test_time(head, rows.of(some, ids_U), plan.test_steps)
         loss = sum((plan.decay**n * each for n, each in enumerate(losses)), torch.zeros(()))
         optimiser.zero_grad()
         loss.backward()
