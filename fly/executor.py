@@ -225,6 +225,16 @@ class Executor(ABC):
             IndexError: a token id outside of the vocabulary, or a position outside of the context.
         """
 
+    def check_states(self, states: abc.Sequence[int]) -> None:
+        """Raise ``ValueError`` if it gives no hidden states, or not after so many layers."""
+        most = self.config.num_hidden_layers
+        if not self.gives_states:
+            raise ValueError(
+                f"{self.model_name} on {self.kernels!r} kernels gives no hidden states, which a trained head drafts by"
+            )
+        if not states or not all(0 <= number <= most for number in states):
+            raise ValueError(f"hidden states after {list(states)} layers: this model has {most}, so 0 to {most}")
+
     def extend(
         self,
         batch: Batch,

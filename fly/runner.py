@@ -83,14 +83,7 @@ class Runner:
 
         Raises ``ValueError`` if the executor gives none, or the model has not so many layers.
         """
-        executor, most = self.executor, self.executor.config.num_hidden_layers
-        if not executor.gives_states:
-            raise ValueError(
-                f"{executor.model_name} on {executor.kernels!r} kernels gives no hidden states, which a trained head "
-                "drafts by"
-            )
-        if not layers or not all(0 <= number <= most for number in layers):
-            raise ValueError(f"hidden states after {list(layers)} layers: this model has {most}, so 0 to {most}")
+        self.executor.check_states(layers)
         self._watches.append(HiddenStates(layers))
         several = len(self._watches) > 1
         union = {number for watch in self._watches for number in watch.layers}

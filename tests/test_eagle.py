@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
 from fly.backends import executor_of
 from fly.backends.cpu import available
 from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.torch import TorchExecutor, TorchHead
+from fly.bundled import CHECKPOINTS
+from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
+from fly.cli import app
 from fly.drafts import Eagle3Draft, SingleDraft, parse_draft
 from fly.drafts.eagle import embedding_of
 from fly.executor import Batch, Executor, Head, TokenByToken
@@ -31,6 +36,7 @@ from fly.models.llama import DenseCausal, embedding_scale
 from fly.params import SamplingParams
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
+from fly.train import Answer, Plan, prompts_of, train_head
 from fly.train.head import OwnSteps
 
 DATA = Path(__file__).parent / "data"
@@ -349,3 +355,128 @@ def test_what_has_no_compiled_code_runs_on_pytorch(checkpoint: Path, tmp_path: P
     draft = Eagle3Draft(changed(tmp_path / "other", {}, norm_output=True), dtype="float32")
     llm = LLM(target_on("torch"), draft)
     assert isinstance(draft.head, TorchHead) and llm.draft is draft
+
+
+# Training
+
+
+def answers_of(executor: Executor, count: int = 24) -> list[Answer]:
+    llm, prompts = LLM(executor), [[n % 24, (3 * n) % 24, 5] for n in range(count)]
+    outputs = llm.generate(prompts, SamplingParams(temperature=0.0, max_tokens=12))
+    return [Answer(prompt, list(out.token_ids)) for prompt, out in zip(prompts, outputs)]
+
+
+PLAN = Plan(width=64, steps=12, batch=6, length=32, test_steps=3, save_every=4, held_out=4, precision="float32")
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> None:
+    executor = target_on(COMPILED)
+    answers = answers_of(executor)
+    whole, first = train_head(executor, answers, PLAN, tmp_path / "whole")
+
+    def kill_after_seven(count: int, said: str, taken: list[int] = []) -> None:  # noqa: B006
+        taken.append(count)
+        if len(taken) == 7:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train_head(executor, answers, PLAN, tmp_path / "killed", kill_after_seven)
+    seen: list[int] = []
+    again, second = train_head(executor, answers, PLAN, tmp_path / "killed", lambda count, said: seen.append(count))
+    assert seen[0] == 4 and len(seen) == 9  # from the checkpoint on
+    assert second.losses == first.losses and second.held_out == first.held_out
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, dict(whole.named_parameters())[name])
+    with pytest.raises(ValueError, match=r"is of another training \(its \['plan'\] differ\)"):
+        train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
+
+
+def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
+    """It learns: the loss falls, more of its drafts stand, and measured acceptance is that of drafting."""
+    executor = target_on("torch")
+    answers = answers_of(executor, 48)
+    plan = replace(PLAN, steps=120, learning_rate=0.01, width=None)
+    head, training = train_head(executor, answers, plan, tmp_path)
+    assert sum(training.losses[-10:]) < 0.85 * sum(training.losses[:10])
+    assert load_head(tmp_path).shares and (tmp_path / "config.json").exists()
+    tau = []
+    for one in (make_head(), head):
+        llm = LLM(executor, Eagle3Draft(TorchHead(one)), k=3)
+        outputs = llm.generate([a.prompt for a in answers[::4]], SamplingParams(temperature=0.0, max_tokens=12))
+        tau.append(sum(out.stats.accepted for out in outputs) / sum(out.stats.rounds for out in outputs))
+    assert tau[1] > 1.5 * tau[0]
+    assert 0.5 * training.held_out[0] < tau[1]
+
+
+def test_the_training_time_test_is_drafting(tmp_path: Path) -> None:
+    """The features of a place's later steps are those that drafting from there comes to."""
+    head, model, tokens = make_head(), toy_target(24, TARGET), [3, 1, 4, 1, 5, 9, 2, 6, 5]
+    states = head.config.states or ()
+    taken: dict[int, Tensor] = dict.fromkeys(states, torch.empty(0))
+    model(torch.tensor(tokens), torch.arange(9), DenseCausal(1, 9), states=taken)
+    given = head.fuse(torch.cat([taken[number] for number in states], -1)[:-1])
+    kv, x_TC, found = OwnSteps(1, 8), given, []
+    for step in range(3):
+        fed_T = torch.tensor([*tokens[1 + step :], *[0] * step])
+        x_TC = head(fed_T, x_TC, torch.arange(8) + step, kv)
+        found.append(x_TC)
+    for place in range(6):
+        features = given[: place + 1]
+        for step in range(3):
+            fed = torch.tensor(tokens[1 : place + 2 + step])
+            last = head(fed, features, torch.arange(len(fed)), DenseCausal(1, len(fed)))[-1:]
+            torch.testing.assert_close(found[step][place : place + 1], last, atol=1e-5, rtol=1e-4)
+            features = torch.cat([features, last])
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    lines, objects = tmp_path / "a.txt", tmp_path / "b.jsonl"
+    lines.write_text("one\n\ntwo\n")
+    objects.write_text('"one"\n{"prompt": "two"}\n{"messages": [{"role": "user", "content": "three"}]}\n')
+    assert prompts_of(lines, None, None) == ["one", "two"]
+    assert prompts_of(objects, None, 2) == ["one", "two"] and len(prompts_of(objects, None, None)) == 3
+    objects.write_text('"one"\n{"text": "two"}\n')
+    with pytest.raises(ValueError, match=r"b.jsonl:2: no prompt"):
+        prompts_of(objects, None, None)
+    with pytest.raises(ValueError, match="either a file of prompts or a bundled task"):
+        prompts_of(None, None, None)
+
+
+def test_the_command_trains_a_head_and_goes_on(tmp_path: Path) -> None:
+    words = "train-head --model fly-tiny --task arithmetic --count 12 --max-tokens 24 --width 32 --steps 3 --batch 2"
+    told = [str(tmp_path / "head"), "--states", "0,1", "--draft-vocabulary", "100", "--save-every", "1"]
+    first = CliRunner().invoke(app, [*words.split(), *told])
+    assert first.exit_code == 0, first.output
+    lines = (tmp_path / "head" / "answers.jsonl").read_text().splitlines()
+    assert len(lines) == 12
+    with (tmp_path / "head" / "answers.jsonl").open("a") as file:
+        file.write('{"prompt": [1')  # as a kill leaves it
+    again = CliRunner().invoke(app, [*words.split(), *told])
+    assert again.exit_code == 0, again.output
+    assert (tmp_path / "head" / "answers.jsonl").read_text().splitlines() == lines
+    card = (tmp_path / "head" / "README.md").read_text()
+    assert "| depth | 1 | 2 | 3 | 4 | 5 |" in card and "drafts | 100 of the target's 1024" in card
+    out = LLM("fly-tiny", str(tmp_path / "head")).generate(["Sam has 4"], temperature=0, max_tokens=8)[0]
+    assert out.stats.drafted
+    bad = CliRunner().invoke(app, [*words.split(), str(tmp_path / "bad"), "--states", "9"])
+    assert bad.exit_code == 2 and "this model has 1, so 0 to 1" in bad.output
+
+
+# The bundled head
+
+
+def test_the_bundled_head_beats_prompt_lookup_on_its_kind_of_task() -> None:
+    prompts = [problem.prompt for problem in problems("arithmetic", "heldout", 7, 8)]
+    tau = {}
+    for draft in ("fly-eagle3", "ngram"):
+        llm = LLM("fly-target", draft, k=7)
+        outputs = llm.generate([llm.chat_prompt(prompt) for prompt in prompts], temperature=0, max_tokens=128)
+        stats = sum((out.stats for out in outputs[1:]), outputs[0].stats)
+        tau[draft] = stats.tau
+    assert tau["fly-eagle3"] > 1.3 * tau["ngram"]
+    checkpoint = CHECKPOINTS / "fly-eagle3"
+    assert sum(file.stat().st_size for file in checkpoint.iterdir()) < 4e6

@@ -212,8 +212,6 @@ def train_head(
     Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there is of
     another plan.
     """
-    if not executor.gives_states:
-        raise ValueError(f"{executor.model_name} on {executor.kernels!r} kernels gives no hidden states to train on")
     used = [one for one in answers if one.answer]
     tests = used[:: plan.held_out]
     lessons = [one for n, one in enumerate(used) if n % plan.held_out]
@@ -223,6 +221,7 @@ def train_head(
     ids_U = _draft_vocabulary(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
     torch.manual_seed(plan.seed)
     config = plan.config(executor.config, len(ids_U))
+    executor.check_states(config.states or ())
     head = Eagle3Head(config, embedding=plan.width not in (None, executor.config.hidden_size))
     _initialise(head)
     head.to_target_U.copy_(ids_U)
