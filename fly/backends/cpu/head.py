@@ -1,5 +1,4 @@
-"""A draft head on compiled kernels: whole chains in one call, and whole rounds beside its target. Trees go level by
-level through another executor of it, over the same cache.
+"""A draft head on compiled kernels: whole chains in one call, whole rounds beside its target, trees level by level.
 
 Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
 """
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
-from fly.backends.cpu.library import CBatch, Shape, chosen, load, number
+from fly.backends.cpu.library import CBatch, Shape, address, chosen, load, number
 from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights
 from fly.cache import PagedKVCache
 from fly.executor import Batch, Drafted, DraftSpec, Head
@@ -104,7 +103,7 @@ class PackedHead(PackedLlama):
 
 
 class CpuHead(Head):
-    """Runs a draft head, which is packed when its embedding is known; level by level it is ``plain`` that does."""
+    """Runs a draft head, which is packed when its embedding is known; hidden states are fused by ``plain``."""
 
     own_threads = True
 
@@ -127,7 +126,22 @@ class CpuHead(Head):
         return self.plain.fuse(states_TF)
 
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        return self.plain.step(batch, x_TC, places)
+        packed, x_TC = self.packed, x_TC.float().contiguous()
+        tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
+        call, _held = packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, None)
+        logits_NU, after_TC = torch.empty(len(kept), packed.vocab), torch.empty(x_TC.shape, dtype=self.dtype)
+        packed.check(
+            packed.library.fly_step(
+                packed.handle,
+                ctypes.byref(call),
+                x_TC.data_ptr(),
+                address(kept),
+                len(kept),
+                logits_NU.data_ptr(),
+                after_TC.data_ptr(),
+            )
+        )
+        return logits_NU, after_TC if len(kept) == len(tokens) else after_TC[list(places)]
 
     @property
     def packed(self) -> PackedHead:

@@ -99,6 +99,27 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     return OK;
 }
 
+// A step of a draft head: each token of a batch is fed with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens
+// numbered in ``kept`` [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
+EXPORT int fly_step(Model* model, const Batch* batch, const float* x, const int32_t* kept, int count, float* logits, void* features) {
+    const int32_t after[] = {1};
+    const long width = model->shape.width, bytes = batch->tokens * width * (model->shape.hidden == FLOAT32 ? 4 : 2);
+    Arena arena(bytes_of_rows(batch) + bytes + batch->tokens * 4L + 2 * 64);
+    const Locked locked(model);
+    Call call;
+    if (const int error = prepare(&call, SCORE, model, batch, &arena, batch->tokens, batch->tokens, 0)) return error;
+    if (!batch->tokens) return OK;
+    call.hidden = arena.take<char>(bytes);
+    call.carried_at = arena.take<int32_t>(batch->tokens);
+    for (int t = 0; t < batch->tokens; t++) call.carried_at[t] = t;
+    memcpy(model->work.carried, x, batch->tokens * width * sizeof(float));
+    call.kept = kept, call.kept_count = count;
+    call.logits = logits;
+    call.state = after, call.states = 1, call.read = features;
+    start(&call, batch->threads, batch->tokens, 1);
+    return OK;
+}
+
 // Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
 // up to where it is not ``sure``. All but the last (there, all) are then stored, so the rows' pages must have room for
 // count[b] + limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by
