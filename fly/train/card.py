@@ -40,7 +40,8 @@ or this directory as the draft. It reads the target's hidden states and drafts f
 
 ## Data
 
-{data} The answers, {tokens:,} tokens, are the target's own.
+{data}
+The answers, {tokens:,} tokens, are the target's own.
 
 ## Training
 
