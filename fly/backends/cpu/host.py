@@ -170,8 +170,7 @@ def decide_on_host(
         return None
     if draft.trees is not None:
         plain = target.all_greedy and relaxation is None and type(policy).verdict is AcceptancePolicy.verdict
-        rows = zip(draft.chains, draft.trees, target.choices) if plain else []
-        return [_descend(*row) for row in rows] if plain else None
+        return [*map(_descend, draft.chains, draft.trees, target.choices)] if plain else None
     if not _plain(logits_BKV) or logits_BKV.stride(-1) != 1:
         return None
     if target.all_greedy:
