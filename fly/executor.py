@@ -352,13 +352,13 @@ class Head(Executor):
         """Take the target's embedding."""
 
     @abstractmethod
-    def fuse(self, states_TF: Tensor) -> Tensor:
-        """Features [T, C] of the target's hidden states (``Scores.states_TF``)."""
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Feed the batch, each token with the target's hidden states before it (``Scores.states_TF``). Returns logits
+        [N, U] over the draft vocabulary and features [N, C], both after the tokens numbered in ``places``."""
 
     @abstractmethod
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Feed the batch, each token with a feature. Returns logits [N, U] over the draft vocabulary and features
-        [N, C], both after the tokens numbered in ``places``."""
+        """The same, each token with a feature of the head's own."""
 
     def chains(
         self,

@@ -118,8 +118,8 @@ def load(
         variant, _ = split(chosen(kernels))  # its few weights are not rounded
         own = None if dtype == "auto" else resolve_dtype(dtype, {})
         head = load_head(checkpoint.path, own, resolve_device(device))
-        plain = TorchHead(head)
-        return Loaded(CpuHead(head, plain, variant) if variant != TORCH and not head_refusal(head) else plain)
+        compiled = variant != TORCH and head_refusal(head) is None
+        return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
     executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
     control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)

@@ -89,8 +89,8 @@ class TorchHead(Head):
     def share(self, weight_VC: Tensor) -> None:
         self.head.share(weight_VC)
 
-    def fuse(self, states_TF: Tensor) -> Tensor:
-        return self.head.fuse(states_TF)
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.step(batch, self.head.fuse(states_TF), places)
 
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
         tokens_T = torch.tensor(batch.tokens, device=self.device)

@@ -212,7 +212,7 @@ class HeadRunner:
         for row, rest in zip(rows, rests):
             self._held[row.id].text += row.tokens[rest.start : rest.stop]
         ends = [end - 1 for end in itertools.accumulate(map(len, rests))]
-        return self.head.step(batch, self.head.fuse(states_TF), ends)
+        return self.head.begin(batch, states_TF, ends)
 
     def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
         """The batch of tokens ``rests``, with room for so many more of each row."""

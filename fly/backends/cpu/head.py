@@ -103,45 +103,24 @@ class PackedHead(PackedLlama):
 
 
 class CpuHead(Head):
-    """Runs a draft head, which is packed when its embedding is known; hidden states are fused by ``plain``."""
+    """Runs a draft head, which is packed when its embedding is known."""
 
     own_threads = True
 
-    def __init__(self, head: Eagle3Head, plain: Head, variant: str) -> None:
-        self.head, self.plain, self.kernels = head, plain, variant
-        self.options, self.config = plain.options, plain.config
-        self.device, self.dtype = plain.device, plain.dtype
-        self.to_target_U, self.shares = plain.to_target_U, plain.shares
+    def __init__(self, head: Eagle3Head, variant: str) -> None:
+        self.head, self.kernels = head, variant
+        self.options, self.config = head.config, head.config.layer
+        self.device, self.dtype = head.device, head.dtype
+        self.to_target_U, self.shares = head.to_target_U, head.shares
         self._packed: PackedHead | None = None
 
     @property
     def model_name(self) -> str:
-        return self.plain.model_name
+        return type(self.head).__name__
 
     def share(self, weight_VC: Tensor) -> None:
-        self.plain.share(weight_VC)
+        self.head.share(weight_VC)
         self._packed = None
-
-    def fuse(self, states_TF: Tensor) -> Tensor:
-        return self.plain.fuse(states_TF)
-
-    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        packed, x_TC = self.packed, x_TC.float().contiguous()
-        tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
-        call, _held = packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, None)
-        logits_NU, after_TC = torch.empty(len(kept), packed.vocab), torch.empty(x_TC.shape, dtype=self.dtype)
-        packed.check(
-            packed.library.fly_step(
-                packed.handle,
-                ctypes.byref(call),
-                x_TC.data_ptr(),
-                address(kept),
-                len(kept),
-                logits_NU.data_ptr(),
-                after_TC.data_ptr(),
-            )
-        )
-        return logits_NU, after_TC if len(kept) == len(tokens) else after_TC[list(places)]
 
     @property
     def packed(self) -> PackedHead:
@@ -149,6 +128,34 @@ class CpuHead(Head):
         if self._packed is None:
             self._packed = PackedHead(self.head, self.kernels)
         return self._packed
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._step(batch, states_TF.to(self.dtype).contiguous(), None, places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._step(batch, None, x_TC.float().contiguous(), places)
+
+    def _step(
+        self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        packed, count = self.packed, len(batch.tokens)
+        tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
+        call, _held = packed.batch((address(tokens), address(positions)), count, batch.kv, None)
+        logits_NU = torch.empty(len(kept), packed.vocab)
+        after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)
+        packed.check(
+            packed.library.fly_step(
+                packed.handle,
+                ctypes.byref(call),
+                None if states_TF is None else states_TF.data_ptr(),
+                None if x_TC is None else x_TC.data_ptr(),
+                address(kept),
+                len(kept),
+                logits_NU.data_ptr(),
+                after_TC.data_ptr(),
+            )
+        )
+        return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
 
     def chains(
         self,

@@ -31,7 +31,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 24  # of src/library.cpp: what was built from other sources is not called
+_ABI = 25  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -166,7 +166,7 @@ _FUNCTIONS = {
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + [c_int, c_void_p]),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 12),
     "fly_draft_for": (None, [c_void_p, c_int, c_void_p]),
-    "fly_step": (c_int, [c_void_p] * 4 + [c_int] + [c_void_p] * 2),
+    "fly_step": (c_int, [c_void_p] * 5 + [c_int] + [c_void_p] * 2),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
 

@@ -99,9 +99,11 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     return OK;
 }
 
-// A step of a draft head: each token of a batch is fed with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens
-// numbered in ``kept`` [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
-EXPORT int fly_step(Model* model, const Batch* batch, const float* x, const int32_t* kept, int count, float* logits, void* features) {
+// A step of a draft head: each token of a batch is fed with what it is ``given`` of the target's hidden states [T, F], in
+// the type of its own, or (null) with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens numbered in ``kept``
+// [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
+EXPORT int fly_step(Model* model, const Batch* batch, const void* given, const float* x, const int32_t* kept, int count,
+                    float* logits, void* features) {
     const int32_t after[] = {1};
     const long width = model->shape.width, bytes = batch->tokens * width * (model->shape.hidden == FLOAT32 ? 4 : 2);
     Arena arena(bytes_of_rows(batch) + bytes + batch->tokens * 4L + 2 * 64);
@@ -112,7 +114,8 @@ EXPORT int fly_step(Model* model, const Batch* batch, const float* x, const int3
     call.hidden = arena.take<char>(bytes);
     call.carried_at = arena.take<int32_t>(batch->tokens);
     for (int t = 0; t < batch->tokens; t++) call.carried_at[t] = t;
-    memcpy(model->work.carried, x, batch->tokens * width * sizeof(float));
+    call.given = given;
+    if (!given) memcpy(model->work.carried, x, batch->tokens * width * sizeof(float));
     call.kept = kept, call.kept_count = count;
     call.logits = logits;
     call.state = after, call.states = 1, call.read = features;
