@@ -468,6 +468,8 @@ def test_the_command_trains_a_head_and_goes_on(tmp_path: Path) -> None:
     again = CliRunner().invoke(app, [*words.split(), *told])
     assert again.exit_code == 0, again.output
     assert (tmp_path / "head" / "answers.jsonl").read_text().splitlines() == lines
+    other = CliRunner().invoke(app, [*words.replace("24", "25").split(), *told])
+    assert other.exit_code == 2 and "answers of another target, to other prompts or" in " ".join(other.output.split())
     card = (tmp_path / "head" / "README.md").read_text()
     assert "| depth | 1 | 2 | 3 | 4 | 5 |" in card and "drafts | 100 of the target's 1024" in card
     out = LLM("fly-tiny", str(tmp_path / "head")).generate(["Sam has 4"], temperature=0, max_tokens=8)[0]

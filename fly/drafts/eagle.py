@@ -171,7 +171,9 @@ class Eagle3Draft(DraftStrategy):
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         self.runner.commit(rows)
-        self.prefill([(row, 0) for row in rows if self.runner.behind(row) > _BACKLOG])
+        if late := [row for row in rows if row.k and self.runner.behind(row) > _BACKLOG]:
+            self.prefill([(row, 0) for row in late])
+            self.runner.commit(late)
 
     def release(self, row: Sequence) -> None:
         self.runner.release(row)

@@ -69,8 +69,17 @@ def answers(
     already is not asked for again; each batch is written there as it comes.
 
     ``advance`` is told how many more there are. Prompts that leave no room to answer get none.
+
+    Raises ``ValueError`` if the file has answers of another target, to other prompts, or with other ``params``.
     """
     found = [Answer(**json.loads(line)) for line in _whole_lines(path)]
+    about, said = path.with_suffix(".json"), json.dumps({"llm": repr(llm), "params": repr(params)})
+    same = not found or (about.exists() and about.read_text(encoding="utf-8") == said)
+    if not same or any(_ids(llm, prompt) != one.prompt for prompt, one in zip(prompts, found)):
+        raise ValueError(
+            f"{path} has answers of another target, to other prompts or sampled otherwise; go on elsewhere"
+        )
+    about.write_text(said, encoding="utf-8")
     advance(len(found))
     with path.open("a", encoding="utf-8") as file:
         for start in range(len(found), len(prompts), _AT_ONCE):
