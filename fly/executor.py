@@ -152,7 +152,6 @@ class RoundRow:
 class Given(NamedTuple):
     """What a draft head drafts by: hidden states of the target."""
 
-    layers: tuple[int, ...]  # after so many layers each
     first: list[int]  # of each row, the number of the first token that the head holds
     states_TF: Tensor  # before each of those that it has not cached, one row's after another's
 
@@ -181,6 +180,7 @@ class RoundPlan:
     spare_seconds: float = 0.0
     hurry: array[int] | None = None
     given: Given | None = None  # of a drafter that is a ``Head``
+    states: tuple[int, ...] = ()  # hidden states of the target that are asked for (``Executor.score``)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Rounds:
     texts: list[list[int]]  # what is cached of each row, and what was drafted last
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
-    # Where a ``Head`` drafted: the first token's number of what each row was fed last, and the hidden states of that.
+    # Where they were asked for: the number of the first token that each row was fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
     error: BaseException | None = None  # raised by the one who was asked; that round is discarded
 

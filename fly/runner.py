@@ -287,10 +287,10 @@ class Runner:
         row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one. A text
         too long for the drafter goes on without a draft.
 
-        None where there is no room, the drafter has another vocabulary, or others than it ask for hidden states;
+        None where there is no room, the drafter has another vocabulary, or others ask for other hidden states than it;
         nothing was changed then.
         """
-        if self._watches and (drafter is None or self._watches != [drafter.states]):
+        if drafter is not None and drafter.states is not None and drafter.states.layers != self._states:
             return None
         context = sys.maxsize
         if drafter is not None:
@@ -300,8 +300,6 @@ class Runner:
                 return None
             if any(len(row.tokens) >= context for row in rows):
                 if len(rows) > 1:
-                    return None
-                if self._watches:
                     return None
                 drafter, k, context = None, [0], sys.maxsize
         # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
@@ -333,6 +331,7 @@ class Runner:
             draft_kv=draft_kv,
             draft_context=context,
             given=given,
+            states=self._states,
         )
 
     def took(self, rows: abc.Sequence[Sequence], rounds: Rounds, drafter: Drafter | None) -> None:
@@ -341,9 +340,8 @@ class Runner:
             self._cached[row.id] = text
             if drafter is not None:
                 drafter.drafted(row, text[:drafted])
-        if drafter is not None and drafter.states is not None:
-            for row, (first, states_NF) in zip(rows, rounds.states):
-                drafter.states.add(row, first, states_NF)
+        for row, (first, states_NF) in zip(rows, rounds.states):
+            self._note([row], [first], [len(states_NF)], states_NF)
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """Nothing: a model drafts by itself."""

@@ -24,7 +24,7 @@ from fly.bundled import CHECKPOINTS
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
-from fly.drafts import Eagle3Draft, SingleDraft, parse_draft
+from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.drafts.eagle import embedding_of
 from fly.executor import Batch, Executor, Head, TokenByToken
 from fly.llm import LLM
@@ -288,6 +288,33 @@ def test_rounds_in_one_call_are_rounds_one_by_one(policy: str) -> None:
         found.append([(out.token_ids, out.stats.drafted, out.stats.accepted) for out in outputs])
     assert found[0] == found[1]
     assert sum(drafted for _, drafted, _ in found[0]) > 100
+
+
+@compiled
+def test_a_head_knows_of_rounds_that_others_took() -> None:
+    """Where another member drafts, or nobody, rounds in one call keep the hidden states: the head goes on from them."""
+    head, prompts, params = make_head(12), [[5, 3, 8, 5, 3, 8], [1, 2, 3, 4, 1, 2]], PARAMS[0]
+    found = []
+    for stretch in (0.05, 0):
+        mine = Eagle3Draft(head_on(head, COMPILED))
+        choice = ChooseDraft(copy=NGramDraft(), nothing=NGramDraft(longest=50, shortest=40), head=mine)
+        llm = LLM(target_on(COMPILED), choice, k=4)
+        llm.engine.stretch, texts = stretch, []
+        for row in (request.row for request in llm.requests(prompts, params, draft="copy")):
+            for number in range(60):
+                llm.engine.step([row], seconds=1e-4)
+                held = mine.runner._held.get(row.id)
+                assert held is None or held.first == 1  # never a gap
+                if row.finish_reason:
+                    break
+                row.draft = ("head", "copy", "nothing")[number % 3]
+            assert mine.runner._held[row.id].text == row.tokens[: len(mine.runner._held[row.id].text)]
+            texts.append(row.tokens)
+            row.draft = "copy"
+            llm.engine.release(row)
+            assert not mine.runner._held and mine.allocators()[0].num_free == mine.allocators()[0].num_blocks
+        found.append(texts)
+    assert found[0] == found[1]
 
 
 @compiled

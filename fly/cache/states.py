@@ -15,18 +15,22 @@ from fly.request import Sequence
 
 __all__ = ["HiddenStates"]
 
+_MOST = 8192  # tokens of a row whose hidden states stay where nobody drafts by them
+
 
 class HiddenStates:
     """What a model's layers said of the cached tokens of each row, for somebody who drafts by it: the residual stream
     after so many ``layers`` each, side by side [n, F], of a run of consecutive tokens up to the last that is cached.
 
     Where tokens are cached that were not fed (their pages came from another row), the run begins after them. ``begin``
-    is asked for a new row of how many of its first tokens whoever drafts needs none: more are not shared.
+    is asked for a new row of how many of its first tokens whoever drafts needs none: more are not shared; ``end`` is
+    told of one that is over.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:
         self.layers = tuple(layers)
         self.begin: Callable[[Sequence], int] = lambda row: 0
+        self.end: Callable[[Sequence], None] = lambda row: None
         self._runs: dict[int, tuple[int, Tensor]] = {}  # by row: number of the first token, and the run
 
     def run(self, row: Sequence) -> range:
@@ -50,7 +54,10 @@ class HiddenStates:
         start, known_NF = self._runs.get(row.id, (first, None))
         if known_NF is not None and start + len(known_NF) == first:
             first, states_NF = start, torch.cat([known_NF, states_NF])
-        self._runs[row.id] = first, states_NF
+        over = len(states_NF) - _MOST
+        self._runs[row.id] = (
+            (first, states_NF) if over < 0 else (first + over + _MOST // 2, states_NF[over + _MOST // 2 :])
+        )
 
     def keep(self, row: Sequence, start: int, path: list[int]) -> None:
         """Of the tokens from ``start`` on, a tree's, those numbered in ``path`` stand."""
@@ -77,3 +84,4 @@ class HiddenStates:
 
     def release(self, row: Sequence) -> None:
         self._runs.pop(row.id, None)
+        self.end(row)

@@ -50,7 +50,7 @@ class HeadRunner:
     def __init__(self, head: Head, cache: PagedKVCache, states: HiddenStates, share: bool = True) -> None:
         self.head, self.cache, self.states, self.share = head, cache, states, share
         self._held: dict[int, _Held] = {}
-        states.begin = self.begin
+        states.begin, states.end = self.begin, self.release
 
     def begin(self, row: Sequence) -> int:
         """Start a row that was not seen before with pages of others that began with the same tokens. Of how many tokens
@@ -119,7 +119,7 @@ class HeadRunner:
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
         first = [self._held[row.id].first for row in rows]
         rests = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
-        return Given(self.states.layers, first, self._states_of(rows, rests))
+        return Given(first, self._states_of(rows, rests))
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
         self._held[row.id].text = text

@@ -31,7 +31,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 25  # of src/library.cpp: what was built from other sources is not called
+_ABI = 26  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -147,7 +147,7 @@ class CRounds(ctypes.Structure):
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         ("sure", Sure),
         ("state", c_void_p),
-        ("states", c_int32),
+        *((name, c_int32) for name in ("states", "read_before")),
         *((name, c_void_p) for name in ("given", "read")),
     ]
 

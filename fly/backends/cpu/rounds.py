@@ -80,11 +80,13 @@ def take_rounds(
         variant=number(usual()), sure=Sure(plan.spec.confidence, plan.spec.entropy),
     )  # fmt: skip
     read_NF: Tensor | None = None
+    if plan.states:
+        layers = array("i", plan.states)
+        read_NF = torch.empty(size * (widest + 1), len(layers) * target.config.hidden_size, dtype=target.dtype)
+        call.state, call.states, call.read = address(layers), len(layers), read_NF.data_ptr()
     if given is not None:
-        layers, states_TF = array("i", given.layers), given.states_TF.to(target.dtype).contiguous()
-        read_NF = torch.empty(count * (widest + 1), states_TF.shape[1], dtype=target.dtype)
-        call.state, call.states = address(layers), len(layers)
-        call.given, call.read = states_TF.data_ptr(), read_NF.data_ptr()
+        states_TF = given.states_TF.to(target.dtype).contiguous()
+        call.given = states_TF.data_ptr()
     asks = bytearray()
     if clauses is not None and any(clauses):
         listed: list[CClause] = []
@@ -148,8 +150,14 @@ def take_rounds(
     found = [decisions(b, told, call.rounds) for b in range(count)]
     states = []
     if read_NF is not None:
-        fed = [counts[b * most + last] + 1 for b in range(count)]
-        states = [(one.length - 1, each_NF) for one, each_NF in zip(going, read_NF[: sum(fed)].split(fed))]
+        places: list[list[int]] = [[] for _ in rows]  # of what stands of each round, and of all of the last
+        at = 0
+        for i in range(call.rounds):
+            for b, own in enumerate(places):
+                fed = counts[b * most + i] + 1
+                own += range(at, at + (fed if i == last else accepted[b * most + i] + 1))
+                at += fed
+        states = [(length - 1, read_NF[own]) for length, own in zip(lengths, places)]
     if asks:
         _add_mismatches(found, map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])), plan)
     return Rounds(found, stored, [one.draft_start for one in going], (first, others), states, error)

@@ -123,10 +123,10 @@ struct Rounds {
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
                                                   // first round and of the others
     Sure sure;                 // of the drafter
-    const int32_t* state;      // [states] what a draft head reads: hidden states after so many layers each
-    int32_t states;
-    void* given;               // [late tokens, F] the hidden states before those that the head has not stored, row by row
-    void* read;                // [B · (k + 1), F] out: of the last round's tokens, each row's after another's
+    const int32_t* state;      // [states] hidden states after so many layers each are asked for, for draft heads
+    int32_t states, read_before;  // out: tokens of the rounds before the last
+    void* given;               // [late tokens, F] those before the tokens that a head has not stored, row by row
+    void* read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's
 };
 
 constexpr int32_t UNANSWERED = -2;
