@@ -153,11 +153,11 @@ def take_rounds(
         places: list[list[int]] = [[] for _ in rows]  # of what stands of each round, and of all of the last
         at = 0
         for i in range(call.rounds):
-            for b, own in enumerate(places):
+            for b, kept in enumerate(places):
                 fed = counts[b * most + i] + 1
-                own += range(at, at + (fed if i == last else accepted[b * most + i] + 1))
+                kept += range(at, at + (fed if i == last else accepted[b * most + i] + 1))
                 at += fed
-        states = [(length - 1, read_NF[own]) for length, own in zip(lengths, places)]
+        states = [(length - 1, read_NF[kept]) for length, kept in zip(lengths, places)]
     if asks:
         _add_mismatches(found, map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])), plan)
     return Rounds(found, stored, [one.draft_start for one in going], (first, others), states, error)
