@@ -22,6 +22,7 @@ from torch import Tensor
 
 from fly.cache import PagedBatch
 from fly.models.config import LlamaConfig
+from fly.models.eagle import HeadConfig
 from fly.ops import Stream, uniforms
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
@@ -35,6 +36,8 @@ __all__ = [
     "DraftSpec",
     "Drafted",
     "Executor",
+    "Given",
+    "Head",
     "Lookup",
     "Question",
     "RoundPlan",
@@ -70,6 +73,7 @@ class Scores(NamedTuple):
 
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
+    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, where they were asked for
 
 
 @dataclass(frozen=True)
@@ -150,6 +154,13 @@ class RoundRow:
     greedy: bool
 
 
+class Given(NamedTuple):
+    """What a draft head drafts by: hidden states of the target."""
+
+    first: list[int]  # of each row, the number of the first token that the head holds
+    states_TF: Tensor  # before each of those that it has not cached, one row's after another's
+
+
 @dataclass
 class RoundPlan:
     """Rounds of speculative decoding of rows, to be taken in one call: draft, score, decide, emit; again and again, up
@@ -170,6 +181,8 @@ class RoundPlan:
     rounds: int = sys.maxsize
     seconds: float = 0.0
     hurry: array[int] | None = None
+    given: Given | None = None  # of a drafter that is a ``Head``
+    states: tuple[int, ...] = ()  # hidden states of the target that are asked for (``Executor.score``)
 
 
 @dataclass(frozen=True)
@@ -180,6 +193,8 @@ class Rounds:
     texts: list[list[int]]  # what is cached of each row, and what was drafted last
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
+    # Where they were asked for: the number of the first token that each row was fed, and hidden states from it on.
+    states: list[tuple[int, Tensor]] = field(default_factory=list)
     error: BaseException | None = None  # raised by the one who was asked; that round is discarded
 
 
@@ -192,6 +207,7 @@ class Executor(ABC):
     kernels = "torch"  # what computes its forwards
     own_threads = False  # whether forwards run on threads of its own, beside which torch's would only be in the way
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
+    gives_states = False  # whether ``score`` can be asked for hidden states
 
     @property
     def weight_bytes(self) -> int:
@@ -199,15 +215,27 @@ class Executor(ABC):
         return self.dtype.itemsize
 
     @abstractmethod
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """One forward over the batch. Keys and values of all its tokens are cached then.
 
         Args:
             places: numbers of the packed tokens to give logits after; None is all of them.
+            states: give also the residual stream [T, C] after so many layers (0 is the embedding), for each of these
+                numbers in their order, side by side: [T, F]. Only where it ``gives_states``.
 
         Raises:
             IndexError: a token id outside of the vocabulary, or a position outside of the context.
         """
+
+    def check_states(self, states: abc.Sequence[int]) -> None:
+        """Raise ``ValueError`` if it gives no hidden states, or not after so many layers."""
+        most = self.config.num_hidden_layers
+        if not self.gives_states:
+            raise ValueError(
+                f"{self.model_name} on {self.kernels!r} kernels gives no hidden states, which a trained head drafts by"
+            )
+        if not states or not all(0 <= number <= most for number in states):
+            raise ValueError(f"hidden states after {list(states)} layers: this model has {most}, so 0 to {most}")
 
     def extend(
         self,
@@ -311,13 +339,55 @@ class Executor(ABC):
         """Called once on the thread that will make all calls, before the first."""
 
 
+class Head(Executor):
+    """A loaded draft head (``fly.models.eagle``) on one kind of device. ``config`` is that of its layer.
+
+    Of a row it caches the tokens from some number on, at least 1: each is fed with the feature of the token before it.
+    """
+
+    options: HeadConfig
+    to_target_U: Tensor  # the target's ids of the draft vocabulary
+    shares: bool  # whether it has no embedding of its own, and is to be given the target's
+
+    @abstractmethod
+    def share(self, weight_VC: Tensor) -> None:
+        """Take the target's embedding."""
+
+    @abstractmethod
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Feed the batch, each token with the target's hidden states before it (``Scores.states_TF``). Returns logits
+        [N, U] over the draft vocabulary and features [N, C], both after the tokens numbered in ``places``."""
+
+    @abstractmethod
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        """The same, each token with a feature of the head's own."""
+
+    def chains(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted | None:
+        """Feed the batch by the target's hidden states before each token, then for each row its next token by the
+        head's own features, again and again, in one call; arguments and result as of ``extend``. None: it cannot."""
+        return None
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        """Raises ``ValueError``: a head alone says nothing."""
+        raise ValueError("a draft head drafts by its target's hidden states, and scores nothing by itself")
+
+
 class Wrapped(Executor):
     """An executor around another, which it is like but for what a subclass changes."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
         self.config, self.device, self.dtype = inner.config, inner.device, inner.dtype
-        self.kernels, self.own_threads = inner.kernels, inner.own_threads
+        self.kernels, self.own_threads, self.gives_states = inner.kernels, inner.own_threads, inner.gives_states
 
     @property
     def weight_bytes(self) -> int:
@@ -327,8 +397,8 @@ class Wrapped(Executor):
     def model_name(self) -> str:
         return self.inner.model_name
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
-        return self.inner.score(batch, places)
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        return self.inner.score(batch, places, *([states] if states else []))
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return self.inner.process(sampling, logits_BJV)
@@ -357,16 +427,18 @@ class TokenByToken(Wrapped):
 
     batch_invariant = True
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         wanted = range(len(batch.tokens)) if places is None else places
-        asked, found = set(wanted), {}
+        asked, found, taken = set(wanted), {}, list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
-            logits_NV = self.inner.score(alone, None if t in asked else ()).logits_NV
+            logits_NV, _, states_1F = self.inner.score(alone, None if t in asked else (), states)
             if t in asked:
                 found[t] = logits_NV
+            if states_1F is not None:
+                taken.append(states_1F)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
-        return Scores(torch.cat(logits))
+        return Scores(torch.cat(logits), states_TF=torch.cat(taken) if taken else None)
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         return type(self)(self.inner.with_layers(layers))

@@ -9,25 +9,50 @@ from __future__ import annotations
 import sys
 from collections import abc
 from collections.abc import Callable, Iterable
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fly.cache import OutOfBlocks, PagedBatch, PagedKVCache
+from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain
-from fly.executor import Batch, Drafted, DraftSpec, Executor, RoundPlan, RoundRow, Rounds
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
 from fly.ops import depths, tree_mask
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Draft, Target
 
-__all__ = ["OnPrompt", "Runner"]
+__all__ = ["Drafter", "OnPrompt", "Runner"]
 
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # numbers of prompt tokens, and the logits [P, V] they follow on
 
 # Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
 # and of all rows together no more than this.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
+
+
+class Drafter(Protocol):
+    """Who drafts in rounds that are taken in one call: a draft model with its cache, or a head of the target."""
+
+    @property
+    def executor(self) -> Executor: ...
+
+    @property
+    def states(self) -> HiddenStates | None:
+        """The target's hidden states that it drafts by, if it does."""
+
+    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+        """Whether there are free pages for so many tokens of each of ``rows``."""
+
+    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+        """The batch of what is not cached of ``rows``, with room for so many tokens of each in all. Raises
+        ``OutOfBlocks``; nothing was changed then."""
+
+    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+        """What it drafts by in that batch."""
+
+    def drafted(self, row: Sequence, text: list[int]) -> None:
+        """This is cached of a row after the rounds."""
 
 
 class Runner:
@@ -48,6 +73,22 @@ class Runner:
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
+        self.states: HiddenStates | None = None  # what it drafts by: a model drafts by itself
+        self._watches: list[HiddenStates] = []
+        self._states: tuple[int, ...] = ()  # what the executor is asked for, for all of them
+
+    def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
+        """Keep hidden states of what is fed from now on, of rows that may be drafted for: after so many of the model's
+        layers each (0 is the embedding).
+
+        Raises ``ValueError`` if the executor gives none, or the model has not so many layers.
+        """
+        self.executor.check_states(layers)
+        self._watches.append(HiddenStates(layers))
+        several = len(self._watches) > 1
+        union = {number for watch in self._watches for number in watch.layers}
+        self._states = tuple(sorted(union)) if several else tuple(layers)
+        return self._watches[-1]
 
     def pending(self, row: Sequence) -> int:
         """Tokens of ``row`` that are not cached yet."""
@@ -60,7 +101,8 @@ class Runner:
             allocator = self.cache.allocator
             # another runner on the same cache may know it
             adopts = self.share and row.id not in allocator
-            shared = allocator.adopt(row.id, row.tokens[: row.shareable], row.params.cache_salt) if adopts else 0
+            most = min([row.shareable, *(watch.begin(row) for watch in self._watches if row.k)])
+            shared = allocator.adopt(row.id, row.tokens[:most], row.params.cache_salt) if adopts else 0
             cached = self._cached[row.id] = row.tokens[:shared]
         return cached
 
@@ -72,6 +114,8 @@ class Runner:
         self.cache.allocator.fork(parent.id, child.id)
         self.cache.resize(child.id, shared)
         self._cached[child.id] = cached[:shared]
+        for watch in self._watches:
+            watch.fork(parent, child, shared)
 
     def adopt(self, other: Runner, rows: abc.Sequence[Sequence]) -> None:
         """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
@@ -171,7 +215,12 @@ class Runner:
             for row, count, tree in zip(rows, counts, parents):
                 end += count
                 batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
-        logits_NV, argmax = self.executor.score(batch, places)
+        if self._states:
+            logits_NV, argmax, states_TF = self.executor.score(batch, places, self._states)
+            if states_TF is not None:
+                self._note(fed, starts, counts, states_TF)
+        else:
+            logits_NV, argmax, _ = self.executor.score(batch, places)
         for b, (row, added) in enumerate(zip(fed, new)):
             self._cached[row.id].extend(added)
             if parents is not None and b < len(rows) and parents[b]:
@@ -187,6 +236,18 @@ class Runner:
         )
         return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
 
+    def _note(self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
+        """Hidden states of what was fed go to those who asked for them."""
+        width = self.executor.config.hidden_size
+        for watch in self._watches:
+            own_TF = states_TF
+            if watch.layers != self._states:
+                places = [self._states.index(number) for number in watch.layers]
+                own_TF = torch.cat([states_TF[:, at * width : (at + 1) * width] for at in places], -1)
+            for row, start, states_NF in zip(rows, starts, own_TF.split(counts)):
+                if row.k:
+                    watch.add(row, start, states_NF)
+
     def extend(
         self,
         rows: abc.Sequence[Sequence],
@@ -198,9 +259,11 @@ class Runner:
         """What the model says of every row, token after token (``Executor.extend``), up to ``most[b]`` (at least 1) or
         one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and again.
 
-        None where the executor has no such call. Raises ``OutOfBlocks`` where the cache has no room for all of it.
-        Nothing was changed then.
+        None where the executor has no such call, or somebody asks for hidden states. Raises ``OutOfBlocks`` where the
+        cache has no room for all of it. Nothing was changed then.
         """
+        if self._watches:
+            return None
         strange = self._strange(rows)
         starts = [len(self.begin(row)) for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts)]
@@ -218,14 +281,17 @@ class Runner:
         return drafted
 
     def plan(
-        self, rows: abc.Sequence[Sequence], left: abc.Sequence[int], k: abc.Sequence[int], drafter: Runner | None
+        self, rows: abc.Sequence[Sequence], left: abc.Sequence[int], k: abc.Sequence[int], drafter: Drafter | None
     ) -> RoundPlan | None:
         """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``). Each
         row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one. A text
         too long for the drafter goes on without a draft.
 
-        None where there is no room, or the drafter has another vocabulary; nothing was changed then.
+        None where there is no room, the drafter has another vocabulary, or others ask for other hidden states than it;
+        nothing was changed then.
         """
+        if drafter is not None and drafter.states is not None and drafter.states.layers != self._states:
+            return None
         context = sys.maxsize
         if drafter is not None:
             config = drafter.executor.config
@@ -240,14 +306,15 @@ class Runner:
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
             draft_rooms = [min(room, context) for room in rooms]
-            if self._fits(rows, rooms) and (drafter is None or drafter._fits(rows, draft_rooms)):
+            if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):
                 break
         else:
             return None
         try:
-            kv, draft_kv = self._after(rows, rooms), None
+            kv, draft_kv, given = self.after(rows, rooms), None, None
             if drafter is not None:
-                draft_kv = drafter._after(rows, draft_rooms)
+                draft_kv = drafter.after(rows, draft_rooms)
+                given = drafter.given(rows, draft_kv)
         except OutOfBlocks:
             self.commit(rows)
             return None
@@ -263,21 +330,33 @@ class Runner:
             drafter=None if drafter is None else drafter.executor,
             draft_kv=draft_kv,
             draft_context=context,
+            given=given,
+            states=self._states,
         )
 
-    def took(self, rows: abc.Sequence[Sequence], rounds: Rounds, drafter: Runner | None) -> None:
+    def took(self, rows: abc.Sequence[Sequence], rounds: Rounds, drafter: Drafter | None) -> None:
         """Note what is cached after rounds that were taken in one call, by the drafter that took part."""
         for row, text, drafted in zip(rows, rounds.texts, rounds.draft_cached):
             self._cached[row.id] = text
             if drafter is not None:
-                drafter._cached[row.id] = text[:drafted]
+                drafter.drafted(row, text[:drafted])
+        for row, (first, states_NF) in zip(rows, rounds.states):
+            self._note([row], [first], [len(states_NF)], states_NF)
 
-    def _fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
+        """Nothing: a model drafts by itself."""
+        return None
+
+    def drafted(self, row: Sequence, text: list[int]) -> None:
+        """This is cached of a row after rounds that were taken in one call."""
+        self._cached[row.id] = text
+
+    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         """Whether there are free pages for so many tokens of each of ``rows``."""
         allocator = self.cache.allocator
         return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
 
-    def _after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
         """The batch of what is not cached of ``rows``, with room for so many tokens of each in all. Raises
         ``OutOfBlocks``; nothing was changed then."""
         strange = self._strange(rows)
@@ -323,10 +402,14 @@ class Runner:
                 path = _descend(cached[start:], parents, row.tokens[start:])
                 cached[start:] = [cached[start + node] for node in path]
                 self.cache.keep(row.id, start, path)
+                for watch in self._watches:
+                    watch.keep(row, start, path)
             keep = min(common_prefix(cached, row.tokens), len(row.tokens) - 1)
             if keep < len(cached) or keep != self.cache.allocator.length(row.id):
                 del cached[keep:]
                 self.cache.resize(row.id, keep)
+                for watch in self._watches:
+                    watch.cut(row, keep)
             if self.share:
                 self.cache.allocator.publish(row.id, cached, keep, row.params.cache_salt)
 
@@ -334,6 +417,8 @@ class Runner:
         """Forget ``row`` and free its pages."""
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
+        for watch in self._watches:
+            watch.release(row)
         self.cache.allocator.release(row.id)
 
 

@@ -30,5 +30,5 @@ def test_the_pages_name_only_commands_that_exist() -> None:
 
     known = set(get_command(app).commands)  # type: ignore[attr-defined]
     for page in PAGES:
-        used = set(re.findall(r"^fly ([a-z]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
+        used = set(re.findall(r"^fly ([a-z-]+)", page.read_text(encoding="utf-8"), flags=re.MULTILINE))
         assert used <= known, f"{page.name} names {sorted(used - known)}; known: {sorted(known)}"

@@ -12,18 +12,20 @@ from typing import Any
 import torch
 
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, why_not
+from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import TORCH
+from fly.backends.cpu.library import TORCH, split
 from fly.backends.cpu.packed import refusal
 from fly.backends.int8 import INT8, rounded, rounds
-from fly.backends.torch import Model, TorchExecutor
+from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
-from fly.models.loading import Loading, resolve_device
+from fly.models.eagle import is_head, load_head
+from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
 __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
@@ -108,8 +110,8 @@ def load(
     by: LoadExecutor = load_executor,
     context: int | None = None,
 ) -> Loaded:
-    """A model by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on PyTorch where
-    it is no executor.
+    """A model or a draft head by name (``fly.bundled.find_checkpoint``), a checkpoint, or a loaded model as it is, on
+    PyTorch where it is no executor.
 
     Args:
         by: loads a checkpoint.
@@ -124,6 +126,12 @@ def load(
             raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
+    if is_head(checkpoint.path):
+        variant, _ = split(chosen(kernels))  # its few weights are not rounded
+        own = None if dtype == "auto" else resolve_dtype(dtype, {})
+        head = load_head(checkpoint.path, own, resolve_device(device))
+        compiled = variant != TORCH and head_refusal(head) is None
+        return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
     executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
     control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)

@@ -1,6 +1,6 @@
 """Any model on any device that PyTorch knows: the reference.
 
-Shape legend: T packed tokens, N places, C hidden width, V vocabulary.
+Shape legend: T packed tokens, N places, C hidden width, V vocabulary, F hidden states side by side, U draft vocabulary.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fly.backends.int8 import INT8
-from fly.executor import Batch, Executor, Scores
+from fly.executor import Batch, Executor, Head, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
+from fly.models.eagle import Eagle3Head
 
-__all__ = ["Model", "TorchExecutor"]
+__all__ = ["Model", "TorchExecutor", "TorchHead"]
 
 
 @runtime_checkable
@@ -47,7 +48,7 @@ class TorchExecutor(Executor):
         if isinstance(model, Llama) and model.rounded:
             self.kernels = INT8
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self._options = {} if layers is None else {"layers": layers}
+        self._options: dict[str, Any] = {} if layers is None else {"layers": layers}
 
     @property
     def weight_bytes(self) -> int:
@@ -57,17 +58,52 @@ class TorchExecutor(Executor):
     def model_name(self) -> str:
         return type(self.model).__name__
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+    @property
+    def gives_states(self) -> bool:  # type: ignore[override]
+        return isinstance(self.model, Llama)
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
-        hidden_TC = self.model(tokens_T, positions_T, batch.kv, **self._options)
+        taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
+        options = {**self._options, "states": taken} if states else self._options
+        hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
+        states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None:
             if not len(places):
-                return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
+                return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
             hidden_TC = hidden_TC[torch.tensor(places, device=self.device)]
-        return Scores(self.model.logits(hidden_TC))
+        return Scores(self.model.logits(hidden_TC), None, states_TF)
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         if not isinstance(self.model, Llama):
             return super().with_layers(layers)
         return type(self)(self.model, layers)
+
+
+class TorchHead(Head):
+    """Runs a draft head operation by operation."""
+
+    def __init__(self, head: Eagle3Head) -> None:
+        self.head = head
+        self.options, self.config = head.config, head.config.layer
+        self.device, self.dtype = head.device, head.dtype
+        self.to_target_U, self.shares = head.to_target_U, head.shares
+
+    @property
+    def model_name(self) -> str:
+        return type(self.head).__name__
+
+    def share(self, weight_VC: Tensor) -> None:
+        self.head.share(weight_VC)
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self.step(batch, self.head.fuse(states_TF), places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        tokens_T = torch.tensor(batch.tokens, device=self.device)
+        positions_T = torch.tensor(batch.positions, device=self.device)
+        x_TC = self.head(tokens_T, x_TC, positions_T, batch.kv)
+        if len(places) < len(batch.tokens):
+            x_TC = x_TC[torch.tensor(places, device=self.device)]
+        return self.head.logits(x_TC), x_TC

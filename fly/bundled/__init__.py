@@ -13,6 +13,7 @@ from fly.models.opening import open_checkpoint
 
 __all__ = [
     "BUNDLED",
+    "HEADS",
     "find_checkpoint",
     "is_here",
     "names_a_checkpoint",
@@ -23,6 +24,7 @@ __all__ = [
 
 CHECKPOINTS = Path(__file__).parent / "checkpoints"
 BUNDLED = ("fly-target", "fly-draft", "fly-tiny")
+HEADS = ("fly-eagle3",)  # draft heads, each for ``fly-target``
 
 
 def find_checkpoint(name: str | Path) -> Path | HubName:
@@ -31,16 +33,16 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
 
     Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
     """
-    if str(name) in BUNDLED:
+    if str(name) in (*BUNDLED, *HEADS):
         return CHECKPOINTS / str(name)
     if is_here(name):
         return Path(name)
     if (wanted := hub_name(str(name))) is not None:
         return wanted
-    hint = meant(str(name), BUNDLED)
+    hint = meant(str(name), (*BUNDLED, *HEADS))
     raise CheckpointError(
         f"{str(name)!r} is neither a bundled checkpoint{hint}, nor a directory or .gguf file that exists, nor a name "
-        f"on the Hugging Face hub (owner/name); bundled: {list(BUNDLED)}"
+        f"on the Hugging Face hub (owner/name); bundled: {[*BUNDLED, *HEADS]}"
     )
 
 
@@ -71,4 +73,4 @@ def usual_draft(model: str | Path | None) -> str:
 
 def names_a_checkpoint(name: str) -> bool:
     """Whether a text can be a checkpoint's name. Nothing is asked of the network."""
-    return name in BUNDLED or is_here(name) or hub_name(name) is not None
+    return name in (*BUNDLED, *HEADS) or is_here(name) or hub_name(name) is not None

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.markup import escape
 
-from fly.bundled import BUNDLED, CHECKPOINTS, find_checkpoint, open_model, resolve_checkpoint
+from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
 from fly.cli.bench import show_drafts
 from fly.cli.comparison import compare_on_bundled
@@ -119,6 +119,9 @@ def drafts() -> None:
     """List the draft strategies that ``--draft`` knows, with their parameters."""
     rows = ((_call(name, kind), escape(_summary_of(kind))) for name, kind in draft_types().items())
     print_list(rows, "strategy", sentences("what it does"), title="Draft strategies", show_lines=True)
+    names = (*BUNDLED[1:], *HEADS)
+    made = (f"a draft head of {BUNDLED[0]} (eagle3)" if name in HEADS else "a draft model (model)" for name in names)
+    print_list(zip(names, made), "checkpoint", "what it is", title="Bundled drafts")
     note(
         "a checkpoint's name or directory is model(...) of it; a+b+c is a cascade, cheapest first: each "
         "drafts for the next; 'fly bench drafts' measures them"

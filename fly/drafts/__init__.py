@@ -4,6 +4,7 @@ from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, pad, pad_trees
 from fly.drafts.choose import ChooseDraft
 from fly.drafts.combine import RelayDraft, UnionDraft
+from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.registry import draft_types, parse_draft
@@ -17,6 +18,7 @@ __all__ = [
     "CascadeDraft",
     "ChooseDraft",
     "DraftStrategy",
+    "Eagle3Draft",
     "LayerSkipDraft",
     "NGramDraft",
     "RecyclingDraft",

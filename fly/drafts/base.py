@@ -12,14 +12,15 @@ from typing import NamedTuple
 import torch
 
 from fly.cache import BlockAllocator
-from fly.executor import DraftSpec, Executor, Spent
+from fly.executor import Drafted, DraftSpec, Executor, Spent
+from fly.models.config import LlamaConfig
 from fly.models.tokenizer import Tokenizer
 from fly.request import Sequence
-from fly.runner import Runner
+from fly.runner import Drafter, Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "pad", "pad_trees", "until_end"]
+__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "drafted_of", "pad", "pad_trees", "until_end"]
 
 
 class Loaded(NamedTuple):
@@ -39,7 +40,7 @@ class Continuation(NamedTuple):
     first it is not sure of: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what
     ``spec.lookup`` copies."""
 
-    runner: Runner | None
+    runner: Drafter | None
     most: list[int]  # tokens a round, of each row
     spec: DraftSpec = DraftSpec()
     rounds: int = sys.maxsize  # after which the strategy is to be asked again
@@ -62,6 +63,7 @@ class DraftStrategy(ABC):
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
     knows_chances: bool = False  # whether it can tell how likely its tokens stand, and ends a draft by ``worth``
     worth: float = 0.0  # the chance of standing from which on a token pays; set by who asks (``AdaptiveDraft``)
+    made_for: LlamaConfig | None = None  # sizes of the only targets that it can draft for; None: any of its vocabulary
     spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
 
     def parts(self) -> list[DraftStrategy]:
@@ -221,6 +223,29 @@ class Wrapper(DraftStrategy):
     def reserve(self, tokens: int) -> None:
         for member in self.members:
             member.reserve(tokens)
+
+
+def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
+    """What was drafted for those of ``rows`` that are ``active``, and nothing for the others."""
+    drafted: list[list[int]] = [[] for _ in range(rows)]
+    for b, tokens in zip(active, found.tokens):
+        drafted[b] = tokens
+    proposal = Draft.of(drafted)
+    if found.probs_BKV is None and found.logits_BKV is None:
+        return proposal
+
+    def of_all(said_AKV: torch.Tensor | None) -> torch.Tensor | None:
+        if said_AKV is None:
+            return None
+        said_AKV = said_AKV[:, : proposal.shape[1]]
+        if len(active) == rows:
+            return said_AKV
+        said_BKV = said_AKV.new_zeros(rows, *said_AKV.shape[1:])
+        said_BKV[active] = said_AKV
+        return said_BKV
+
+    probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
+    return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:

@@ -10,7 +10,6 @@ import sys
 from collections import abc
 from contextlib import suppress
 from copy import copy
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
@@ -20,13 +19,14 @@ from torch import Tensor
 from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
 from fly.constraints import constrains
-from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, pad, until_end
+from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, drafted_of, pad, until_end
 from fly.drafts.ngram import NGramDraft
+from fly.drafts.stops import Certainty, check_chance, reach_of
 from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
-from fly.executor import Batch, DraftSpec, Executor, Scores, Wrapped
+from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, derive, draw, entropy, uniforms
+from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
 from fly.runner import Runner
@@ -34,11 +34,7 @@ from fly.sampling import BatchSampling
 from fly.types import Draft, Guarantee
 from fly.vocabulary import Vocabulary
 
-__all__ = ["CascadeDraft", "SingleDraft"]
-
-# Near the best on code and on arithmetic for drafts of a tenth to a third of the target's cost: for rows under a
-# lossless rule, and under others, where tokens stand more often than the draft model's chances say (docs/results).
-REACH, REACH_EXCUSED = 0.5, 0.1
+__all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
 class SingleDraft(DraftStrategy):
@@ -125,6 +121,8 @@ class SingleDraft(DraftStrategy):
             self.draft = translated(self.draft, self.tokenizer, self._loaded.executor.config.vocab_size)
 
     def _take(self, loaded: Loaded) -> None:
+        if isinstance(loaded.executor, Head):
+            raise ValueError(f"{str(self.model)!r} is a draft head, not a model by itself; write eagle3({self.model})")
         self._loaded, self.tokenizer = loaded, self.tokenizer or loaded.tokenizer
         self.vocab_size = loaded.executor.config.vocab_size
         self.context = loaded.executor.config.max_position_embeddings
@@ -166,19 +164,16 @@ class SingleDraft(DraftStrategy):
     def _set_limits(self, k: int | None, confidence: float, entropy: float, reach: float | None) -> None:
         if k is not None and k < 1:
             raise ValueError(f"k {k} must be at least 1")
-        for name, chance in (("confidence", confidence), ("reach", reach)):
-            if chance is not None and not 0 <= chance <= 1:
-                raise ValueError(f"{name} {chance} must be in [0, 1]")
+        check_chance("confidence", confidence)
+        check_chance("reach", reach)
         if not entropy >= 0:
             raise ValueError(f"entropy {entropy} must be a number of nats, at least 0")
         self.k, self.confidence, self.entropy, self.reach = k, confidence, entropy, reach
 
     def spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
         """How the model drafts for ``rows``, as numbers; with prompt lookup where that is all that drafts for it."""
-        lossless = self.worth or (REACH if self.reach is None else self.reach)
-        other = self.worth**2 or (REACH_EXCUSED if self.reach is None else self.reach)
-        reach = tuple(lossless if row.policy.guarantee is Guarantee.LOSSLESS else other for row in rows)
         lookup = self.draft.lookup if type(self.draft) is NGramDraft and self._lossless else None
+        reach = reach_of(rows, self.reach, self.worth)
         return DraftSpec(self.confidence, self.entropy, reach, lookup, self.says)
 
     @property
@@ -284,7 +279,7 @@ class SingleDraft(DraftStrategy):
         no room for it."""
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
-        sampling, seeds = None, [_seed(row) for row in going]
+        sampling, seeds = None, [seed_of(row) for row in going]
         if not all(row.greedy for row in rows):
             sampling = BatchSampling.of([row.params for row in going])
         try:
@@ -294,35 +289,17 @@ class SingleDraft(DraftStrategy):
         if found is None:
             self._one_call = False
             return None
-        drafted: list[list[int]] = [[] for _ in rows]
-        for b, tokens in zip(active, found.tokens):
-            drafted[b] = tokens
-        proposal = Draft.of(drafted)
-        if found.probs_BKV is None and found.logits_BKV is None:
-            return proposal
-
-        def of_all(said_AKV: Tensor | None) -> Tensor | None:
-            if said_AKV is None:
-                return None
-            said_AKV = said_AKV[:, : proposal.shape[1]]
-            if len(active) == len(rows):
-                return said_AKV
-            said_BKV = said_AKV.new_zeros(len(rows), *said_AKV.shape[1:])
-            said_BKV[active] = said_AKV
-            return said_BKV
-
-        probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
-        return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
+        return drafted_of(len(rows), active, found)
 
     def _step_by_step(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
         """The proposal by one forward after the other, each verifying what the level below proposes, if there is
         one."""
-        scratch = [row.fork(self.policy, _seed(row)) for row in rows]
+        scratch = [row.fork(self.policy, seed_of(row)) for row in rows]
         self.runner.commit(scratch)
         starts = [len(row.tokens) for row in rows]
         probs: list[list[Tensor]] = [[] for _ in rows]  # per row, what was said [V] of each of its tokens
         spec = self.spec(rows)
-        certainty = [_Certainty(spec, reach) for reach in spec.reach]
+        certainty = [Certainty(spec, reach) for reach in spec.reach]
         while active:
             going = [scratch[b] for b in active]
             left = [starts[b] + most[b] - len(row.tokens) for b, row in zip(active, going)]
@@ -350,7 +327,7 @@ class SingleDraft(DraftStrategy):
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
 
     def _advance(
-        self, rows: list[Sequence], left: list[int], certainty: list[_Certainty]
+        self, rows: list[Sequence], left: list[int], certainty: list[Certainty]
     ) -> tuple[list[list[Tensor]], list[bool]]:
         """Extend every row by one token or more, at most ``left``, up to the first that this level is not sure of.
         Returns the distributions they were drawn from, or their logits if nothing was drawn and it ``says``, and
@@ -417,30 +394,7 @@ class SingleDraft(DraftStrategy):
         return tokens
 
 
-@dataclass
-class _Certainty:
-    """How sure a model is of what it drafts for a row."""
-
-    spec: DraftSpec
-    least: float  # chance that all tokens so far stand
-    reached: float = 1.0
-
-    @property
-    def asks(self) -> bool:
-        return self.least > 0 or self.spec.confidence > 0 or self.spec.entropy < math.inf
-
-    def after(self, probs_NV: Tensor) -> list[bool]:
-        """Whether to draft on after each of the next N tokens, by the distribution each is of."""
-        peak_N = probs_NV.amax(-1)
-        reached_N = self.reached * peak_N.cumprod(0)
-        self.reached = float(reached_N[-1])
-        spec = self.spec
-        sure_N = (peak_N >= spec.confidence) & (reached_N >= self.least) & (entropy(probs_NV) <= spec.entropy)
-        sure: list[bool] = sure_N.tolist()
-        return sure
-
-
-def _seed(row: Sequence) -> int:
+def seed_of(row: Sequence) -> int:
     """Of what is drawn for a row in this round."""
     return 0 if row.greedy else derive(row.seed, len(row.tokens))
 
@@ -454,8 +408,9 @@ class _Restricted(Wrapped):
         self._banned_V = torch.ones(inner.config.vocab_size, dtype=torch.bool, device=inner.device)
         self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=inner.device)] = False
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
-        return Scores(self.inner.score(batch, places).logits_NV.masked_fill(self._banned_V, -torch.inf))
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        found = self.inner.score(batch, places, states)
+        return Scores(found.logits_NV.masked_fill(self._banned_V, -torch.inf), states_TF=found.states_TF)
 
 
 class CascadeDraft(Wrapper):

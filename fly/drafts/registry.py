@@ -8,21 +8,24 @@ from __future__ import annotations
 import ast
 import inspect
 from collections import abc
+from pathlib import Path
 from typing import Any, TypeGuard, get_args, get_origin
 
 import torch
 
-from fly.bundled import BUNDLED, is_here, names_a_checkpoint
+from fly.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkpoint
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
 from fly.drafts.choose import ChooseDraft
 from fly.drafts.combine import RelayDraft, UnionDraft
+from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import RecyclingDraft, TreeDraft
 from fly.expressions import CLASS_PATH, Registry, Text, hints_of
+from fly.models.eagle import is_head
 from fly.policies import AcceptancePolicy, parse_policy
 
 __all__ = ["draft_types", "parse_draft"]
@@ -40,6 +43,7 @@ STRATEGIES = Registry(
         "recycling": RecyclingDraft,
         "model": SingleDraft,
         "tree": TreeDraft,
+        "eagle3": Eagle3Draft,
         "skip": LayerSkipDraft,
         "relay": RelayDraft,
         "union": UnionDraft,
@@ -49,7 +53,7 @@ STRATEGIES = Registry(
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
     usable=lambda strategy: not inspect.isabstract(strategy),
-    choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": list(BUNDLED)},
+    choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",
 )
 
@@ -82,7 +86,7 @@ def parse_draft(
 
     - a strategy is a registered name (``draft_types``), a call of one, or a checkpoint: its bundled name, the path of
       its directory or GGUF file, or its name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds
-      spaces, brackets, quotes, commas or one of ``+ = :``;
+      spaces, brackets, quotes, commas or one of ``+ = :``; a directory that holds a draft head is ``eagle3`` of it;
     - ``a+b+c`` is a cascade, cheapest first: each drafts for the next;
     - a parameter that takes a strategy (by its annotation) reads its argument as one, a parameter that takes a policy
       as a policy; to all others a bare word is a string, as in ``model(fly-draft)``;
@@ -101,7 +105,7 @@ def parse_draft(
         return None
     loading: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     if text.strip() not in draft_types() and is_here(text):
-        return SingleDraft(text, reach=None, **loading)
+        return _of_checkpoint(text, loading)
     reader = _Reader(STRATEGIES, text, trusted, defaults=loading)
     return reader.read(reader.strategy)
 
@@ -130,11 +134,11 @@ class _Reader(Text):
             if not names_a_checkpoint(word):
                 raise self.error(
                     f"{word!r} is no checkpoint: neither a directory or .gguf file that exists, nor a name on the "
-                    f"Hugging Face hub; bundled: {list(BUNDLED)}"
+                    f"Hugging Face hub; bundled: {[*BUNDLED, *HEADS]}"
                 )
         else:
             raise self.error(f"{self.source(node)!r} is no strategy")
-        return SingleDraft(word, reach=None, **self.defaults)
+        return _of_checkpoint(word, self.defaults)
 
     def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
         """A class whose first parameter is a sequence of strategies takes them one by one, too."""
@@ -158,6 +162,14 @@ class _Reader(Text):
         if isinstance(value, str) and _mentions(hint, AcceptancePolicy):
             return parse_policy(value, trusted=self.trusted)
         return value
+
+
+def _of_checkpoint(name: str, loading: abc.Mapping[str, Any]) -> DraftStrategy:
+    """The strategy that drafts with a checkpoint: one on the hub is a model."""
+    found = find_checkpoint(name)
+    if isinstance(found, Path) and is_head(found):
+        return Eagle3Draft(name, reach=None, **loading)
+    return SingleDraft(name, reach=None, **loading)
 
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:

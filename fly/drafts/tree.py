@@ -22,11 +22,11 @@ from fly.ops import top
 from fly.request import Sequence
 from fly.types import Draft, Target
 
-__all__ = ["RecyclingDraft", "TreeDraft"]
+__all__ = ["RecyclingDraft", "Tree", "TreeDraft"]
 
 
 @dataclass
-class _Tree:
+class Tree:
     """A row's tree while it grows: tokens, parents, ln of the probability of the path to each."""
 
     tokens: list[int] = field(default_factory=list)
@@ -99,7 +99,7 @@ class TreeDraft(SingleDraft):
             max(0, min(n, self.depth, context - len(row.tokens), n if self.k is None else self.k))
             for row, n in zip(rows, max_len)
         ]
-        trees = [_Tree() for _ in rows]
+        trees = [Tree() for _ in rows]
         frontier: list[list[int]] = [[-1] for _ in rows]
         followed: list[list[int]] = [[] for _ in rows]  # the tokens that others may follow
         place: list[dict[int, int]] = [{-1: 0} for _ in rows]  # of each of them and of the row itself, in the forward

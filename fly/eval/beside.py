@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fly.drafts import SingleDraft, parse_draft
-from fly.drafts.model import REACH, REACH_EXCUSED
+from fly.drafts.stops import REACH, REACH_EXCUSED
 from fly.eval.plan import Plan, Way
 from fly.eval.records import read_records
 from fly.eval.replay import Blocks, Replay, Unknown

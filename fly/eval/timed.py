@@ -60,8 +60,8 @@ class Clock(Wrapped):
     def joins(self, drafter: Executor) -> bool:
         return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter)
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
-        return self._clocked(self.inner.score, batch, places)
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        return self._clocked(self.inner.score, batch, places, *([states] if states else []))
 
     def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
         return self._clocked(self.inner.extend, *arguments, **options)

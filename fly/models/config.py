@@ -267,6 +267,7 @@ def _supported(raw: dict[str, Any], source: str) -> Family:
     if (family := family_of(architectures)) is not None and not any(raw.get(name) for name in _EXPERTS):
         return family
     kind = " (a mixture of experts)" if any(raw.get(name) for name in _EXPERTS) else ""
+    kind = " (a draft head, which drafts for a model)" if "draft_vocab_size" in raw else kind
     raise CheckpointError(
         f"{source}: architecture {architectures or 'missing'}{kind} is not supported; choices: "
         f"{[family.architecture for family in FAMILIES.values()]}"

@@ -35,7 +35,7 @@ class Directory(Checkpoint):
     @cached_property
     def tensors(self) -> dict[str, Stored]:
         found: dict[str, Stored] = {}
-        for file in self._weight_files():
+        for file in self.weight_files():
             for key, stored in _tensors(file).items():
                 if key in found:
                     raise CheckpointError(f"{file}: tensor {key} is stored twice")
@@ -70,7 +70,8 @@ class Directory(Checkpoint):
         files["default"] = self.path / "chat_template.jinja"
         return {name: file.read_text("utf-8") for name, file in files.items() if file.exists()}
 
-    def _weight_files(self) -> list[Path]:
+    def weight_files(self) -> list[Path]:
+        """The files of its weights. Raises ``CheckpointError`` if one is missing."""
         index = self.path / _INDEX
         if index.exists():
             try:

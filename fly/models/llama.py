@@ -110,6 +110,16 @@ def rotary_tables(config: LlamaConfig) -> list[tuple[Tensor, Tensor]]:
     return found
 
 
+def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> list[tuple[Tensor, Tensor]]:
+    """Cosines and sines [P, 1, D] as ``rotate`` takes them, for each of ``config.ropes``."""
+    found = []
+    for cos, sin in rotary_tables(config):
+        whole = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
+        cos_P1D, sin_P1D = (table.unsqueeze(1).to(device, dtype) for table in whole)
+        found.append((cos_P1D, sin_P1D))
+    return found
+
+
 class Norm(nn.RMSNorm):
     """Root mean square norm (arXiv 1910.07467); some families store weights without their ``offset``."""
 
@@ -281,12 +291,7 @@ class Llama(nn.Module):
         saved."""
         found = self._rotary
         if not found or found[0][0].dtype != self.dtype or found[0][0].device != self.device:
-            found = []
-            for cos, sin in rotary_tables(self.config):
-                whole = torch.cat([cos, cos], -1), torch.cat([-sin, sin], -1)
-                cos_P1D, sin_P1D = (table.unsqueeze(1).to(self.device, self.dtype) for table in whole)
-                found.append((cos_P1D, sin_P1D))
-            self._rotary = found
+            found = self._rotary = signed_tables(self.config, self.dtype, self.device)
         return found
 
     def forward(
@@ -296,10 +301,12 @@ class Llama(nn.Module):
         kv: KV,
         layers: Sequence[int] | None = None,
         through: Through = in_turn,
+        states: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
         layers or those numbered in ``layers`` only. ``through`` takes them there: ``fly.models.compiled`` has another
-        way, of the same values.
+        way, of the same values. ``states``, for which layers are gone through in turn, takes at each of its keys the
+        residual stream [T, C] after so many layers: 0 is the embedding.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
@@ -308,7 +315,16 @@ class Llama(nn.Module):
         if self.config.traits.scaled_embedding:
             x_TC = x_TC * embedding_scale(self.config, self.dtype)
         chosen: Any = self.layers if layers is None else [self.layers[number] for number in layers]
-        return through(chosen, self.norm, x_TC, rotary, kv)
+        if states is None:
+            return through(chosen, self.norm, x_TC, rotary, kv)
+        for number, layer in enumerate(chosen):
+            if number in states:
+                states[number] = x_TC
+            x_TC = layer(x_TC, rotary, kv)
+        if len(chosen) in states:
+            states[len(chosen)] = x_TC
+        normed_TC: Tensor = self.norm(x_TC)
+        return normed_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""

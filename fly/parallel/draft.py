@@ -16,8 +16,8 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts import DraftStrategy, LayerSkipDraft
-from fly.executor import Batch, Executor
+from fly.drafts import DraftStrategy, Eagle3Draft, LayerSkipDraft
+from fly.executor import Batch, Executor, Head
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
 from fly.parallel.ranks import Ranks
@@ -72,7 +72,9 @@ def place_draft(
 
 
 def _executors(strategy: DraftStrategy | None) -> list[Executor]:
-    return [] if strategy is None else strategy.executors() or []
+    """The models that can be divided: a head is small, and whole everywhere."""
+    every = [] if strategy is None else strategy.executors() or []
+    return [executor for executor in every if not isinstance(executor, Head)]
 
 
 @torch.inference_mode()
@@ -128,10 +130,11 @@ class FirstDraft(DraftStrategy):
 
     @staticmethod
     def _checked(strategy: DraftStrategy | None) -> DraftStrategy | None:
-        if strategy is not None and any(isinstance(part, LayerSkipDraft) for part in _nested(strategy)):
+        kinds = (LayerSkipDraft, Eagle3Draft)
+        if strategy is not None and any(isinstance(part, kinds) for part in _nested(strategy)):
             raise ValueError(
-                "a strategy that drafts with layers of the target runs where the target does: on all ranks, not on "
-                "the first alone (draft_placement)"
+                "a strategy that drafts with layers of the target, or by its hidden states, runs where the target "
+                "does: on all ranks, not on the first alone (draft_placement)"
             )
         return strategy
 

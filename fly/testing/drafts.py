@@ -57,7 +57,8 @@ def check_draft(
             batch cannot be told from what depends on the batch.
         learns: whether it remembers past texts and other rows on purpose, so that what it proposes may depend on them;
             it must be valid all the same. None is the strategy's own attribute ``learns``.
-        target: who it drafts for; None is a random Llama of two layers over the strategy's vocabulary.
+        target: who it drafts for; None is a random Llama of two layers over the strategy's vocabulary, or of the sizes
+            that it is made for.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """

@@ -146,8 +146,9 @@ class DraftKit:
             given = strategy
             if not isinstance(given(), DraftStrategy):
                 raise ValueError(f"{strategy!r} makes {given()!r}, which is no DraftStrategy")
-        size = resolved(given()).vocab_size
-        model = make_executor(target or toy_target(size or _VOCABULARY))
+        wanted = resolved(given())
+        toy = toy_target(wanted.vocab_size or _VOCABULARY, wanted.made_for) if target is None else target
+        model = make_executor(toy)
 
         def make() -> DraftStrategy:
             fresh = resolved(given())

@@ -19,9 +19,9 @@ _POSITIONS = 128  # of the toy target
 _CONTEXTS = 64  # full ones that a runner's cache holds
 
 
-def toy_target(vocab_size: int) -> Llama:
-    """A random Llama of width 16 and two layers, float32 on the CPU; the same each time."""
-    config = LlamaConfig(
+def toy_target(vocab_size: int, config: LlamaConfig | None = None) -> Llama:
+    """A random Llama of width 16 and two layers, or of other sizes, float32 on the CPU; the same each time."""
+    config = config or LlamaConfig(
         vocab_size=vocab_size,
         hidden_size=16,
         intermediate_size=24,

@@ -12,15 +12,15 @@ from collections.abc import Callable
 from copy import copy
 
 import torch
-from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause, clauses_of
-from fly.backends.cpu.host import HostDecisions, c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, Sampling, Sure, address
+from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.head import CpuHead
+from fly.backends.cpu.host import HostDecisions
+from fly.backends.cpu.library import CLookup, address
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Question, RoundPlan, Rounds, Scores
-from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.request import Sequence
 from fly.sampling import BatchSampling
@@ -36,6 +36,7 @@ class CpuExecutor(HostDecisions):
 
     batch_invariant = True
     own_threads = True
+    gives_states = True
 
     def __init__(self, packed: PackedLlama) -> None:
         self.packed = packed
@@ -60,12 +61,15 @@ class CpuExecutor(HostDecisions):
         part._layers, part._lookups = list(layers), {}
         return part
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         tokens, positions = array("q", batch.tokens), array("q", batch.positions)
         call, _kept = self.packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, self._layers)
         which = None if places is None else array("i", places)
         count = len(tokens) if which is None else len(which)
         logits_NV, argmax = torch.empty(count, self.packed.vocab), array("i", bytes(4 * count))
+        after, states_TF = array("i", states), None
+        if states:
+            states_TF = torch.empty(len(tokens), len(states) * self.config.hidden_size, dtype=self.dtype)
         self.packed.check(
             self.packed.library.fly_score(
                 self.packed.handle,
@@ -74,9 +78,12 @@ class CpuExecutor(HostDecisions):
                 count,
                 logits_NV.data_ptr(),
                 address(argmax),
+                address(after),
+                len(after),
+                None if states_TF is None else states_TF.data_ptr(),
             )
         )
-        return Scores(logits_NV, argmax.tolist())
+        return Scores(logits_NV, argmax.tolist(), states_TF)
 
     def extend(
         self,
@@ -87,43 +94,12 @@ class CpuExecutor(HostDecisions):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
-        tokens, positions = array("q", batch.tokens), array("q", batch.positions)
-        call, _kept = self.packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, self._layers)
-        longest, count = max(most, default=0), len(most)
-        limits, stops, stop_at = array("i", most), array("q"), array("i", [0])
-        for row in rows:
-            stops.extend(row.stop_ids)
-            stop_at.append(len(stops))
-        drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
-        addresses: list[int | None] = [address(values) for values in (limits, stops, stop_at, drafted, counts)]
-        probs_BKV: Tensor | None = None
-        logits_BKV: Tensor | None = None
-        if sampling is None and spec.says:
-            logits_BKV = torch.empty(count, longest, self.config.vocab_size)
-            shown = (Sampling * count)(*[Sampling(-1.0)] * count)  # held until after the call
-            addresses += [ctypes.addressof(shown), None, logits_BKV.data_ptr()]
-        elif sampling is None:
-            addresses += [None, None, None]
-        else:
-            each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
-            coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
-            probs_BKV = torch.empty(count, longest, self.config.vocab_size)
-            how = c_sampling(sampling)  # held until after the call
-            addresses += [ctypes.addressof(how), coins.buffer_info()[0], probs_BKV.data_ptr()]
-        if spec.lookup is None:
-            addresses += [None, None]
-        else:
-            texts = [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
-            places = array("Q", [address(text) for text in texts])
-            addresses += [ctypes.addressof(self._c_lookup(spec.lookup)), address(places)]
-        sure = Sure.each(spec, count)  # held until after the call
-        addresses.append(ctypes.addressof(sure))
-        library = self.packed.library
-        self.packed.check(library.fly_draft(self.packed.handle, ctypes.byref(call), longest, *addresses))
-        found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-        return Drafted(found, probs_BKV, logits_BKV)
+        lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
+        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup, self._layers)
 
     def joins(self, drafter: Executor) -> bool:
+        if isinstance(drafter, CpuHead):
+            return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor) and drafter._layers is None
 
     def rounds(
@@ -148,8 +124,10 @@ class CpuExecutor(HostDecisions):
         if (clauses is None and len(rules) > 1) or self._layers is not None or (made := plan()) is None:
             return None
         drafter = made.drafter
-        assert drafter is None or isinstance(drafter, CpuExecutor)  # see ``joins``
-        lookup = None if made.spec.lookup is None else (drafter or self)._c_lookup(made.spec.lookup)
+        assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead))  # see ``joins``
+        lookup = None
+        if made.spec.lookup is not None:
+            lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(made.spec.lookup)
         return take_rounds(self.packed, None if drafter is None else drafter.packed, made, lookup, clauses, ask)
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:

@@ -162,12 +162,15 @@ def _plain(logits: Tensor) -> bool:
 def decide_on_host(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """``Executor.decide`` of chains, for a policy that keeps what the exact rule keeps; None where it is another, or
+    """``Executor.decide``, for a policy that keeps what the exact rule keeps; None where it is another, or
     where only tensors can say. A relaxation is asked of one mismatch after the other, up to the first that it does not
     excuse."""
     logits_BKV, processed, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
-    if draft.trees is not None or not accepts_exactly(policy):
+    if not accepts_exactly(policy):
         return None
+    if draft.trees is not None:
+        plain = target.all_greedy and relaxation is None and type(policy).verdict is AcceptancePolicy.verdict
+        return [*map(_descend, draft.chains, draft.trees, target.choices)] if plain else None
     if not _plain(logits_BKV) or logits_BKV.stride(-1) != 1:
         return None
     if target.all_greedy:
@@ -211,6 +214,19 @@ def decide_on_host(
             following = processed.follow(b, n, chain[n] if n < end else None, draft, uniform)
         found.append(Decision(chain, range(n), following, n == end, target.choices[b], mismatches))
     return found
+
+
+def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decision:
+    """What stands of a tree at temperature 0: the branch that spells the target's own choices."""
+    path: list[int] = []
+    at = -1
+    for node, parent in enumerate(
+        parents
+    ):  # no token comes before its parent, nor before a sibling that is tried first
+        if parent == at and tokens[node] == choices[at + 1]:
+            path.append(node)
+            at = node
+    return Decision(tokens, path, choices[at + 1], at not in parents, choices)
 
 
 class _HostBlock:

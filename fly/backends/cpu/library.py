@@ -32,7 +32,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 23  # of src/library.cpp: what was built from other sources is not called
+_ABI = 27  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -43,7 +43,7 @@ class Shape(ctypes.Structure):
 
     _fields_ = [
         *((name, c_int32) for name in ("width", "intermediate", "layers", "heads", "kv_heads", "head_dim", "vocab")),
-        *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes")),
+        *((name, c_int32) for name in ("positions", "weights", "hidden", "gelu", "ropes", "features", "normed")),
         *((name, c_float) for name in ("eps", "scale", "embedding")),
     ]
 
@@ -125,6 +125,7 @@ class Going(ctypes.Structure):
         ),
         ("seed", c_int64),
         *((name, c_void_p) for name in ("text", "copied")),
+        ("first", c_int32),
     ]
 
 
@@ -148,7 +149,9 @@ class CRounds(ctypes.Structure):
         ("stands", c_void_p),
         ("rounds", c_int32),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
-        ("sure", c_void_p),
+        *((name, c_void_p) for name in ("sure", "state")),
+        *((name, c_int32) for name in ("states", "read_before")),
+        *((name, c_void_p) for name in ("given", "read")),
     ]
 
 
@@ -163,8 +166,10 @@ _FUNCTIONS = {
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 2),
-    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 11),
+    "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + [c_int, c_void_p]),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 12),
+    "fly_draft_for": (None, [c_void_p, c_int, c_void_p]),
+    "fly_step": (c_int, [c_void_p] * 5 + [c_int] + [c_void_p] * 2),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
 

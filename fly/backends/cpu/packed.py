@@ -26,9 +26,9 @@ from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
 from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
 
-__all__ = ["PackedLlama", "int8_weights", "pool_threads", "refusal"]
+__all__ = ["TYPES", "PackedLlama", "float_weights", "int8_weights", "pool_threads", "refusal"]
 
-_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
+TYPES = {torch.float32: 0, torch.bfloat16: 1}  # src/interface.h: Type
 _NARROW = {"int8": 2, "w8a8": 3}
 _FLOATS = [torch.float32, torch.bfloat16]
 _WIDEST_HEAD = 1024
@@ -113,16 +113,18 @@ class PackedLlama:
             config.head_dim,
             self.vocab,
             config.max_position_embeddings,
-            _NARROW[self._narrow] if self._narrow else _TYPES[self.dtype],
-            _TYPES[self.dtype],
+            _NARROW[self._narrow] if self._narrow else TYPES[self.dtype],
+            TYPES[self.dtype],
             config.traits.activation == "gelu_tanh",
             len(config.ropes),
+            0,
+            0,
             config.rms_norm_eps,
             config.attention_scale,
             embedding_scale(config, self.dtype),
         )
         with filled(model.norm):
-            norm, tables = _weights(model.norm), rotary_tables(config)
+            norm, tables = float_weights(model.norm), rotary_tables(config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
         made = self.library.fly_new(
             number(variant),
@@ -157,8 +159,8 @@ class PackedLlama:
         with filled(layer):
             attention, mlp = layer.self_attn, layer.mlp
             around, heads = layer.norms(), [attention.q_norm, attention.k_norm] if attention.normalised else []
-            kept = {which: _weights(norm) for which, norm in (*enumerate(around), *enumerate(heads, 4))}
-            pointers = (ctypes.c_void_p * 6)()  # src/fly.h: Norm; null where there is none
+            kept = {which: float_weights(norm) for which, norm in (*enumerate(around), *enumerate(heads, 4))}
+            pointers = (ctypes.c_void_p * 7)()  # src/fly.h: Norm; null where there is none
             for which, weights in kept.items():
                 pointers[which] = weights.data_ptr()
             window, rope = attention.window or 0, layer.rope
@@ -257,7 +259,7 @@ class PackedLlama:
             )
         call = self._call
         call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
-        call.cache_type, call.page = _TYPES[keys.dtype], cache.allocator.block_size
+        call.cache_type, call.page = TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
 
 
@@ -286,6 +288,6 @@ def _float(weight: Tensor) -> Tensor:
     return weight.detach().float().contiguous()
 
 
-def _weights(norm: Norm) -> Tensor:
+def float_weights(norm: Norm) -> Tensor:
     """What a norm multiplies with, float32."""
     return (norm.weight.detach().float() + norm.offset).contiguous()

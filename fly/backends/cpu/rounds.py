@@ -48,9 +48,10 @@ def take_rounds(
     room = max(map(int.__sub__, rooms, lengths)) + 1
     most = min(room, 1 + _MOST_SCORED // (count * (widest + 1)), max(plan.rounds, 1))
     batch, _kept = target.batch((0, 0), count, kv, None)
+    given, firsts = plan.given, [0] * count if plan.given is None else plan.given.first
     draft_batch, draft_starts = None, lengths
     if drafter is not None and plan.draft_kv is not None:
-        draft_starts = list(plan.draft_kv.starts)
+        draft_starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
         draft_batch, _kept_too = drafter.batch((0, 0), sum(plan.draft_kv.counts), plan.draft_kv, None)
     texts, copies, going = [], [], (Going * count)()
     stops, stop_at = array("q"), array("i", [0])
@@ -60,7 +61,7 @@ def take_rounds(
         texts.append(text)
         one.length, one.room, one.left, one.k, one.seed = lengths[b], rooms[b], row.left, most_k[b], row.seed
         one.context, one.draft_start = min(plan.draft_context, 2**31 - 1), draft_starts[b]
-        one.text = address(text)
+        one.text, one.first = address(text), firsts[b]
         if lookup is not None:
             copies.append(array("i", text))
             one.copied = address(copies[b])
@@ -79,6 +80,14 @@ def take_rounds(
         address(following),
         variant=number(usual()), sure=ctypes.addressof(sure),
     )  # fmt: skip
+    read_NF: Tensor | None = None
+    if plan.states:
+        layers = array("i", plan.states)
+        read_NF = torch.empty(size * (widest + 1), len(layers) * target.config.hidden_size, dtype=target.dtype)
+        call.state, call.states, call.read = address(layers), len(layers), read_NF.data_ptr()
+    if given is not None:
+        states_TF = given.states_TF.to(target.dtype).contiguous()
+        call.given = states_TF.data_ptr()
     asks = bytearray()
     if clauses is not None and any(clauses):
         listed: list[CClause] = []
@@ -97,7 +106,7 @@ def take_rounds(
         if drafter is not None:
             probs_BKV = torch.empty(count, widest, target.vocab)
             call.distributions = probs_BKV.data_ptr()
-    given, error = 0, None
+    told, error = 0, None
     stands = array("i", [0])  # not in ``call``, which would then hold itself by its callback
     call.stands = address(stands)
 
@@ -111,10 +120,10 @@ def take_rounds(
         return found
 
     def asked(this: int) -> None:
-        nonlocal given, error
+        nonlocal told, error
         try:
-            *before, (chain, _, _, _, said, _) = decisions(0, given, this + 1)
-            given, n = this + 1, len(chain)
+            *before, (chain, _, _, _, said, _) = decisions(0, told, this + 1)
+            told, n = this + 1, len(chain)
             probs_1KV = None if probs_BKV is None else probs_BKV[:, :n]
             answer = ask(before, Question(chain, said, logits_NV[: n + 1].unsqueeze(0), probs_1KV))
             stands[0], following[this] = (-1, 0) if answer is None else answer
@@ -139,10 +148,20 @@ def take_rounds(
     stored = [text[: one.length + counts[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
     taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
     first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in taken)
-    found = [decisions(b, given, call.rounds) for b in range(count)]
+    found = [decisions(b, told, call.rounds) for b in range(count)]
+    states = []
+    if read_NF is not None:
+        places: list[list[int]] = [[] for _ in rows]  # of what stands of each round, and of all of the last
+        at = 0
+        for i in range(call.rounds):
+            for b, kept in enumerate(places):
+                fed = counts[b * most + i] + 1
+                kept += range(at, at + (fed if i == last else accepted[b * most + i] + 1))
+                at += fed
+        states = [(length - 1, read_NF[kept]) for length, kept in zip(lengths, places)]
     if asks:
         _add_mismatches(found, map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])), plan)
-    return Rounds(found, stored, [one.draft_start for one in going], (first, others), error)
+    return Rounds(found, stored, [one.draft_start for one in going], (first, others), states, error)
 
 
 def _add_mismatches(found: list[list[Decision]], asks: abc.Iterable[Ask], plan: RoundPlan) -> None:

@@ -81,8 +81,10 @@ EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logit
 }
 
 // Logits [N, V], float32, after the tokens of a batch numbered in ``kept`` [N] (null: all), and the most likely token of
-// each, the lowest id among equals: a forward and its logits in one call.
-EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int count, float* logits, int32_t* choice) {
+// each, the lowest id among equals: a forward and its logits in one call. ``read`` [T, states · C] gets the residual stream
+// of all tokens after ``state`` layers each, in the type of hidden states.
+EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int count, float* logits, int32_t* choice,
+                     const int32_t* state, int states, void* read) {
     const long bytes = (long)batch->tokens * model->shape.width * (model->shape.hidden == FLOAT32 ? 4 : 2);
     Arena arena(bytes_of_rows(batch) + bytes + 64);
     const Locked locked(model);
@@ -92,6 +94,31 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
     call.hidden = arena.take<char>(bytes);
     call.kept = kept, call.kept_count = count;
     call.logits = logits, call.choice = choice;
+    call.state = state, call.states = states, call.read = read;
+    start(&call, batch->threads, batch->tokens, 1);
+    return OK;
+}
+
+// A step of a draft head: each token of a batch is fed with what it is ``given`` of the target's hidden states [T, F], in
+// the type of its own, or (null) with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens numbered in ``kept``
+// [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
+EXPORT int fly_step(Model* model, const Batch* batch, const void* given, const float* x, const int32_t* kept, int count,
+                    float* logits, void* features) {
+    const int32_t after[] = {1};
+    const long width = model->shape.width, bytes = batch->tokens * width * (model->shape.hidden == FLOAT32 ? 4 : 2);
+    Arena arena(bytes_of_rows(batch) + bytes + batch->tokens * 4L + 2 * 64);
+    const Locked locked(model);
+    Call call;
+    if (const int error = prepare(&call, SCORE, model, batch, &arena, batch->tokens, batch->tokens, 0)) return error;
+    if (!batch->tokens) return OK;
+    call.hidden = arena.take<char>(bytes);
+    call.carried_at = arena.take<int32_t>(batch->tokens);
+    for (int t = 0; t < batch->tokens; t++) call.carried_at[t] = t;
+    call.given = given;
+    if (!given) memcpy(model->work.carried, x, batch->tokens * width * sizeof(float));
+    call.kept = kept, call.kept_count = count;
+    call.logits = logits;
+    call.state = after, call.states = 1, call.read = features;
     start(&call, batch->threads, batch->tokens, 1);
     return OK;
 }
@@ -102,10 +129,12 @@ EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int 
 // ``distributions`` [B, most, V] shows then, with zeros after the last; at a temperature below 0 they are the most likely
 // ones, and it shows the logits. They are the same with a
 // ``lookup`` (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are
-// causal, at the positions after those.
+// causal, at the positions after those. A draft head takes what it is ``given`` of the target's hidden states [T, F] before
+// each token of the batch, in the type of its own, and has no lookup; its distributions are over the target's vocabulary.
 EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
-                     const float* uniform, float* distributions, Lookup* lookup, const int32_t* const* texts, const Sure* sure) {
+                     const float* uniform, float* distributions, Lookup* lookup, const int32_t* const* texts, const Sure* sure,
+                     const void* given) {
     const int rows = batch->rows, copies = lookup ? least_of(rows * least_of(lookup->most, most), MAX_COPIES) : 0;
     const int tokens = batch->tokens + copies;
     long text = 0;
@@ -121,6 +150,8 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     call.drafted = drafted, call.drafted_count = drafted_count;
     call.sampling = sampling, call.uniform = uniform, call.distributions = distributions;
     call.lookup = lookup, call.sure = sure;
+    call.given = given;
+    call.carried_at = arena.take<int32_t>(rows);
     call.live = arena.take<Row>(rows);
     call.reached = arena.take<float>(rows);
     call.live_row = arena.take<int32_t>(rows);
@@ -145,7 +176,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     call.row = call.live;
     call.live_rows = rows;
     start(&call, batch->threads, batch->tokens + (long)rows * most, most);
-    const long vocab = model->shape.vocab;
+    const long vocab = model->tokens;
     for (int b = 0; sampling && b < rows; b++)
         memset(distributions + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
     return OK;

@@ -3,27 +3,32 @@
 // The next token of row ``b``, by the logits of the one before, and whether the drafter is sure enough to go on after it.
 inline int64_t next_token(Call* call, int b, const float* logits, bool& goes_on) {
     const int vocab = call->model->shape.vocab;
-    const long at = (long)b * call->most + call->drafted_count[b];
+    const int64_t* target = call->model->target;
+    const long at = (long)b * call->most + call->drafted_count[b], wide = call->model->tokens;
     const ::fly::Sure& enough = call->sure[b];
     const bool asks = enough.asks();
-    float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * vocab : nullptr;
+    float *spread = call->model->work.spread, *distribution = call->sampling ? call->distributions + at * wide : nullptr;
     Surety sure;
     int64_t token;
     if (distribution && call->sampling[b].temperature > 0) {
-        memcpy(distribution, distribution_of(call->sampling[b], logits, vocab, spread, asks ? &sure : nullptr), vocab * 4L);
-        token = pick(distribution, vocab, call->uniform[at]);
+        const float* own = distribution_of(call->sampling[b], logits, vocab, spread, asks ? &sure : nullptr);
+        token = pick(own, vocab, call->uniform[at]);
+        if (target) memset(distribution, 0, wide * 4L);
+        if (!target) memcpy(distribution, own, vocab * 4L);
+        for (int i = 0; target && i < vocab; i++) distribution[target[i]] = own[i];
     } else {
         token = best(logits, vocab);
         constexpr Sampling raw = {1, 1, -__builtin_inff(), 0};
         if (asks) sure = surety(keep(raw, logits, vocab, spread), 1, vocab, spread);
         if (distribution && call->sampling[b].temperature < 0) memcpy(distribution, logits, vocab * sizeof(float));
-        else if (distribution) memset(distribution, 0, vocab * sizeof(float)), distribution[token] = 1;
+        else if (distribution) memset(distribution, 0, wide * 4L), distribution[target ? target[token] : token] = 1;
     }
     if (asks) {
         const float reached = call->reached[b] *= sure.peak;
         goes_on = sure.peak >= enough.confidence && sure.entropy <= enough.entropy && reached >= enough.reach;
     }
-    return token < 0 ? 0 : token;
+    token = token < 0 ? 0 : token;
+    return target ? target[token] : token;
 }
 
 // The next forward: of each live row the tokens not stored, and as many copies after them as make for the most tokens
@@ -96,6 +101,7 @@ inline void advance(Call* call) {
         if (ends) continue;
         call->live[live] = row;
         call->live_row[live] = b;
+        call->carried_at[live] = i;
         live++;
     }
     call->live_rows = live;
@@ -115,6 +121,7 @@ void draft(Call* call, int thread) {
         wait(call);
         if (!thread) {
             if (call->lookup) learn_time(call->lookup, call->tokens, (float)(nanoseconds() - begin));
+            call->given = nullptr;
             advance(call);
         }
         wait(call, false);

@@ -44,10 +44,11 @@ struct Matrix {
 };
 
 // Norms of a layer: before attention and feed-forward, after each (or null), of queries and of keys (or null).
-enum Norm { ATTENTION_IN, MLP_IN, ATTENTION_OUT, MLP_OUT, QUERY, KEY, NORMS };
+// FEATURE is a draft head's, whose attention takes an embedding and a feature.
+enum Norm { ATTENTION_IN, MLP_IN, ATTENTION_OUT, MLP_OUT, QUERY, KEY, FEATURE, NORMS };
 
 struct Layer {
-    float* norm[NORMS];            // [C padded], of queries and keys [D padded]
+    float* norm[NORMS];            // [C padded], of queries and of keys [D padded]
     Matrix qkv, o, gate_up, down;  // the panels of gate_up hold 16 gates and their 16 ups
     int32_t window;                // stored tokens that a token sees, the last ones up to itself; 0 is all
     int32_t rope;                  // which of the tables
@@ -78,7 +79,9 @@ struct Workspace {
     float* x;         // [T, C] the residual stream
     float* part;      // [T, C] what is added to it, where other processes add theirs, or it is normalised first
     float* qkv;       // [T, (H + 2G)·D]
-    void* normed;     // [T, C], in the type of activations
+    void* normed;     // [T, C], in the type of activations; [T, 2C] of a head
+    float* embedded;  // [T, C] of a head
+    void* given;      // [T, F] of a head, in the type of activations
     void* attended;   // [T, H·D]
     void* gated;      // [T, intermediate]
     uint8_t* narrow;  // [T, the most inputs of a matrix] of W8A8, 128 above what it stands for; padded to 64
@@ -88,6 +91,7 @@ struct Workspace {
     void* last;       // [rows, C], what the logits of a drafter's step are made from
     float* logits;    // [rows, V]
     float* spread;    // [2, V padded], of one row
+    float* carried;   // [rows, C] of a head: the features of a step's last tokens
     int longest;      // stored tokens that the following are for
     long scratch_bytes;  // of each thread's own
     char* scratch[MAX_THREADS];
@@ -101,6 +105,8 @@ struct Model {
     Layer* layers;
     float* norm;
     Matrix head;
+    Matrix fuse;             // of a draft head: from hidden states of the target to a feature
+    const int64_t* target;   // of a draft head: the target's ids of its own, its owner's
     const void* embedding;  // [V, C], its owner's; null where the head's panels serve as well
     // Where several processes share a model, each holds a part of every matrix and ``shape.vocab`` of all ``tokens``,
     // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
@@ -140,6 +146,10 @@ struct Call : Batch {
     const int32_t* kept;  // [N] their numbers; null is all
     int32_t kept_count;
     int32_t* choice;      // [N] out: the most likely token of each; or null
+    const int32_t* state;   // [states] give the residual stream after so many layers each
+    int32_t states;
+    void* read;             // [T, states · C] out
+    const void* given;      // [T, F] of a draft head's first forward, in the type of hidden states; null is the ``carried``
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
     const int32_t* limit;   // [B] tokens to draft at most
@@ -162,6 +172,7 @@ struct Call : Batch {
     int32_t live_rows;
     int32_t** text;      // [B] all tokens of each row (those stored only for a lookup), with room for what is drafted
     int32_t* matched;    // [B] of the live rows: tokens found again; copies of what followed lie after the text
+    int32_t* carried_at; // [B] of the live rows: their place in the forward before
     int32_t* kept_at;    // [B + 1] where the logits of each live row begin: of its last token, and of each copy fed
     alignas(64) int32_t taken;  // panels of the product under way that somebody works on
     alignas(64) int64_t stalled;  // nanoseconds of waiting for somebody unduly long

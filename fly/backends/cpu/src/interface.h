@@ -17,6 +17,8 @@ struct Shape {
     int32_t hidden;   // Type of the hidden states that go in and out, and of an embedding of its own
     int32_t gelu;     // the activation is GELU by tanh, not SiLU
     int32_t ropes;    // tables of cosines and sines
+    int32_t features; // of a draft head (fly/models/eagle.py): values of the target's hidden states; 0 is a model by itself
+    int32_t normed;   // of a head: the residual is the normed feature
     float eps;
     float scale;      // of products of queries and keys
     float embedding;  // what embeddings are multiplied with
@@ -90,6 +92,7 @@ struct Going {
     int64_t seed;
     int64_t* text;               // [room + 1] the row's tokens, in and out
     int32_t* copied;             // [room + 1] the tokens for a lookup, or null
+    int32_t first;               // of a draft head: number of the first token that it holds
 };
 
 // Rounds of some rows: what goes in, and where it comes to.
@@ -121,6 +124,10 @@ struct Rounds {
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
                                                   // first round and of the others
     const Sure* sure;          // [B] where the drafter stops
+    const int32_t* state;      // [states] hidden states after so many layers each are asked for, for draft heads
+    int32_t states, read_before;  // out: tokens of the rounds before the last
+    void* given;               // [late tokens, F] those before the tokens that a head has not stored, row by row
+    void* read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's
 };
 
 constexpr int32_t UNANSWERED = -2;

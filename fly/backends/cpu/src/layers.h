@@ -74,8 +74,44 @@ inline void sum_over_processes(Call* call, float* values, int thread) {
     wait(call, false);
 }
 
+// What a draft head begins with: embeddings, and features, made of the target's hidden states or carried over; ready for
+// the product with its first matrix.
+template <class Wt, class H>
+inline void combine(Call* call, int thread, const Scratch& s, Range mine) {
+    typedef typename Wt::Act Act;
+    Model* model = call->model;
+    const Shape& shape = model->shape;
+    Workspace& work = model->work;
+    const Layer& layer = model->layers[0];
+    const long width = shape.width, given = padded(shape.features);
+    for (int t = mine.from; t < mine.to; t++) {
+        const long at = call->tile_at + t;
+        embed<Wt>(model, call->token[at], work.embedded + t * width);
+        if (call->given)
+            convert((const H*)call->given + at * shape.features, shape.features, (Act*)work.given + t * given, (int)given);
+        else
+            memcpy(work.x + t * width, work.carried + call->carried_at[at] * width, width * sizeof(float));
+    }
+    if (call->given) {
+        wait(call);
+        product<Wt>(call, thread, s, (const Act*)work.given, given, call->tile_tokens, model->fuse, layer.qkv,
+                    [&](int row, int panel, const float* sums) {
+                        memcpy(work.x + row * width + panel * PANEL, sums, PANEL * sizeof(float));
+                    });
+        wait(call);
+    }
+    for (int t = mine.from; t < mine.to; t++) {
+        float* x = work.x + t * width;
+        Act* both = (Act*)work.normed + 2 * t * width;
+        normalise(work.embedded + t * width, layer.norm[ATTENTION_IN], shape.width, shape.eps, both);
+        normalise(x, layer.norm[FEATURE], shape.width, shape.eps, both + width);
+        if (shape.normed) normalise(x, layer.norm[FEATURE], shape.width, shape.eps, x);
+    }
+    wait(call);
+}
+
 // The tile's tokens through the layers, up to the final norm.
-template <class Wt, class K>
+template <class Wt, class K, class H>
 void decode(Call* call, int thread, const Scratch& s) {
     typedef typename Wt::Act Act;
     Model* model = call->model;
@@ -84,15 +120,24 @@ void decode(Call* call, int thread, const Scratch& s) {
     const int tokens = call->tile_tokens, threads = call->threads;
     const long ldx = padded(shape.width);
     Range mine = part(tokens, thread, threads);
-    for (int t = mine.from; t < mine.to; t++) {
+    const bool drafts = shape.features;
+    if (drafts) combine<Wt, H>(call, thread, s, mine);
+    for (int t = mine.from; t < mine.to && !drafts; t++) {
         const int64_t token = call->token[call->tile_at + t] - model->first_token;
         if (token >= 0 && token < shape.vocab)
             embed<Wt>(model, token, work.x + t * ldx);
         else  // another process has it
             memset(work.x + t * ldx, 0, ldx * sizeof(float));
     }
-    wait(call);
+    if (!drafts) wait(call);
     if (model->sum) sum_over_processes(call, work.x, thread);
+    // The residual stream after so many layers, to whoever asked for it; nobody changes it before the next barrier.
+    const auto show = [&](int passed) {
+        for (int i = 0; i < call->states; i++)
+            for (int t = mine.from; t < mine.to && call->state[i] == passed; t++)
+                convert(work.x + t * ldx, shape.width,
+                        (H*)call->read + ((long)(call->tile_at + t) * call->states + i) * shape.width);
+    };
     const bool apart = adds_apart(model);
     auto residual = [&](int row, int panel, const float* sums) {
         float* x = work.x + row * ldx + panel * PANEL;
@@ -116,8 +161,9 @@ void decode(Call* call, int thread, const Scratch& s) {
     for (int number = 0; number < call->layers; number++) {
         const Layer& layer = model->layers[call->layer[number]];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
-        const Act* normed = normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
-        product<Wt>(call, thread, s, normed, ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
+        show(number);
+        const Act* normed = drafts ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
+        product<Wt>(call, thread, s, normed, drafts ? 2 * ldx : ldx, tokens, layer.qkv, layer.o, [&](int row, int panel, const float* sums) {
             memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
         });
         wait(call);
@@ -143,6 +189,7 @@ void decode(Call* call, int thread, const Scratch& s) {
         wait(call);
         add_parts(layer.norm[MLP_OUT]);
     }
+    show(call->layers);
 }
 
 template <class Wt>
@@ -178,6 +225,9 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
             const int ahead = call->kept_at[piece.row + 1] - call->row[piece.row].count;
             for (int n = piece.from; n < piece.to; n++) {
                 const int at = ahead + n;
+                if (shape.features && n + 1 == call->row[piece.row].count && at % call->threads == thread)
+                    memcpy(model->work.carried + piece.row * ldx, model->work.x + (piece.at + n - piece.from) * ldx,
+                           ldx * sizeof(float));
                 if (at < call->kept_at[piece.row] || at % call->threads != thread) continue;
                 normalise(model->work.x + (piece.at + n - piece.from) * ldx, model->norm, width, shape.eps, normed);
                 convert(normed, width, last + at * ldx, (int)ldx);
@@ -196,7 +246,7 @@ template <class Wt, class K, class H>
 void tiles(Call* call, int thread, typename Wt::Act* last) {
     const Scratch s(call->model, thread);
     for (;;) {
-        decode<Wt, K>(call, thread, s);
+        decode<Wt, K, H>(call, thread, s);
         finish<H>(call, thread, s, last);
         if (call->tile_at + call->tile_tokens == call->tokens) return;
         wait(call);

@@ -62,8 +62,8 @@ int64_t derived(int64_t seed, int64_t position);
 
 // What one source exports and another calls.
 EXPORT int fly_score(fly::Model* model, const fly::Batch* batch, const int32_t* kept, int count, float* logits,
-                     int32_t* choice);
+                     int32_t* choice, const int32_t* state, int states, void* read);
 EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, const int32_t* limit, const int64_t* stop,
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const fly::Sampling* sampling,
                      const float* uniform, float* distributions, fly::Lookup* lookup, const int32_t* const* texts,
-                     const fly::Sure* sure);
+                     const fly::Sure* sure, const void* given);

@@ -102,10 +102,13 @@ bool fly::make_room(Model* model, int tokens, int last_rows, int longest, int th
         work.tile = 0;
         const Layer& layer = model->layers[0];
         if (!grow(&work.of_tile, [&](Dealer& dealer) {
+                const bool drafts = shape.features;
                 work.x = dealer.take<float>(tile * width);
+                work.embedded = dealer.take<float>(drafts ? tile * width : 0);
+                work.given = dealer.take<char>(tile * padded(shape.features) * act);
                 work.part = dealer.take<float>(adds_apart(model) ? tile * width : 0);
                 work.qkv = dealer.take<float>(tile * layer.qkv.panels * PANEL);
-                work.normed = dealer.take<char>(tile * width * act);
+                work.normed = dealer.take<char>((drafts ? 2 : 1) * tile * width * act);
                 work.attended = dealer.take<char>(tile * padded(shape.heads * shape.head_dim) * act);
                 work.gated = dealer.take<char>(tile * layer.gate_up.panels * (PANEL / 2) * act);
                 work.narrow = dealer.take<uint8_t>(shape.weights == W8A8 ? tile * padded(most_inputs(shape), 64) : 0);
@@ -120,6 +123,7 @@ bool fly::make_room(Model* model, int tokens, int last_rows, int longest, int th
                 work.last = dealer.take<char>(last_rows * width * act);
                 work.logits = dealer.take<float>((long)last_rows * shape.vocab);
                 work.spread = dealer.take<float>(2L * padded(shape.vocab));
+                work.carried = dealer.take<float>(shape.features ? last_rows * width : 0);
             }))
             return false;
         work.last_rows = last_rows;
@@ -147,6 +151,7 @@ EXPORT void fly_free(Model* model) {
         for (const Matrix* matrix : {&layer.qkv, &layer.o, &layer.gate_up, &layer.down}) drop(*matrix);
     }
     drop(model->head);
+    drop(model->fuse);
     for (char* scratch : model->work.scratch) free(scratch);
     free(model->work.of_tile.memory), free(model->work.of_last.memory);
     free(model->layers), free(model->norm), free(model->cos), free(model->sin);
@@ -179,22 +184,26 @@ EXPORT void fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, in
     model->sum = sum, model->tokens = tokens, model->first_token = first;
 }
 
+// Make it a draft head of a target of so many ``tokens``, whose ids of its own are ``target`` [U], which must outlive it;
+// before its first call.
+EXPORT void fly_draft_for(Model* model, int tokens, const int64_t* target) { model->tokens = tokens, model->target = target; }
+
 // The norms of a layer, float32 [C] or [D], or null; its window, and which of the tables it rotates by.
 EXPORT int fly_set_layer(Model* model, int number, const float* const* norms, int window, int rope) {
     Layer& layer = model->layers[number];
     layer.window = window, layer.rope = rope;
     for (int which = 0; which < NORMS; which++) {
-        const int width = which < QUERY ? model->shape.width : model->shape.head_dim;
+        const int width = which == QUERY || which == KEY ? model->shape.head_dim : model->shape.width;
         if (norms[which] && !(layer.norm[which] = vector_of(norms[which], width, padded(width)))) return NO_MEMORY;
     }
     return OK;
 }
 
-// Matrix ``which`` of a layer (qkv, o, gate_up, down), or the head (4): [N, K] in the type of the weights.
+// Matrix ``which`` of a layer (qkv, o, gate_up, down), the head (4), or what fuses a draft head's inputs (5): [N, K] in the type of the weights.
 EXPORT int fly_set_matrix(Model* model, int number, int which, int n, int k, const void* data, const float* bias,
                           const float* scale) {
     Layer& layer = model->layers[number];
-    Matrix* all[] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &model->head};
+    Matrix* all[] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &model->head, &model->fuse};
     return make(all[which], n, k, data, bias, scale, model->shape.weights, which == 2) ? OK : NO_MEMORY;
 }
 

@@ -25,11 +25,11 @@ struct Packed {
 
     void clear() { batch.rows = batch.tokens = 0; }
 
-    // The tokens ``from`` to ``to`` of row ``b``.
-    void add(int b, const int64_t* text, int from, int to) {
+    // The tokens ``from`` to ``to`` of row ``b``, of which those before ``first`` are not held.
+    void add(int b, const int64_t* text, int from, int to, int first = 0) {
         const int i = batch.rows++;
-        row[i] = b, start[i] = from, count[i] = to - from, table_at[i] = all_tables[b];
-        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at;
+        row[i] = b, start[i] = from - first, count[i] = to - from, table_at[i] = all_tables[b];
+        for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at - first;
     }
 };
 
@@ -39,6 +39,8 @@ struct Play {
     Model *target, *drafter;
     Lookup* lookup;
     int rows, vocab, k, new_tokens, stops;
+    const long state_bytes;  // of the target's hidden states of a token, where they are asked for
+    const bool heads;        // whether the drafter is a head, which drafts by them
     Arena arena;
     Packed scored, draft;
     int32_t *limit, *drafts, *proposed, *stop_at, *choice;  // drafts of each row, limit and proposed of each drafted for
@@ -47,19 +49,32 @@ struct Play {
     Sampling* drawing;
     Sure* sure;
     const int32_t** texts;
+    // Of a draft head: what a forward is given of hidden states, and where those of each row's tokens lie that it has not
+    // stored.
+    char* given;
+    const char** states;
     int32_t longest;  // tokens that a row of this round drafts
 
     Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late)
         : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
           new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
-          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) + rows * (4 * 4 + 8L + sizeof(Sampling) + sizeof(Sure)) +
-                stops * 8L + new_tokens * (8 + 4 + 4L) + 11 * 64),
+          state_bytes(it->states * whose->shape.width * (whose->shape.hidden == FLOAT32 ? 4L : 2L)),
+          heads(who && who->shape.features),
+          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) +
+                rows * (4 * 4 + 2 * 8L + sizeof(Sampling) + sizeof(Sure)) + stops * 8L + new_tokens * (8 + 4 + 4L) +
+                (heads ? late * state_bytes : 0) + 13 * 64),
           scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late) {
         limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
         proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
         stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
         choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
         drawing = arena.take<Sampling>(rows), sure = arena.take<Sure>(rows), texts = arena.take<const int32_t*>(rows);
+        given = arena.take<char>(heads ? late * state_bytes : 0), states = arena.take<const char*>(rows);
+        const char* from = (const char*)it->given;
+        for (int b = 0; heads && b < rows; b++) {
+            states[b] = from;
+            from += (it->going[b].length - it->going[b].draft_start) * state_bytes;
+        }
     }
 
     // Whether ``token`` ends row ``b``.
@@ -73,6 +88,9 @@ struct Play {
     long place(int b) const { return (long)b * it->most + it->rounds; }
     int64_t* drafted_of(int b) const { return it->drafted + place(b) * k; }
 
+    // Where the hidden states of this round's tokens lie.
+    char* read() const { return it->read ? (char*)it->read + it->read_before * state_bytes : nullptr; }
+
     // Which rows draft, and what is copied where nobody else drafts.
     void plan() {
         longest = 0;
@@ -84,7 +102,9 @@ struct Play {
             if (most <= 0) continue;
             if (drafter) {
                 const int i = draft.batch.rows;
-                draft.add(b, row.text, row.draft_start, row.length);
+                const long known = draft.batch.tokens * state_bytes;
+                if (heads) memcpy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
+                draft.add(b, row.text, row.draft_start, row.length, row.first);
                 texts[i] = row.copied;
                 limit[i] = most, longest = most_of(longest, most);
             } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
@@ -113,13 +133,14 @@ struct Play {
             for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
         }
         if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
-                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, sure))
+                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, sure,
+                                        heads ? given : nullptr))
             return error;
         for (int i = 0; i < asked; i++) {
             const int b = draft.row[i], n = drafts[b] = proposed[i];
             Going& row = it->going[b];
             const int64_t* tokens = chain + i * longest;
-            row.draft_start = row.length + n - 1;  // the last is not stored
+            row.draft_start = row.length + (heads ? 0 : n - 1);  // the last is not stored; a head's own features do not stay
             memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
             memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
         }
@@ -131,7 +152,7 @@ struct Play {
         scored.clear();
         for (int b = 0; b < rows; b++)
             scored.add(b, it->going[b].text, it->going[b].length - 1, it->going[b].length + drafts[b]);
-        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice);
+        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice, it->state, it->states, read());
     }
 
     // Whether a clause holds at the mismatch ``n``, where the largest logits are ``top`` and all of them have that
@@ -216,7 +237,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
     for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + it->k + 1;
     Play play(it, target, batch, drafter, draft_batch, lookup, late);
     if (!play.arena.base) return NO_MEMORY;
-    it->rounds = it->asks = 0;
+    it->rounds = it->asks = it->read_before = 0;
     for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
     for (int64_t now = begin;;) {
         const int64_t from = now;
@@ -243,6 +264,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             i += drafted;
             it->drafted_count[place] = play.drafts[b];
             memcpy(it->choice + place * (it->k + 1), play.choice + at, (play.drafts[b] + 1) * sizeof(int32_t));
+            if (play.heads) play.states[b] = play.read() + at * play.state_bytes;
             const float* logits = it->logits + (long)at * play.vocab;
             const int n = it->accepted[place] = play.verify(b, logits, play.choice + at, distributions);
             if (n >= 0) row.text[row.length + n] = it->following[place];
@@ -257,6 +279,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
         over |= it->clause && it->asks + play.new_tokens > it->most_asks;
         over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
         if (over) return OK;
+        it->read_before += play.scored.batch.tokens;
         for (int b = 0; b < rows; b++) {
             Going& row = it->going[b];
             const int before = row.length, n = it->accepted[(long)b * it->most + it->rounds - 1];

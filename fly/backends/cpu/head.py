@@ -1,0 +1,171 @@
+"""A draft head on compiled kernels: whole chains in one call, whole rounds beside its target, trees level by level.
+
+Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import weakref
+from array import array
+from collections import abc
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from fly.backends.cpu.drafting import draft_in_one_call
+from fly.backends.cpu.library import CBatch, Shape, address, chosen, load, number
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights
+from fly.cache import PagedKVCache
+from fly.executor import Batch, Drafted, DraftSpec, Head
+from fly.models.eagle import Eagle3Head, HeadLayer
+from fly.models.llama import rotary_tables
+from fly.request import Sequence
+from fly.sampling import BatchSampling
+
+__all__ = ["CpuHead", "PackedHead", "head_refusal"]
+
+
+def head_refusal(head: Eagle3Head) -> str | None:
+    """Why there is no compiled code for ``head``; None where there is."""
+    config, layer = head.config, head.config.layer
+    if head.device.type != "cpu":
+        return f"compiled kernels run on the CPU, not on {head.device}"
+    if head.dtype not in TYPES:
+        return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in TYPES]}, not {head.dtype}"
+    if layer.hidden_size % 32:
+        return f"compiled kernels take heads of a multiple of 32 values, not {layer.hidden_size}"
+    if flags := [name for name in ("norm_before_fc", "fc_norm", "norm_output") if getattr(config, name)]:
+        return f"there is no compiled code for {flags}"
+    return None
+
+
+class PackedHead(PackedLlama):
+    """The function of a loaded head, its weights packed for one kind of processor (``PackedLlama``)."""
+
+    def __init__(self, head: Eagle3Head, variant: str) -> None:
+        config = self.config = head.config.layer
+        self.dtype, self.device, self.kernels = head.dtype, torch.device("cpu"), chosen(variant)
+        self._narrow, self.weight_bytes, self.library = "", head.dtype.itemsize, load()
+        self.vocab = head.config.draft_vocab_size
+        assert head.embed_tokens is not None
+        self._embedding = head.embed_tokens.weight.detach().contiguous()
+        kind = TYPES[self.dtype]
+        shape = Shape(
+            config.hidden_size,
+            config.intermediate_size,
+            1,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.head_dim,
+            self.vocab,
+            config.max_position_embeddings,
+            kind,
+            kind,
+            0,
+            1,
+            head.fc.in_features,
+            head.config.norm_before_residual,
+            config.rms_norm_eps,
+            config.attention_scale,
+            1.0,
+        )
+        norm, ((cos, sin),) = float_weights(head.norm), rotary_tables(config)
+        cos, sin = cos.contiguous(), sin.contiguous()
+        made = self.library.fly_new(
+            number(variant), ctypes.byref(shape), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            self._embedding.data_ptr(),
+        )  # fmt: skip
+        if not made:
+            raise MemoryError("no memory for a packed head")
+        self.handle = ctypes.c_void_p(made)
+        weakref.finalize(self, self.library.fly_free, self.handle)
+        self._target_U = head.to_target_U.contiguous()
+        self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U.data_ptr())
+        layer = cast(HeadLayer, head.layers[0])
+        attention, mlp = layer.self_attn, layer.mlp
+        norms = {0: layer.input_layernorm, 1: layer.post_attention_layernorm, 6: layer.hidden_norm}
+        if attention.normalised:
+            norms |= {4: attention.q_norm, 5: attention.k_norm}
+        kept = {which: float_weights(each) for which, each in norms.items()}
+        pointers = (ctypes.c_void_p * 7)()  # src/fly.h: Norm
+        for which, weights in kept.items():
+            pointers[which] = weights.data_ptr()
+        self.check(self.library.fly_set_layer(self.handle, 0, pointers, attention.window or 0, 0))
+        linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
+        for which, linear in enumerate(linears):
+            self._pack(0, which, linear)
+        self._every_layer = array("i", [0])
+        self._cache: weakref.ref[PagedKVCache] | None = None
+        self._call, self._calls = CBatch(), threading.Lock()
+
+
+class CpuHead(Head):
+    """Runs a draft head, which is packed when its embedding is known."""
+
+    own_threads = True
+
+    def __init__(self, head: Eagle3Head, variant: str) -> None:
+        self.head, self.kernels = head, variant
+        self.options, self.config = head.config, head.config.layer
+        self.device, self.dtype = head.device, head.dtype
+        self.to_target_U, self.shares = head.to_target_U, head.shares
+        self._packed: PackedHead | None = None
+
+    @property
+    def model_name(self) -> str:
+        return type(self.head).__name__
+
+    def share(self, weight_VC: Tensor) -> None:
+        self.head.share(weight_VC)
+        self._packed = None
+
+    @property
+    def packed(self) -> PackedHead:
+        """The head as compiled code takes it."""
+        if self._packed is None:
+            self._packed = PackedHead(self.head, self.kernels)
+        return self._packed
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._step(batch, states_TF.to(self.dtype).contiguous(), None, places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._step(batch, None, x_TC.float().contiguous(), places)
+
+    def _step(
+        self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        packed, count = self.packed, len(batch.tokens)
+        tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
+        call, _held = packed.batch((address(tokens), address(positions)), count, batch.kv, None)
+        logits_NU = torch.empty(len(kept), packed.vocab)
+        after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)
+        packed.check(
+            packed.library.fly_step(
+                packed.handle,
+                ctypes.byref(call),
+                None if states_TF is None else states_TF.data_ptr(),
+                None if x_TC is None else x_TC.data_ptr(),
+                address(kept),
+                len(kept),
+                logits_NU.data_ptr(),
+                after_TC.data_ptr(),
+            )
+        )
+        return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
+
+    def chains(
+        self,
+        batch: Batch,
+        states_TF: Tensor,
+        spec: DraftSpec,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted:
+        states_TF = states_TF.to(self.dtype).contiguous()
+        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF.data_ptr())

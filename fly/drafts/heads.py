@@ -1,0 +1,237 @@
+"""A draft head with its own paged cache: which tokens of each row it has taken in, and by which hidden states. Knows
+nothing of how a draft is chosen.
+
+Of a row it holds the tokens from some number on: token i lies with what the target's layers said of token i - 1, so the
+first that can be there is number 1. Positions count from that one: rotary attention only sees how far apart they are.
+
+Shape legend: N places, S cached tokens of a row, F hidden states side by side, C hidden width of the head, U draft
+vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import abc
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
+from fly.drafts.tree import Tree
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Head
+from fly.request import Sequence, common_prefix
+from fly.sampling import BatchSampling
+
+__all__ = ["HeadRunner"]
+
+_KEPT = 64  # hidden states that stay for a row that is rolled back: more tokens than a draft has
+
+
+@dataclass
+class _Held:
+    """What the head has taken in of a row: ``text`` up to its end, of which it holds the tokens from ``first`` on; and
+    after those, what was drafted last: its tokens' own slots, and of a tree which of them each token sees."""
+
+    first: int
+    text: list[int]
+    drafted: int = 0
+    sees: dict[int, list[int]] = field(default_factory=dict)  # by node: its drafted slots, its own last
+
+    @property
+    def slots(self) -> int:
+        return len(self.text) - self.first
+
+
+class HeadRunner:
+    """A head, its cache, and the hidden states of its target (``Runner.watch``). Rows ``share`` pages as a target's.
+    It is a ``fly.runner.Drafter``."""
+
+    def __init__(self, head: Head, cache: PagedKVCache, states: HiddenStates, share: bool = True) -> None:
+        self.head, self.cache, self.states, self.share = head, cache, states, share
+        self._held: dict[int, _Held] = {}
+        states.begin, states.end = self.begin, self.release
+
+    def begin(self, row: Sequence) -> int:
+        """Start a row that was not seen before with pages of others that began with the same tokens. Of how many tokens
+        no hidden states are needed then."""
+        if (held := self._held.get(row.id)) is None:
+            adopted = self.cache.allocator.adopt(row.id, row.tokens[1:-1], _salt(row)) if self.share else 0
+            held = self._held[row.id] = _Held(1, row.tokens[: 1 + adopted])
+        return len(held.text) - 1
+
+    def may_draft(self, row: Sequence) -> bool:
+        """Whether the target's hidden states of all tokens before the last are here."""
+        run = self.states.run(row)
+        return len(run) > 0 and run.stop == len(row.tokens) - 1
+
+    def behind(self, row: Sequence) -> int:
+        """Tokens that could be taken in."""
+        held = self._held.get(row.id)
+        return self.states.run(row).stop + 1 - (1 if held is None else len(held.text))
+
+    def begin_drafts(self, rows: abc.Sequence[Sequence], room: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Take in all of ``rows``, which may be drafted for, with room for so many drafted tokens. Returns logits
+        [B, U] and features [B, C] after their last tokens.
+
+        Raises ``OutOfBlocks`` where there is no room; nothing was changed then.
+        """
+        return self._feed(rows, [self._rest(row) for row in rows], room)
+
+    def catch_up(self, rows: abc.Sequence[Sequence]) -> None:
+        """Take in what there is of ``rows``. Raises ``OutOfBlocks``; nothing was changed then."""
+        rests = [(row, rest) for row in rows if len(rest := self._rest(row)) > 0]
+        if rests:
+            self._feed([row for row, _ in rests], [rest for _, rest in rests], [0] * len(rests))
+
+    def chains(
+        self,
+        rows: abc.Sequence[Sequence],
+        spec: DraftSpec,
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None,
+        seeds: abc.Sequence[int],
+    ) -> Drafted | None:
+        """Take in all of ``rows``, which may be drafted for, and draft, in one call; None where the head cannot.
+        ``OutOfBlocks`` as above."""
+        rests = [self._rest(row) for row in rows]
+        kv = self._reserve(rows, rests, [n - 1 for n in most])
+        batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
+        if (
+            found := self.head.chains(batch, self._states_of(rows, rests), spec, rows, most, sampling, seeds)
+        ) is not None:
+            for row, rest in zip(rows, rests):
+                self._held[row.id].text += row.tokens[rest.start : rest.stop]
+        return found
+
+    @property
+    def executor(self) -> Executor:
+        return self.head
+
+    def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
+        allocator = self.cache.allocator
+        return sum(allocator.missing(row.id, room) for row, room in zip(rows, rooms)) <= allocator.num_free
+
+    def after(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> PagedBatch:
+        rests = [self._rest(row) for row in rows]
+        return self._reserve(rows, rests, [room - rest.stop for rest, room in zip(rests, rooms)])
+
+    def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given:
+        first = [self._held[row.id].first for row in rows]
+        rests = [range(n + start, n + start + count) for n, start, count in zip(first, kv.starts, kv.counts)]
+        return Given(first, self._states_of(rows, rests))
+
+    def drafted(self, row: Sequence, text: list[int]) -> None:
+        self._held[row.id].text = text
+
+    def go_on(self, rows: abc.Sequence[Sequence], x_NC: Tensor) -> tuple[Tensor, Tensor]:
+        """Feed the last token of each row, which was drafted, with the feature of the one before."""
+        held = [self._held[row.id] for row in rows]
+        starts = [one.slots + one.drafted for one in held]
+        kv = self.cache.batch([row.id for row in rows], starts, [1] * len(rows))
+        for one in held:
+            one.drafted += 1
+        return self.head.step(Batch([row.tokens[-1] for row in rows], starts, kv), x_NC, range(len(rows)))
+
+    def branch(
+        self, rows: dict[int, Sequence], trees: dict[int, Tree], nodes: dict[int, list[int]], x_NC: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Feed some nodes of each row's tree, each with the feature of its parent; rows and nodes in order."""
+        tokens, positions, starts, masks = list[int](), list[int](), list[int](), list[Tensor | None]()
+        for b, row in rows.items():
+            held, tree, new = self._held[row.id], trees[b], nodes[b]
+            start = held.slots + held.drafted
+            mask_NS = torch.zeros(len(new), start + len(new), dtype=torch.bool)
+            mask_NS[:, : held.slots] = True
+            for n, node in enumerate(new):
+                seen = held.sees[node] = [*held.sees.get(tree.parents[node], ()), start + n]
+                mask_NS[n, seen] = True
+                tokens.append(tree.tokens[node])
+                positions.append(held.slots + len(seen) - 1)
+            held.drafted += len(new)
+            starts.append(start)
+            masks.append(mask_NS.to(self.head.device))
+        kv = self.cache.batch([row.id for row in rows.values()], starts, [len(nodes[b]) for b in rows], masks)
+        return self.head.step(Batch(tokens, positions, kv), x_NC, range(len(tokens)))
+
+    def roll_back(self, rows: abc.Iterable[Sequence]) -> None:
+        """Forget what was drafted after what was taken in of ``rows``."""
+        for row in rows:
+            if (held := self._held.get(row.id)) is not None:
+                held.drafted, held.sees = 0, {}
+                self.cache.resize(row.id, held.slots)
+
+    def commit(self, rows: abc.Iterable[Sequence]) -> None:
+        """The rows' tokens are now the truth: roll back to it."""
+        for row in rows:
+            if (held := self._follow(row)) is not None and held.first == 1 and self.share:
+                self.cache.allocator.publish(row.id, held.text[1:], held.slots, _salt(row))
+            if not row.k:
+                self.states.release(row)  # nobody drafts for it
+            elif held is not None:
+                self.states.drop(row, len(held.text) - 1 - _KEPT)
+
+    def release(self, row: Sequence) -> None:
+        """Forget ``row`` and free its pages."""
+        self._held.pop(row.id, None)
+        self.cache.allocator.release(row.id)
+
+    def _follow(self, row: Sequence) -> _Held | None:
+        """What is held of a row, rolled back to a prefix of its tokens, at most all but the last; None is nothing."""
+        if (held := self._held.get(row.id)) is None:
+            return None
+        keep = min(common_prefix(held.text, row.tokens), len(row.tokens) - 1)
+        if keep < held.first:
+            self.release(row)
+            return None
+        del held.text[keep:]
+        held.drafted, held.sees = 0, {}
+        if held.slots != self.cache.allocator.length(row.id):
+            self.cache.resize(row.id, held.slots)
+        return held
+
+    def _rest(self, row: Sequence) -> range:
+        """Numbers of the row's tokens to take in next: those with hidden states of the token before them."""
+        run, held = self.states.run(row), self._follow(row)
+        if held is None:
+            self.begin(row)
+            held = self._held[row.id]
+        if len(held.text) - 1 < run.start:
+            self.release(row)
+            held = self._held[row.id] = _Held(run.start + 1, row.tokens[: run.start + 1])
+        return range(len(held.text), min(run.stop + 1, len(row.tokens)))
+
+    def _feed(
+        self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]
+    ) -> tuple[Tensor, Tensor]:
+        """Take in the tokens ``rests`` of the rows, none of them empty."""
+        batch = Batch.of(
+            [row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], self._reserve(rows, rests, room)
+        )
+        states_TF = self._states_of(rows, rests)
+        for row, rest in zip(rows, rests):
+            self._held[row.id].text += row.tokens[rest.start : rest.stop]
+        ends = [end - 1 for end in itertools.accumulate(map(len, rests))]
+        return self.head.begin(batch, states_TF, ends)
+
+    def _reserve(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range], room: abc.Sequence[int]) -> PagedBatch:
+        """The batch of tokens ``rests``, with room for so many more of each row."""
+        starts, counts = [self._held[row.id].slots for row in rows], [len(rest) for rest in rests]
+        try:
+            for row, start, count, more in zip(rows, starts, counts, room):
+                self.cache.resize(row.id, start + count + more)
+        except OutOfBlocks:
+            for row, start in zip(rows, starts):
+                self.cache.resize(row.id, start) if start else self.release(row)
+            raise
+        return self.cache.batch([row.id for row in rows], starts, counts)
+
+    def _states_of(self, rows: abc.Sequence[Sequence], rests: abc.Sequence[range]) -> Tensor:
+        """Hidden states before the tokens ``rests`` of the rows, one row's after another's."""
+        before = [self.states.of(row, range(rest.start - 1, rest.stop - 1)) for row, rest in zip(rows, rests)]
+        return before[0] if len(before) == 1 else torch.cat(before)
+
+
+def _salt(row: Sequence) -> str:
+    """Under which pages may be shared: what lies in them depends on the token before the first, too."""
+    return f"{row.params.cache_salt} {row.tokens[0]}"

@@ -1,0 +1,368 @@
+"""EAGLE-3 draft heads (arXiv 2503.01840): one decoder layer that drafts by a target's hidden states. Configuration,
+module and checkpoints. Knows nothing of caches, sampling or drafting.
+
+Two layouts are published, which differ in their ``config.json`` and in a layer's name: that of the paper's code (one
+flat configuration of the architecture ``LlamaForCausalLMEagle3``, the layer is ``midlayer``), and that of the package
+``speculators`` (the layer's configuration in ``transformer_layer_config``, the layer is ``layers.0``).
+
+Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width of the head, U draft
+vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from fly.errors import explain
+from fly.models.checkpoint import names
+from fly.models.config import CheckpointError, LlamaConfig, read_json
+from fly.models.directory import Directory
+from fly.models.families import FAMILIES
+from fly.models.llama import KV, Attention, FeedForward, Norm, signed_tables
+from fly.models.loading import resolve_dtype
+
+__all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "is_head", "load_head", "save_head"]
+
+# Names that configurations of heads go by; those of ``speculators`` state their type besides.
+ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"
+_KIND = "eagle3"  # speculators_model_type
+_FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
+_STATES = "eagle_aux_hidden_state_layer_ids"
+# What a ``transformer_layer_config`` may leave out, as transformers has it: only what differs from these is stored.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "llama": {
+        "vocab_size": 32000,
+        "hidden_size": 4096,
+        "intermediate_size": 11008,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+    },
+    "qwen3": {
+        "vocab_size": 151936,
+        "hidden_size": 4096,
+        "intermediate_size": 22016,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 32,
+    },
+}
+
+
+def is_head(path: Path) -> bool:
+    """Whether a directory holds a draft head, by its ``config.json``."""
+    try:
+        return _names_a_head(read_json(path / "config.json"))
+    except CheckpointError:
+        return False  # whoever loads it says what is wrong
+
+
+def _names_a_head(raw: dict[str, Any]) -> bool:
+    stated = raw.get("architectures")
+    known = isinstance(stated, list) and any(name in ARCHITECTURES for name in stated)
+    return known or raw.get("speculators_model_type") == _KIND
+
+
+class HeadConfig(BaseModel):
+    """Sizes and options of a head.
+
+    ``layer`` describes its decoder layer (``vocab_size`` is the target's). ``states`` are the numbers of layers of the
+    target after which it takes hidden states; None is ``states_of`` the target. The flags are those of ``speculators``:
+    the residual is the normed feature; all hidden states are normed before ``fc``, together or each; and what is fed on
+    to the next step is normed.
+
+    Raises ``pydantic.ValidationError`` (a ``ValueError``) for sizes that do not fit together.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    layer: LlamaConfig
+    draft_vocab_size: int = Field(gt=0)
+    target_hidden_size: int = Field(gt=0)
+    states: tuple[int, ...] | None = Field(default=None, min_length=1)
+    norm_before_residual: bool = False
+    norm_before_fc: bool = False
+    fc_norm: bool = False
+    norm_output: bool = False
+
+    @model_validator(mode="after")
+    def _fits(self) -> HeadConfig:
+        if self.draft_vocab_size > self.layer.vocab_size:
+            raise ValueError(f"draft_vocab_size {self.draft_vocab_size} exceeds vocab_size {self.layer.vocab_size}")
+        if self.norm_before_fc and self.fc_norm:
+            raise ValueError("norm_before_fc and fc_norm are both set; a head has one of them at most")
+        return self
+
+    @property
+    def inputs(self) -> int:
+        """How many hidden states of the target it takes."""
+        return 3 if self.states is None else len(self.states)
+
+    def states_of(self, layers: int) -> tuple[int, ...]:
+        """After how many of a target's ``layers`` hidden states are taken; where nobody says, as the paper's code does.
+
+        Raises ``ValueError`` for a target too small for that.
+        """
+        usual = 2, layers // 2, layers - 3
+        if self.states is None and (min(usual) < 0 or len(set(usual)) < 3):
+            raise ValueError(
+                f"the head does not say after which layers it takes hidden states ({_STATES}), and the usual "
+                f"{list(usual)} are none of a target of {layers} layers"
+            )
+        return usual if self.states is None else self.states
+
+    @classmethod
+    def from_hf(cls, raw: dict[str, Any], source: str = "config.json") -> HeadConfig:
+        """Read the dictionary of a head's ``config.json``, in either layout. Raises ``CheckpointError``."""
+        if not _names_a_head(raw):
+            raise CheckpointError(
+                f"{source}: architecture {raw.get('architectures') or 'missing'} is no draft head; choices: "
+                f"{[*ARCHITECTURES]}"
+            )
+        own, kind = raw, raw["model_type"] if raw.get("model_type") in _DEFAULTS else "llama"
+        if "transformer_layer_config" in raw:
+            own = raw["transformer_layer_config"]
+            if not isinstance(own, dict):
+                raise CheckpointError(f"{source}: transformer_layer_config must be an object, got {own!r}")
+            kind = own.get("model_type", "qwen3")
+            if kind not in _DEFAULTS:
+                raise CheckpointError(f"{source}: a head's layer of type {kind!r} is not supported: {[*_DEFAULTS]}")
+            own = {**_DEFAULTS[kind], **own}
+        own = {"num_hidden_layers": 1, **own}
+        if (layers := own["num_hidden_layers"]) != 1:
+            raise CheckpointError(f"{source}: a head of {layers} layers is not supported; it must be 1")
+        layer = LlamaConfig.from_hf({**own, "architectures": [FAMILIES[kind].architecture]}, source)
+        for name in _FLAGS:
+            if not isinstance(raw.get(name, False), bool):
+                raise CheckpointError(f"{source}: {name} {raw[name]!r} must be true or false")
+        try:
+            return cls(
+                layer=layer,
+                draft_vocab_size=raw.get("draft_vocab_size") or layer.vocab_size,
+                target_hidden_size=raw.get("target_hidden_size") or layer.hidden_size,
+                states=_stated(raw, source),
+                **{name: raw.get(name, False) for name in _FLAGS},
+            )
+        except ValidationError as error:
+            raise CheckpointError(f"{source}: {explain(error)}") from error
+
+    def to_hf(self, dtype: str, **extra: Any) -> dict[str, Any]:
+        """The same facts as a flat ``config.json``, with those of ``extra``."""
+        raw = {**self.layer.to_hf(dtype), "architectures": [ARCHITECTURES[0]], "tie_word_embeddings": False}
+        raw |= {"draft_vocab_size": self.draft_vocab_size, "target_hidden_size": self.target_hidden_size}
+        raw |= {name: True for name in _FLAGS if getattr(self, name)}
+        return raw | ({} if self.states is None else {_STATES: list(self.states)}) | extra
+
+
+def _stated(raw: dict[str, Any], source: str) -> tuple[int, ...] | None:
+    """After how many layers hidden states are taken. ``eagle_config`` names the layers they come from instead."""
+    own, nested = raw.get(_STATES), (raw.get("eagle_config") or {}).get(_STATES)
+    if own is None and nested is not None:
+        own = [number + 1 for number in nested] if isinstance(nested, list) else nested
+    if own is None:
+        return None
+    if not isinstance(own, list) or not all(type(number) is int and number >= 0 for number in own):
+        raise CheckpointError(f"{source}: {_STATES} must list numbers of layers, got {own!r}")
+    return tuple(own)
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer whose queries, keys and values are made of embedding and feature side by side."""
+
+    def __init__(self, config: HeadConfig) -> None:
+        super().__init__()
+        layer = config.layer
+        width = layer.hidden_size
+        self.norm_before_residual = config.norm_before_residual
+        self.hidden_norm, self.input_layernorm = Norm(width, layer), Norm(width, layer)
+        self.self_attn = Attention(layer, 0)
+        qkv = self.self_attn.qkv_proj
+        self.self_attn.qkv_proj = nn.Linear(2 * width, qkv.out_features, bias=qkv.bias is not None)
+        self.post_attention_layernorm = Norm(width, layer)
+        self.mlp = FeedForward(layer)
+
+    def forward(self, embedded_TC: Tensor, x_TC: Tensor, rotary: tuple[Tensor, Tensor], kv: KV) -> Tensor:
+        normed_TC = self.hidden_norm(x_TC)
+        x_TC = normed_TC if self.norm_before_residual else x_TC
+        both = torch.cat([self.input_layernorm(embedded_TC), normed_TC], -1)
+        x_TC = x_TC + self.self_attn(both, *rotary, kv)
+        return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
+
+
+class Eagle3Head(nn.Module):
+    """The head; parameter names are those of ``speculators``, save for the fused ``qkv_proj`` and ``gate_up_proj``.
+
+    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``), or, where those are not
+    known yet, with what the head itself gave there; what comes out is the feature that stands for its own position, and
+    ``logits`` of it say what token comes next.
+
+    ``to_target_U`` are the target's ids of the draft vocabulary. Without an embedding of its own it needs the target's
+    (``share``).
+    """
+
+    to_target_U: Tensor
+
+    def __init__(self, config: HeadConfig, embedding: bool = True) -> None:
+        super().__init__()
+        self.config, layer = config, config.layer
+        width, self.shares = layer.hidden_size, not embedding  # the target's embedding
+        self.embed_tokens = nn.Embedding(layer.vocab_size, width) if embedding else None
+        given = config.inputs * config.target_hidden_size
+        self.input_norm = Norm(given, layer) if config.norm_before_fc else None
+        norms = (Norm(config.target_hidden_size, layer) for _ in range(config.inputs))
+        self.fc_norm = nn.ModuleList(norms) if config.fc_norm else None
+        self.fc = nn.Linear(given, width, bias=False)
+        self.layers = nn.ModuleList([HeadLayer(config)])
+        self.norm = Norm(width, layer)
+        self.lm_head = nn.Linear(width, config.draft_vocab_size, bias=False)
+        self.register_buffer("to_target_U", torch.arange(config.draft_vocab_size), persistent=False)
+        self._rotary: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.fc.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.fc.weight.device
+
+    def share(self, weight_VC: Tensor) -> None:
+        """Take the target's embedding, which is not trained. Raises ``ValueError`` for one of another shape."""
+        layer = self.config.layer
+        if weight_VC.shape != (layer.vocab_size, layer.hidden_size):
+            raise ValueError(
+                f"the head has no embedding of its own, and the target's is {list(weight_VC.shape)}, not "
+                f"{[layer.vocab_size, layer.hidden_size]}"
+            )
+        weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
+        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight)
+
+    def fuse(self, states_TF: Tensor) -> Tensor:
+        """Features [T, C] of the target's hidden states."""
+        states_TF = states_TF.to(self.device, self.dtype)
+        if self.input_norm is not None:
+            states_TF = self.input_norm(states_TF)
+        if self.fc_norm is not None:
+            parts = zip(self.fc_norm, states_TF.chunk(len(self.fc_norm), -1))
+            states_TF = torch.cat([norm(part_TC) for norm, part_TC in parts], -1)
+        fused_TC: Tensor = self.fc(states_TF)
+        return fused_TC
+
+    def forward(self, tokens_T: Tensor, x_TC: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        """Features [T, C] of packed ``tokens_T`` (int64, the target's ids), each fed with the feature before it."""
+        if self.embed_tokens is None:
+            raise ValueError("the head has no embedding of its own, and shares none yet")
+        if self._rotary is None or self._rotary[0].dtype != self.dtype or self._rotary[0].device != self.device:
+            (self._rotary,) = signed_tables(self.config.layer, self.dtype, self.device)
+        cos, sin = self._rotary
+        x_TC = self.layers[0](self.embed_tokens(tokens_T), x_TC, (cos[positions_T], sin[positions_T]), kv)
+        return self.norm(x_TC) if self.config.norm_output else x_TC
+
+    def logits(self, x_TC: Tensor) -> Tensor:
+        """Logits [T, U] in float32 over the draft vocabulary."""
+        logits_TU: Tensor = self.lm_head(x_TC if self.config.norm_output else self.norm(x_TC))
+        return logits_TU.float()
+
+
+def _pieces(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a head by the names of ``speculators``; what is fused here stands in parts."""
+    layer = head.config.layer
+    heads, kv_heads = (n * layer.head_dim for n in (layer.num_attention_heads, layer.num_key_value_heads))
+    fused = {
+        "qkv_proj": (("q_proj", heads), ("k_proj", kv_heads), ("v_proj", kv_heads)),
+        "gate_up_proj": (("gate_proj", layer.intermediate_size), ("up_proj", layer.intermediate_size)),
+    }
+    for name, parameter in head.named_parameters():
+        module = name.split(".")[-2]
+        parts = fused.get(module, ((module, len(parameter)),))
+        for (part, _), rows in zip(parts, parameter.data.split([rows for _, rows in parts])):
+            yield name.replace(f".{module}.", f".{part}."), rows
+
+
+def load_head(path: Path, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> Eagle3Head:
+    """Load a head's directory, without gradients: its ``config.json``, and ``model.safetensors`` (or an index and its
+    shards) or ``pytorch_model.bin``. ``dtype`` None is what its configuration states.
+
+    Raises ``CheckpointError`` for what is missing, surplus, misshapen or contradicts itself, by its name.
+    """
+    raw = read_json(path / "config.json")
+    config = HeadConfig.from_hf(raw, str(path / "config.json"))
+    tensors = _read(path)
+    # Either layout's names for the layer, and what a head of the whole vocabulary may leave out.
+    stored = {key.replace("midlayer.", "layers.0.", 1) if key.startswith("midlayer.") else key: key for key in tensors}
+    head = Eagle3Head(config, embedding="embed_tokens.weight" in stored)
+    head.to(device, dtype or resolve_dtype("auto", raw))
+    expected = dict(_pieces(head))
+    mappings = {"d2t": (config.draft_vocab_size,), "t2d": (config.layer.vocab_size,)}
+    whole = config.draft_vocab_size == config.layer.vocab_size
+    needed = {*expected, *(() if whole else ("d2t",))}
+    if missing := sorted(needed - stored.keys()):
+        raise CheckpointError(f"{path}: tensors are missing: {names(missing)}")
+    if surplus := sorted(stored[key] for key in stored.keys() - expected.keys() - mappings.keys()):
+        raise CheckpointError(f"{path}: tensors this configuration has no place for: {names(surplus)}")
+    shapes = {key: tuple(value.shape) for key, value in expected.items()} | mappings
+    for key, name in stored.items():
+        if (found := tuple(tensors[name].shape)) != shapes[key]:
+            raise CheckpointError(f"{path}: {name} has shape {list(found)}, the configuration asks {list(shapes[key])}")
+    for key, value in expected.items():
+        value.copy_(tensors[stored[key]])
+    head.to_target_U.copy_(_mapping(path, config, tensors))
+    return head.eval().requires_grad_(False)
+
+
+def _mapping(path: Path, config: HeadConfig, tensors: dict[str, Tensor]) -> Tensor:
+    """The target's ids [U] of the draft vocabulary, by the offsets ``d2t``; ``t2d`` marks the same."""
+    ids_U = torch.arange(config.draft_vocab_size)
+    if (offsets_U := tensors.get("d2t")) is not None:
+        ids_U = ids_U + offsets_U.long()
+    if bad := ids_U[(ids_U < 0) | (ids_U >= config.layer.vocab_size)].tolist():
+        raise CheckpointError(f"{path}: d2t leads to the ids {bad[:4]}, outside {config.layer.vocab_size} tokens")
+    if len(ids_U.unique()) < len(ids_U):
+        raise CheckpointError(f"{path}: d2t leads from several draft tokens to one")
+    if (marked_V := tensors.get("t2d")) is not None:
+        marked = set(marked_V.bool().nonzero().flatten().tolist())
+        if different := sorted(marked ^ set(ids_U.tolist())):
+            raise CheckpointError(f"{path}: d2t and t2d differ on the draft vocabulary, at the ids {different[:4]}")
+    return ids_U
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    if (binary := path / "pytorch_model.bin").exists() and not (path / "model.safetensors").exists():
+        try:
+            found = torch.load(binary, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # the library raises what its reader does
+            raise CheckpointError(f"{binary}: not a readable file of tensors ({error})") from error
+        return dict(found)
+    tensors: dict[str, Tensor] = {}
+    for file in Directory(path).weight_files():
+        try:
+            tensors |= load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: not a readable safetensors file ({error})") from error
+    return tensors
+
+
+def save_head(head: Eagle3Head, directory: str | Path, dtype: torch.dtype = torch.bfloat16, **extra: Any) -> None:
+    """Write ``config.json`` and ``model.safetensors`` in the layout of the paper's code; ``extra`` goes into the
+    configuration. The target's embedding is left out."""
+    directory, layer = Path(directory), head.config.layer
+    directory.mkdir(parents=True, exist_ok=True)
+    tensors = {
+        key.replace("layers.0.", "midlayer.", 1): value.to("cpu", dtype).contiguous()
+        for key, value in _pieces(head)
+        if not (head.shares and key == "embed_tokens.weight")
+    }
+    ids_U = head.to_target_U.cpu()
+    tensors["d2t"] = ids_U - torch.arange(len(ids_U))
+    tensors["t2d"] = torch.zeros(layer.vocab_size, dtype=torch.bool).index_fill_(0, ids_U, True)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    raw = head.config.to_hf(str(dtype).removeprefix("torch."), **extra)
+    (directory / "config.json").write_text(json.dumps(raw, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,360 @@
+"""Training a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): the head takes several
+steps from every token, each fed with its own features, as it will when it drafts.
+
+Shape legend: B rows of a batch, L tokens of a row, T = B·L, S steps, N places, F hidden states side by side, C hidden
+width of the head, U draft vocabulary, V the target's vocabulary.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections import Counter, abc
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fly.cache import PagedKVCache
+from fly.drafts.eagle import embedding_of
+from fly.executor import Batch, Executor
+from fly.models import LlamaConfig
+from fly.models.eagle import Eagle3Head, HeadConfig, save_head
+from fly.train.answers import Answer
+
+__all__ = ["Plan", "Training", "train_head"]
+
+_STATE = "state.pt"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of a head, and how it is trained.
+
+    Attributes:
+        width: hidden width; None is the target's, whose embedding is shared then. Else it has an embedding of its own.
+        intermediate: width of its feed-forward; None is 8/3 of its width, in whole 32s.
+        states: after how many layers of the target it takes hidden states; None spreads three over them as usual.
+        draft_vocabulary: tokens that it can draft, those that come up most in the answers; None is 32,000 at most.
+        steps: of the optimiser. batch: rows of one. length: tokens of a row, longer ones are cut.
+        test_steps: of the training-time test: how far it goes on by its own features.
+        decay: weight of each of those steps beside the one before.
+        learning_rate: of AdamW, after a warm-up; it falls to a tenth along a cosine.
+        held_out: one answer in this many is not trained on, but measured.
+        precision: of products while it is trained, bfloat16 or float32; weights are float32 until they are written.
+        save_every: steps between two checkpoints.
+        seed: of the first values and the order of the answers.
+    """
+
+    width: int | None = None
+    intermediate: int | None = None
+    states: tuple[int, ...] | None = None
+    draft_vocabulary: int | None = None
+    steps: int = 1000
+    batch: int = 16
+    length: int = 512
+    test_steps: int = 5
+    decay: float = 0.8
+    learning_rate: float = 1e-3
+    held_out: int = 20
+    precision: str = "bfloat16"
+    save_every: int = 50
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        least = {"steps": 1, "batch": 1, "length": 8, "test_steps": 1, "held_out": 2, "save_every": 1}
+        for name, value in least.items():
+            if getattr(self, name) < value:
+                raise ValueError(f"{name} {getattr(self, name)} must be at least {value}")
+        if self.precision not in ("bfloat16", "float32"):
+            raise ValueError(f"precision {self.precision!r} is unknown; choices: ['bfloat16', 'float32']")
+        if not 0 < self.decay <= 1 or not 0 < self.learning_rate < 1:
+            raise ValueError(f"decay {self.decay} and learning_rate {self.learning_rate} must be in (0, 1]")
+
+    def config(self, target: LlamaConfig, draft_vocabulary: int) -> HeadConfig:
+        """The head for a target. Raises ``ValueError`` for sizes that do not fit together."""
+        width = self.width or target.hidden_size
+        head_dim = next((n for n in (min(target.head_dim, width // 2), 64, 32, 16, 8) if n and width % n == 0), 0)
+        if not head_dim or head_dim % 2:
+            raise ValueError(f"width {width} has no heads of an even width; take a multiple of 32")
+        states, layers = self.states, target.num_hidden_layers
+        if states is None:
+            usual = [2, layers // 2, layers - 3] if layers >= 8 else [1, layers // 2, layers]
+            states = tuple(sorted(set(usual)))
+        layer = LlamaConfig(
+            vocab_size=target.vocab_size,
+            hidden_size=width,
+            intermediate_size=self.intermediate or -(-width * 8 // 3 // 32) * 32,
+            num_hidden_layers=1,
+            num_attention_heads=width // head_dim,
+            num_key_value_heads=width // head_dim,
+            head_dim=head_dim,
+            max_position_embeddings=target.max_position_embeddings,
+            rms_norm_eps=target.rms_norm_eps,
+            rope_theta=target.rope_theta,
+        )
+        return HeadConfig(
+            layer=layer, draft_vocab_size=draft_vocabulary, target_hidden_size=target.hidden_size, states=states
+        )
+
+
+class OwnSteps:
+    """The ``kv`` of the training-time test: a token's first step sees those of the tokens up to it, its later ones
+    these and its own steps before."""
+
+    def __init__(self, batch: int, length: int) -> None:
+        self.batch, self.length = batch, length
+        self.steps: list[tuple[Tensor, Tensor]] = []
+
+    def attend(
+        self,
+        layer: int,
+        q_THD: Tensor,
+        k_TGD: Tensor,
+        v_TGD: Tensor,
+        window: int | None = None,
+        scale: float | None = None,
+    ) -> Tensor:
+        groups = q_THD.shape[1] // k_TGD.shape[1]
+        q, k, v = (x.unflatten(0, (self.batch, self.length)).transpose(1, 2) for x in (q_THD, k_TGD, v_TGD))
+        k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
+        self.steps.append((k, v))
+        first_k, first_v = self.steps[0]
+        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        if len(self.steps) == 1:
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+            return out.transpose(1, 2).flatten(0, 1)
+        later = self.steps[1:]
+        causal = torch.ones(self.length, self.length, dtype=torch.bool).tril()
+        scores = (q @ first_k.transpose(-1, -2)).masked_fill(~causal, -torch.inf)
+        own = [(q * step_k).sum(-1, keepdim=True) for step_k, _ in later]
+        weights = (torch.cat([scores, *own], -1) * scale).softmax(-1)
+        out = weights[..., : self.length] @ first_v
+        for n, (_, step_v) in enumerate(later):
+            out = out + weights[..., self.length + n, None] * step_v
+        return out.transpose(1, 2).flatten(0, 1)
+
+
+@dataclass
+class Training:
+    """What is known of a training: ``losses`` by step of the optimiser, ``held_out`` by depth: the share of places
+    where the head's likeliest token is the target's, given that all before it were; and the seconds it took."""
+
+    losses: list[float] = field(default_factory=list)
+    held_out: list[float] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def step(self) -> int:
+        return len(self.losses)
+
+
+class _Rows:
+    """Answers as the target sees them: hidden states and distributions, worked out when they are needed."""
+
+    def __init__(self, executor: Executor, states: abc.Sequence[int], length: int) -> None:
+        self.executor, self.states, self.length = executor, tuple(states), length
+        self.cache: PagedKVCache | None = None
+
+    @torch.no_grad()
+    def of(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Of rows that are padded to the longest: tokens [B, L], hidden states [B, L, F], logits over the draft
+        vocabulary [B, L, U], the target's own choices [B, L], and which places are to be learned [B, L] (the choice
+        after them is the answer's)."""
+        rows = [[*one.prompt, *one.answer][: self.length] for one in answers]
+        if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(map(len, rows)):
+            self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
+        for number, row in enumerate(rows):
+            self.cache.resize(number, len(row))
+        counts = [len(row) for row in rows]
+        batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
+        logits_NV, _, states_TF = self.executor.score(batch, None, self.states)
+        logits_NV = logits_NV.cpu()
+        for number in range(len(rows)):
+            self.cache.allocator.release(number)
+        assert states_TF is not None
+        choices, own, states = (
+            logits_NV.argmax(-1).split(counts),
+            logits_NV[:, ids_U].split(counts),
+            states_TF.split(counts),
+        )
+
+        def padded(parts: abc.Sequence[Tensor]) -> Tensor:
+            return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
+
+        learned = [
+            torch.arange(count).ge(len(one.prompt) - 1) & torch.arange(count).lt(len(one.prompt) + len(one.answer) - 1)
+            for one, count in zip(answers, counts)
+        ]
+        tokens = padded([torch.tensor(row) for row in rows])
+        return tokens, padded([x.float().cpu() for x in states]), padded(own), padded(choices), padded(learned)
+
+
+def train_head(
+    executor: Executor,
+    answers: abc.Sequence[Answer],
+    plan: Plan,
+    directory: Path,
+    advance: Callable[[int, str], None] = lambda count, said: None,
+) -> tuple[Eagle3Head, Training]:
+    """Train a head for the target that ``executor`` runs on its ``answers``, and write it to ``directory`` in the
+    published layout. What was begun there with the same plan and answers goes on from its last checkpoint.
+
+    ``advance`` is told how many more steps were taken, and what to say of them.
+
+    Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there is of
+    another plan.
+    """
+    used = [one for one in answers if one.answer]
+    tests = used[:: plan.held_out]
+    lessons = [one for n, one in enumerate(used) if n % plan.held_out]
+    if not lessons:
+        raise ValueError(f"{len(used)} answers are too few to train on")
+    vocab = executor.config.vocab_size
+    ids_U = _draft_vocabulary(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
+    torch.manual_seed(plan.seed)
+    config = plan.config(executor.config, len(ids_U))
+    executor.check_states(config.states or ())
+    head = Eagle3Head(config, embedding=plan.width not in (None, executor.config.hidden_size))
+    _initialise(head)
+    head.to_target_U.copy_(ids_U)
+    if head.shares:
+        head.share(embedding_of(executor).cpu())
+    optimiser = torch.optim.AdamW(
+        [p for p in head.parameters() if p.requires_grad], plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
+    )
+    training, said = Training(), {"plan": asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
+    directory.mkdir(parents=True, exist_ok=True)
+    if (state := directory / _STATE).exists():
+        kept = torch.load(state, weights_only=True)
+        if kept["said"] != json.loads(json.dumps(said)):
+            different = [name for name in said if kept["said"].get(name) != json.loads(json.dumps(said[name]))]
+            raise ValueError(f"{state} is of another training (its {different} differ); go on with that, or elsewhere")
+        head.load_state_dict(kept["head"])
+        optimiser.load_state_dict(kept["optimiser"])
+        training = Training(**kept["training"])
+        advance(training.step, "")
+    rows = _Rows(executor, config.states or (), plan.length)
+    begun = time.monotonic() - training.seconds
+    while training.step < plan.steps:
+        step = training.step
+        for group in optimiser.param_groups:
+            group["lr"] = plan.learning_rate * _rate(step, plan.steps)
+        some = [lessons[n] for n in _order(len(lessons), step, plan.batch, plan.seed)]
+        with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bfloat16"):
+            losses, _ = _test_time(head, rows.of(some, ids_U), plan.test_steps)
+        loss = sum((plan.decay**n * each for n, each in enumerate(losses)), torch.zeros(()))
+        optimiser.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(head.parameters(), 0.5)
+        optimiser.step()
+        training.losses.append(float(losses[0].detach()))
+        training.seconds = time.monotonic() - begun
+        advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
+        if training.step % plan.save_every == 0 or training.step == plan.steps:
+            _save(state, {"said": json.loads(json.dumps(said)), "head": head.state_dict(),
+                          "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
+    training.held_out = acceptance(head, rows, tests, ids_U, plan)
+    save_head(head, directory)
+    return head.eval().requires_grad_(False), training
+
+
+@torch.no_grad()
+def acceptance(head: Eagle3Head, rows: _Rows, tests: abc.Sequence[Answer], ids_U: Tensor, plan: Plan) -> list[float]:
+    """Of held-out answers, by depth: how often the head's likeliest token is the target's, where all before were."""
+    right, asked = torch.zeros(plan.test_steps), torch.zeros(plan.test_steps)
+    for start in range(0, len(tests), plan.batch):
+        _, counts = _test_time(head, rows.of(tests[start : start + plan.batch], ids_U), plan.test_steps)
+        right += counts[0]
+        asked += counts[1]
+    return [round(float(share), 4) for share in right / asked.clamp_min(1)]
+
+
+def _test_time(
+    head: Eagle3Head, rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], steps: int
+) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+    """The loss of each step, and of each step how many of the target's choices were found, of how many asked."""
+    tokens_BL, states_BLF, logits_BLU, choices_BL, learned_BL = rows
+    batch, length = tokens_BL.shape
+    kv, losses = OwnSteps(batch, length - 1), []
+    right_S, asked_S = torch.zeros(steps), torch.zeros(steps)
+    x_TC = head.fuse(states_BLF[:, :-1].flatten(0, 1))
+    ids_U = head.to_target_U
+    standing_BL = torch.ones(batch, length - 1, dtype=torch.bool)
+    for step in range(min(steps, length - 1)):
+        # The place i of this step is fed token i + 1 + step, and says what the target does of that one.
+        fed_BL = F.pad(tokens_BL[:, 1 + step :], (0, step))
+        positions_T = torch.arange(length - 1).repeat(batch) + step
+        x_TC = head(fed_BL.flatten(), x_TC, positions_T, kv)
+        # Only at the N places to be learned is the rest worked out.
+        at_N = tuple(learned_BL[:, 1 + step :].nonzero().unbind(1))
+        found_NU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_N])
+        truth_NU, own_N = logits_BLU[:, 1 + step :][at_N], choices_BL[:, 1 + step :][at_N]
+        inside_N = torch.isin(own_N, ids_U)
+        cross_N = -(truth_NU.softmax(-1) * found_NU.log_softmax(-1)).sum(-1)
+        losses.append((cross_N * inside_N).sum() / inside_N.sum().clamp_min(1))
+        stands_N = standing_BL[at_N]
+        hit_N = (ids_U[found_NU.argmax(-1)] == own_N) & stands_N
+        right_S[step], asked_S[step] = hit_N.sum(), stands_N.sum()
+        # The next step stands where the token it is fed is what was drafted.
+        next_N = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_N] == own_N
+        standing_BL = torch.zeros_like(standing_BL).index_put(at_N, hit_N & next_N)
+    return losses, (right_S, asked_S)
+
+
+def _draft_vocabulary(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
+    """The ids [U] that come up most in the answers, in ascending order; the first of the vocabulary fill up."""
+    counts = Counter(token for one in answers for token in one.answer)
+    most = [token for token, _ in counts.most_common(size)]
+    rest = (token for token in range(vocab) if token not in counts)
+    return torch.tensor(sorted([*most, *(next(rest) for _ in range(size - len(most)))]))
+
+
+def _initialise(head: Eagle3Head) -> None:
+    for module in head.modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
+
+
+def _rate(step: int, steps: int) -> float:
+    warm = max(1, min(100, steps // 20))
+    return (
+        (step + 1) / warm
+        if step < warm
+        else 0.1 + 0.45 * (1 + math.cos(math.pi * (step - warm) / max(steps - warm, 1)))
+    )
+
+
+def _order(count: int, step: int, batch: int, seed: int) -> list[int]:
+    """Numbers of the answers of a step: all in a new order, again and again."""
+    found: list[int] = []
+    for at in range(step * batch, (step + 1) * batch):
+        turn, place = divmod(at, count)
+        found.append(_shuffled(count, f"{seed}/{turn}")[place])
+    return found
+
+
+_SHUFFLED: dict[tuple[int, str], list[int]] = {}
+
+
+def _shuffled(count: int, seed: str) -> list[int]:
+    if (found := _SHUFFLED.get((count, seed))) is None:
+        found = list(range(count))
+        Random(seed).shuffle(found)
+        _SHUFFLED.clear()
+        _SHUFFLED[count, seed] = found
+    return found
+
+
+def _save(path: Path, kept: dict[str, Any]) -> None:
+    """Written whole or not at all, whenever the process is killed."""
+    new = path.with_suffix(".new")
+    torch.save(kept, new)
+    os.replace(new, path)
