@@ -161,8 +161,9 @@ class Engine:
                 if (drafting := self.strategy.continuation(rows)) is None:
                     return None
                 most = drafting.most
-            k = [min(row.k, n, more - 1) for row, n, more in zip(rows, most, left)]
-            drafter = drafting.runner if drafting is not None and any(k) else None
+            k = [min(row.k, n) for row, n in zip(rows, most)]
+            drafts = any(min(n, more - 1) for n, more in zip(k, left))
+            drafter = drafting.runner if drafting is not None and drafts else None
             if drafter is not None and not executor.joins(drafter.executor):
                 return None
             if (made := self.runner.plan(rows, left, k, drafter)) is None:

@@ -138,11 +138,14 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round, at most
+    k: int  # tokens to draft a round, at most; one fewer than are left, where that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
     greedy: bool
+    generated: int = 0  # tokens it has emitted so far
+    relaxed: int = 0  # how many of them were relaxed
+    nats: float = 0.0  # the sum of -ln target(token) over those
 
 
 @dataclass

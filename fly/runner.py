@@ -254,7 +254,10 @@ class Runner:
         greedy = all(row.greedy for row in rows)
         return RoundPlan(
             [
-                RoundRow(row.tokens, more, n, row.stop_ids, row.policy, row.seed, row.greedy)
+                RoundRow(
+                    row.tokens, more, n, row.stop_ids, row.policy, row.seed, row.greedy,
+                    row.generated, row.stats.relaxed, row.stats.nats,
+                )  # fmt: skip
                 for row, more, n in zip(rows, left, k)
             ],
             kv,

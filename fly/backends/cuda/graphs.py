@@ -1,0 +1,82 @@
+"""Work that becomes a CUDA graph, and the ways between host and device that do not make the host wait."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+__all__ = ["Captures", "Download", "Part", "upload"]
+
+_log = logging.getLogger("fly")
+_T = TypeVar("_T")
+
+
+def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
+    """``values`` on ``device``. The host does not wait: they are copied from pinned memory, which is kept until then."""
+    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """Pinned memory for a tensor that the device works out again and again."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def begin(self, found: Tensor, done: torch.cuda.Event) -> None:
+        """Copy ``found`` as soon as it is worked out; it is here when ``done`` is over."""
+        self.host.copy_(found, non_blocking=True)
+        done.record()
+
+
+class Captures:
+    """The memory that graphs share, which run one after the other, and how many were captured."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._pool: Any = None
+
+    @property
+    def pool(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        return self._pool
+
+
+class Part(Generic[_T]):
+    """A piece of work on memory that stays where it is. It runs operation by operation the first time, which warms up
+    what libraries prepare, is captured the second time, and is one launch from then on.
+
+    It returns the same tensors each time from the second time on; who goes by them must not have been captured before.
+    What cannot be captured goes on operation by operation, and ``why_not`` says why.
+    """
+
+    def __init__(self, run: Callable[[], _T], captures: Captures, why_not: str | None = None) -> None:
+        self.run, self.captures, self.why_not = run, captures, why_not
+        self._warm = False
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._made: _T | None = None
+
+    def __call__(self) -> _T:
+        if self._graph is not None:
+            self._graph.replay()
+            return self._made  # type: ignore[return-value]
+        if not self._warm or self.why_not is not None:
+            self._warm = True
+            return self.run()
+        graph = torch.cuda.CUDAGraph()
+        try:
+            # Other threads go on as usual meanwhile.
+            with torch.cuda.graph(graph, pool=self.captures.pool, capture_error_mode="thread_local"):
+                made = self.run()
+        except RuntimeError as error:
+            self.why_not = str(error)
+            _log.warning("a CUDA graph cannot hold this, which goes on operation by operation: %s", error)
+            return self.run()
+        self.captures.count += 1
+        self._graph, self._made = graph, made
+        graph.replay()
+        return made

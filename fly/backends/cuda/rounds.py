@@ -1,0 +1,288 @@
+"""Whole rounds on the device: the host launches, waits once, and looks whether to go on.
+
+Shape legend: R rows with padding, X columns of what is downloaded.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fly.backends.cuda.attention import flash_takes
+from fly.backends.cuda.graphs import Captures
+from fly.backends.cuda.packing import unpack
+from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.work import Column, Decide, Group, Model, Shape, Work
+from fly.cache import PagedBatch, PagedKVCache
+from fly.drafts.ngram import Index
+from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
+from fly.policies import AcceptancePolicy
+from fly.types import Decision
+
+__all__ = ["Works", "take_rounds"]
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_MOST_WORKS, _MOST_TEXTS = 32, 256
+_LOGITS = 1 << 30  # bytes of float32 that the logits of one round may take
+
+
+def _size(n: int) -> int:
+    """The next of a few sizes, so that few graphs serve all batches."""
+    return next((size for size in _SIZES if size >= n), n) if n else 0
+
+
+class Works:
+    """What was made so far for batches of one cache, those unused for longest given up first."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        self._made: OrderedDict[tuple[Shape, int], Work] = OrderedDict()
+        self._texts: OrderedDict[tuple[Lookup, object], Index] = OrderedDict()
+        self._why_not: dict[tuple[AcceptancePolicy, bool, bool], str | None] = {}
+
+    def work(
+        self,
+        shape: Shape,
+        target: Model,
+        cache: PagedKVCache,
+        drafter: Model | None,
+        draft_cache: PagedKVCache | None,
+        control_V: Tensor,
+    ) -> Work:
+        """The memory and graphs for batches of this shape."""
+        key = shape, id(draft_cache)
+        made = self._made.pop(key, None)
+        if made is None or not made.serves(cache, draft_cache):
+            made = Work(shape, target, cache, drafter, draft_cache, control_V, self.captures)
+        self._made[key] = made
+        while len(self._made) > _MOST_WORKS:
+            self._made.popitem(last=False)
+        return made
+
+    def why_not(self, group: Group, sampled: bool) -> str | None:
+        """Why a graph cannot hold what a group's policy decides."""
+        key = group.policy, group.drawn, sampled
+        if key not in self._why_not:
+            self._why_not[key] = host_wait(*key)
+        return self._why_not[key]
+
+    def text(self, lookup: Lookup, seq: object) -> Index:
+        """The index of a row's text."""
+        key = lookup, seq
+        found = self._texts.pop(key, None) or Index(lookup.longest, lookup.shortest)
+        self._texts[key] = found
+        while len(self._texts) > _MOST_TEXTS:
+            self._texts.popitem(last=False)
+        return found
+
+
+class _Lot(NamedTuple):
+    """The rows of a plan in groups of one policy, each padded to a size of its own."""
+
+    groups: tuple[Group, ...]
+    order: list[int]  # the number of the row in each place; -1 is padding
+
+    @staticmethod
+    def of(rows: Sequence[RoundRow]) -> _Lot:
+        """Those above temperature 0 come first."""
+        numbers: dict[tuple[bool, AcceptancePolicy], list[int]] = {}
+        for b, row in enumerate(rows):
+            numbers.setdefault((row.greedy, row.policy), []).append(b)
+        groups, order = [], []
+        for (greedy, policy), own in sorted(numbers.items(), key=lambda item: item[0][0]):
+            size = _size(len(own))
+            groups.append(Group(policy, not greedy, size))
+            order += own + [-1] * (size - len(own))
+        return _Lot(tuple(groups), order)
+
+
+def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Works) -> Rounds | None:
+    """``Executor.rounds``. None where the batch would need too much memory."""
+    copies = drafter is None and plan.spec.lookup is not None
+    lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
+    k = _size(k) if drafter is not None or copies else 0
+    if 4 * len(lot.order) * (k + 1) * target.config.vocab_size > _LOGITS:
+        return None
+    draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
+    shape = _shape(plan, lot, k)
+    work = works.work(shape, target, plan.kv.cache, drafter, draft_cache, plan.control_V)
+    reasons = (works.why_not(group, group.drawn and drafter is not None) for group in lot.groups)
+    decide = work.decide(lot.groups, next((reason for reason in reasons if reason is not None), None))
+    call = _Call(plan, lot, work, decide, copies)
+    if drafter is not None:
+        call.catch_up(drafter)
+    work.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    while call.round(works):
+        pass
+    return call.told()
+
+
+class _Call:
+    """Rounds under way, as the host knows them."""
+
+    def __init__(self, plan: RoundPlan, lot: _Lot, work: Work, decide: Decide, copies: bool) -> None:
+        self.plan, self.lot, self.work, self.decide, self.copies = plan, lot, work, decide, copies
+        self.texts, self.left = [list(row.tokens) for row in plan.rows], [row.left for row in plan.rows]
+        self.cached = [text[:-1] for text in self.texts]
+        self.drafter_has = [0] * len(plan.rows) if plan.draft_kv is None else list(plan.draft_kv.starts)
+        self.rooms = [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
+        self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
+        kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
+        self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
+        self.error: BaseException | None = None
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
+        self.begin = self.last = time.perf_counter()
+        self.spare = plan.spare_seconds
+
+    def most(self, b: int) -> int:
+        """Tokens to draft for a row at most."""
+        return min(self.plan.rows[b].k, self.left[b] - 1, self.plan.draft_context - len(self.texts[b]))
+
+    def catch_up(self, drafter: Model) -> None:
+        """Let the drafter take in what it lacks of each row that it will draft for, but for the last two tokens."""
+        kv = self.plan.draft_kv
+        assert kv is not None
+        late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
+        new = [self.texts[b][self.drafter_has[b] : -2] for b in late]
+        if late:
+            starts, counts = [self.drafter_has[b] for b in late], [len(tokens) for tokens in new]
+            drafter.score(Batch.of(new, kv.cache.batch([kv.seqs[b] for b in late], starts, counts)), ())
+
+    def lines(self) -> list[list[int]]:
+        """The state of each place."""
+        plan, stops = self.plan, self.work.shape.stops
+        columns = [[0, 1.0, 1.0, 0.0]] * len(plan.rows)
+        if (how := plan.sampling) is not None:
+            each = (column.tolist() for column in (how.top_k_B, how.temperature_B, how.top_p_B, how.min_p_B))
+            columns = [list(values) for values in zip(*each)]
+        usual, made = struct.unpack("4q", struct.pack("4d", 0.0, 1.0, 1.0, 0.0)), []
+        for b in self.lot.order:
+            if b < 0:  # padding: nothing left to emit
+                made.append([0, 0, 2, *[0] * (Column.NATS - 3), *usual, *[-1] * stops])
+                continue
+            row, text, (top_k, *numbers) = plan.rows[b], self.texts[b], columns[b]
+            context = min(plan.draft_context, 2**31)
+            counts = [len(text), row.left, row.k, context, row.seed, row.generated, row.relaxed, int(top_k)]
+            bits = struct.unpack("4q", struct.pack("4d", row.nats, *numbers))
+            made.append([*text[-2:], *counts, *bits, *row.stop_ids, *[-1] * (stops - len(row.stop_ids))])
+        return made
+
+    def round(self, works: Works) -> bool:
+        """Take a round, and say whether to take another."""
+        start, drafted, done = self.events
+        try:
+            if self.copies:
+                self.work.copy(self._looked_up(works))
+            if self.decide.run.why_not is not None:
+                self.decide.history = self._histories()
+            start.record()
+            self.work.begin()
+            drafted.record()
+            self.work.finish()
+            self.decide.begin(done)
+        except Exception as raised:  # a rule's own: the round is discarded
+            done.record()
+            self.error = raised
+        done.synchronize()
+        if self.error is not None:
+            return False
+        emitted, ended = self._take_in()
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        later = self.spent[0].rounds > 0
+        before, drafting, all_ = self.spent[later], start.elapsed_time(drafted) / 1e3, start.elapsed_time(done) / 1e3
+        more = Spent(before.rounds + 1, before.whole + took, before.target + all_ - drafting, before.draft + drafting)
+        self.spent = (self.spent[0], more) if later else (more, self.spent[1])
+        self.spare += later * (emitted * self.plan.token_seconds - took)
+        return not ended and self._goes_on(now)
+
+    def _take_in(self) -> tuple[int, bool]:
+        """Read what came of a round: how many tokens, and whether a row ended."""
+        assert self.decide.download is not None
+        found = self.decide.download.host
+        values, nats = found.tolist(), found.view(torch.float32).tolist()
+        total, ended, k = 0, False, self.work.shape.k
+        for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
+            at, group = self.places[b]
+            one = unpack(values[at], nats[at], k, self.decide.labels[group], self.decide.relaxes[group])
+            if self.plan.draft_kv is not None and (most := self.most(b)) > 0:
+                # its last token was not fed, unless it stopped before the last forward
+                self.drafter_has[b] = len(text) + len(one.drafted) - (len(one.drafted) == most)
+            self.cached[b] = text + one.drafted
+            new = [one.drafted[node] for node in one.path] + [one.next_token]
+            self.decisions[b].append(one)
+            self.left[b] -= len(new)
+            total += len(new)
+            ended = ended or self.left[b] < 1 or any(token in row.stop_ids for token in new)
+            text += new
+        return total, ended
+
+    def _goes_on(self, now: float) -> bool:
+        """Whether another round may begin, and there is room for it."""
+        plan, rounds = self.plan, self.spent[0].rounds + self.spent[1].rounds
+        if rounds >= plan.rounds or now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0]):
+            return False
+        if plan.token_seconds and self.spare < 0:
+            return False
+        wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
+        if any(most > room for most, room in zip(wanted, self.rooms)):
+            return False
+        for b, decided in enumerate(self.decisions):  # of what the drafter has, what was rejected is gone
+            stands = len(self.texts[b]) - 1
+            self.drafter_has[b] = min(self.drafter_has[b], stands) if decided else self.drafter_has[b]
+        return True
+
+    def _looked_up(self, works: Works) -> list[list[int]]:
+        """What followed the last time each text looked like this."""
+        lookup, found = self.plan.spec.lookup, []
+        assert lookup is not None
+        for b in self.lot.order:
+            tokens: list[int] = []
+            if b >= 0 and (most := min(self.most(b), lookup.k)) > 0:
+                tokens = works.text(lookup, self.plan.kv.seqs[b]).copied(self.texts[b], most)
+                ends = (at for at, token in enumerate(tokens, start=1) if token in self.plan.rows[b].stop_ids)
+                tokens = tokens[: next(ends, len(tokens))]
+            found.append(tokens)
+        return found
+
+    def _histories(self) -> list[list[list[int]]]:
+        """The texts of each group; of padding, two tokens."""
+        texts, first, found = [self.texts[b] if b >= 0 else [0, 0] for b in self.lot.order], 0, []
+        for group in self.lot.groups:
+            found.append(texts[first : first + group.rows])
+            first += group.rows
+        return found
+
+    def told(self) -> Rounds:
+        return Rounds(self.decisions, self.cached, self.drafter_has, self.spent, self.error)
+
+
+def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
+    """What the plan's rows need."""
+    drawn = sum(group.rows for group in lot.groups if group.drawn)
+    stops = _size(max(len(row.stop_ids) for row in plan.rows))
+    how, pages = plan.sampling, []
+    for kv in (plan.kv, plan.draft_kv):
+        pages.append(0 if kv is None else _pages(kv, k))
+    top_k = 1 << (how.most_k - 1).bit_length() if how is not None and how.most_k else 0
+    return Shape(
+        drawn, len(lot.order), k, stops, replace(plan.spec, lookup=None), top_k,
+        how is not None and how.top_p, how is not None and how.min_p, *pages,
+    )  # fmt: skip
+
+
+def _pages(kv: PagedBatch, k: int) -> int:
+    """Pages that a row's table has room for: with FlashAttention, for which they cost nothing, those of a whole context;
+    else of what is reserved, in powers of two. Padding may stand beyond."""
+    allocator, flash = kv.cache.allocator, flash_takes(kv.cache)
+    longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
+    pages = allocator.blocks_for(longest + k + 2)
+    return pages if flash else 1 << (pages - 1).bit_length()
