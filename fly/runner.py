@@ -253,13 +253,7 @@ class Runner:
             return None
         greedy = all(row.greedy for row in rows)
         return RoundPlan(
-            [
-                RoundRow(
-                    row.tokens, more, n, row.stop_ids, row.policy, row.seed, row.greedy,
-                    row.generated, row.stats.relaxed, row.stats.nats,
-                )  # fmt: skip
-                for row, more, n in zip(rows, left, k)
-            ],
+            [_round_row(*each) for each in zip(rows, left, k)],
             kv,
             self.control_V,
             None if greedy else BatchSampling.of([row.params for row in rows]),
@@ -338,6 +332,11 @@ class Runner:
         self._cached.pop(row.id, None)
         self._trees.pop(row.id, None)
         self.cache.allocator.release(row.id)
+
+
+def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
+    counts = row.generated, row.stats.relaxed, row.stats.nats
+    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 
 
 def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:

@@ -1,8 +1,9 @@
 """A CUDA device that is none: its tensors say ``cuda:0`` and are computed on the CPU, so their values are true.
 
-What a GPU would refuse raises: tensors of two devices in one operation, and a wait of the host while a graph is captured.
-Waits are noted by line, launches are counted, of a replayed graph one. Capturing leaves memory as it was, and what was
-captured has no values until it is replayed. What is copied to the host without a wait is poison until it was waited for.
+What a GPU would refuse raises: tensors of two devices in one operation, and a wait of the host while a graph is
+captured. Waits are noted by line, launches are counted, of a replayed graph one. Capturing leaves memory as it was, and
+what was captured has no values until it is replayed. What is copied to the host without a wait is poison until it was
+waited for.
 """
 
 from __future__ import annotations
@@ -32,9 +33,11 @@ WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2",
 MADE_OF_OTHERS = {"item", "is_nonzero", "nonzero_numpy", "argwhere", "lift_fresh"}
 # Takes memory, or looks at it in another way.
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
+
+
 class OnGpu(Tensor):
-    """A tensor on the device; ``value`` is what it holds. To torch itself it is one of the CPU, since a build for the CPU
-    alone knows no other; to who asks it is not."""
+    """A tensor on the device; ``value`` is what it holds. To torch itself it is one of the CPU, since a build for the
+    CPU alone knows no other; to who asks it is not."""
 
     value: Tensor
     device = CUDA  # type: ignore[assignment]
@@ -310,7 +313,8 @@ def emulated() -> Iterator[Gpu]:
     there = {
         "is_available": lambda: True, "current_device": lambda: 0, "device_count": lambda: 1, "graph": capture,
         "get_device_capability": lambda *_: (9, 0), "mem_get_info": lambda *_: (80 << 30, 80 << 30),
-        "CUDAGraph": lambda: Graph(gpu), "Event": Event, "graph_pool_handle": lambda: (0, 0), "_lazy_init": lambda: None,
+        "CUDAGraph": lambda: Graph(gpu), "Event": Event, "graph_pool_handle": lambda: (0, 0),
+        "_lazy_init": lambda: None,
         "is_initialized": lambda: True, "set_device": lambda *_: None,
         "synchronize": lambda *_: gpu.wait("synchronize"),
     }  # fmt: skip

@@ -91,7 +91,9 @@ def told(row: Sequence) -> tuple[object, ...]:
     return row.tokens, row.provenance, replace(row.stats, nats=round(row.stats.nats, 3)), row.drafts, row.finish_reason
 
 
-def row_of(prompt: list[int], policy: AcceptancePolicy | None = None, k: int = 4, seed: int = 1, **asked: Any) -> Sequence:
+def row_of(
+    prompt: list[int], policy: AcceptancePolicy | None = None, k: int = 4, seed: int = 1, **asked: Any
+) -> Sequence:
     stops = frozenset(asked.pop("stops", ()))
     params = SamplingParams(**{"temperature": 0, "max_tokens": 40, **asked})
     return Sequence(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops)
@@ -126,7 +128,8 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
             row_of(
                 data.draw(prompts), data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 6)),
                 data.draw(st.integers(-(2**63), 2**63 - 1)), temperature=temperature,
-                max_tokens=data.draw(st.integers(1, 30)), stops=data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)),
+                max_tokens=data.draw(st.integers(1, 30)),
+                stops=data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)),
                 min_p=data.draw(st.sampled_from([0.0, 0.05])), **asked,
             )
         )  # fmt: skip
@@ -137,7 +140,7 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
     leaves = data.draw(st.sampled_from([None, None, 0, len(rows) - 1]))  # a row that is cancelled on its way
     with device(flash):
         engine = engine_of(there, drafting, lookup, **stop)
-        engine.stretch = data.draw(st.sampled_from([1e-9, 1e6]))  # one round in a call, or as many as there are
+        ways = data.draw(st.sampled_from([[1e-9], [1e6], [0], [0, 1e6]]))  # a round a call, or many, or the plain way
         going = list(rows)
         for step in range(10**6):
             if leaves is not None and step == 3 and not rows[leaves].finish_reason:
@@ -147,6 +150,7 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
             going = [row for row in going if not row.finish_reason]
             if not going:
                 break
+            engine.stretch = ways[step % len(ways)]
             emitted = engine.step(going)
             assert all(emitted)
             for row in going:
@@ -174,7 +178,8 @@ def test_a_round_is_one_wait_and_a_few_launches(
         engine = engine_of(there, drafting, lookup)
         engine.stretch = 1e-9
         rows = [
-            row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=300) for b in range(count)
+            row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=300)
+            for b in range(count)
         ]
         decode(engine, rows, 4)
         for _ in range(3):
@@ -193,7 +198,9 @@ def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
         def batch(first: int) -> list[Sequence]:
             prompts = [[1, 2, first], [5] * (first % 7 + 1), [first, 3]]
             return [
-                row_of(prompt, POLICIES[b % 2], 2 + 3 * b, seed=first, temperature=0.8 * (b > 1), max_tokens=150, stops=())
+                row_of(
+                    prompt, POLICIES[b % 2], 2 + 3 * b, seed=first, temperature=0.8 * (b > 1), max_tokens=150, stops=()
+                )
                 for b, prompt in enumerate(prompts)
             ]
 

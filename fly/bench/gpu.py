@@ -1,6 +1,7 @@
 """What a CUDA device makes of rounds: target, draft and the host's part of each, beside what memory allows.
 
-Models have the shapes of published ones and random weights, which take as long to read. Knows nothing of how it is shown.
+Models have the shapes of published ones and random weights, which take as long to read. Knows nothing of how it is
+shown.
 """
 
 from __future__ import annotations
@@ -144,7 +145,9 @@ def _rounds_of(
     return Round(count, k, rule, temperature, whole, scoring, drafting, read / bandwidth)
 
 
-def measure_transformers(config: LlamaConfig, dtype: torch.dtype, device: torch.device, tokens: int = 64) -> float | None:
+def measure_transformers(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device, tokens: int = 64
+) -> float | None:
     """Seconds a token of ``transformers``' own greedy decoding of one row of the same shape; None where it is not
     installed."""
     if importlib.util.find_spec("transformers") is None:

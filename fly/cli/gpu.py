@@ -73,8 +73,9 @@ def bench_gpu(
         )
     )
     note(
-        "v(K): the target's time for K + 1 tokens over that for one · c: a drafted token's time over the target's for one\n"
-        "lost: share of the round in which the device did neither · of limit: time to read weights and cache, over the round"
+        "v(K): the target's time for K + 1 tokens over that for one · c: a drafted token's time over the target's for "
+        "one\nlost: share of the round in which the device did neither · of limit: time to read weights and cache "
+        "over the round"
     )
     theirs: dict[str, float | None] = {}
     if peers:
@@ -85,7 +86,7 @@ def bench_gpu(
             if (seconds := theirs[name]) is None:
                 note("transformers is not installed, and left out")
                 break
-            least = forward_bytes(SHAPES[name], kind, 1, 512) / limits.bandwidth
-            console.print(f"transformers, {name}, one row: {1e3 * seconds:.2f} ms a token, {least / seconds:.0%} of limit")
+            share = forward_bytes(SHAPES[name], kind, 1, 512) / limits.bandwidth / seconds
+            console.print(f"transformers, {name}, one row: {1e3 * seconds:.2f} ms a token, {share:.0%} of limit")
     record = {"limits": limits.as_json(), "rounds": [asdict(one) for one in found], "transformers": theirs}
     write_json(json_, record)

@@ -13,8 +13,8 @@ __all__ = ["Index", "NGramDraft"]
 
 
 class Index:
-    """Where each n-gram of a text ends, ``shortest`` to ``longest`` tokens. It follows the text from one question to the
-    next, so that a lookup costs the same in any context."""
+    """Where each n-gram of a text ends, ``shortest`` to ``longest`` tokens. It follows the text from one question to
+    the next, so that a lookup costs the same in any context."""
 
     def __init__(self, longest: int, shortest: int) -> None:
         self.longest, self.shortest = longest, shortest

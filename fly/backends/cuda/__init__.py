@@ -1,2 +1,4 @@
-"""CUDA: whole rounds as captured graphs, one wait of the host a round. What imports nothing of torch's attention kernels,
-which load slowly, is ``waits``; the rest is imported where there is such a device."""
+"""CUDA: whole rounds as captured graphs, one wait of the host a round.
+
+Nothing is imported here: torch's attention kernels load slowly, and only where there is such a device are they needed.
+"""

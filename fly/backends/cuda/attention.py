@@ -46,8 +46,8 @@ class Slots:
 
     @staticmethod
     def even_rows(table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, block_size: int, nobody: int) -> Slots:
-        """N new tokens of every row from position ``start_B`` on. Where not ``stored_BN`` (bool) they are padding, whose
-        keys and values go to the page ``nobody``."""
+        """N new tokens of every row from position ``start_B`` on. Where not ``stored_BN`` (bool) they are padding:
+        their keys and values go to the page ``nobody``."""
         rows, count = stored_BN.shape
         device = start_B.device
         at_BN = start_B.unsqueeze(1) + torch.arange(count, device=device)

@@ -14,14 +14,17 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
+from fly.backends.cuda.drafting import draft
 from fly.backends.cuda.graphs import Captures, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import Works, take_rounds
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.executor import Answer, Batch, Executor, Question, RoundPlan, Rounds, Scores
+from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
+from fly.request import Sequence
+from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = ["CudaExecutor"]
@@ -92,6 +95,20 @@ class CudaExecutor(TorchExecutor):
         labels, nats = list(verdict.clauses), packed.view(torch.float32).tolist()
         return [unpack(*values, longest, labels, relaxes) for values in zip(packed.tolist(), nats)]
 
+    def extend(
+        self,
+        batch: Batch,
+        spec: DraftSpec,
+        rows: abc.Sequence[Sequence],
+        most: abc.Sequence[int],
+        sampling: BatchSampling | None = None,
+        seeds: abc.Sequence[int] = (),
+    ) -> Drafted | None:
+        """Of rows of two tokens or more, which all have after their prompt."""
+        if any(len(row.tokens) < 2 for row in rows):
+            return None
+        return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
+
     def joins(self, drafter: Executor) -> bool:
         return isinstance(drafter, CudaExecutor) and drafter.device == self.device
 
@@ -108,9 +125,11 @@ class CudaExecutor(TorchExecutor):
             return None
         if (made := plan()) is None:
             return None
-        drafter, cache = made.drafter, made.kv.cache
+        drafter = made.drafter
         assert drafter is None or isinstance(drafter, CudaExecutor)  # see ``joins``
+        return take_rounds(self, drafter, made, self._works_of(made.kv.cache))
+
+    def _works_of(self, cache: PagedKVCache) -> Works:
         if (works := self._works.get(cache)) is None:
             works = self._works[cache] = Works(self.captures)
-        return take_rounds(self, drafter, made, works)
-
+        return works

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """``values`` on ``device``. The host does not wait: they are copied from pinned memory, which is kept until then."""
+    """``values`` on ``device``. The host does not wait: they come from pinned memory, which is kept until then."""
     return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 

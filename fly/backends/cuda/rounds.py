@@ -5,11 +5,9 @@ Shape legend: R rows with padding, X columns of what is downloaded.
 
 from __future__ import annotations
 
-import struct
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -19,21 +17,21 @@ from fly.backends.cuda.attention import flash_takes
 from fly.backends.cuda.graphs import Captures
 from fly.backends.cuda.packing import unpack
 from fly.backends.cuda.waits import host_wait
-from fly.backends.cuda.work import Column, Decide, Group, Model, Shape, Work
+from fly.backends.cuda.work import Decide, Group, Model, Shape, Work, line, numbers_of, padding
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
 from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["Works", "take_rounds"]
+__all__ = ["Works", "catch_up", "pages", "size", "take_rounds"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 _MOST_WORKS, _MOST_TEXTS = 32, 256
 _LOGITS = 1 << 30  # bytes of float32 that the logits of one round may take
 
 
-def _size(n: int) -> int:
+def size(n: int) -> int:
     """The next of a few sizes, so that few graphs serve all batches."""
     return next((size for size in _SIZES if size >= n), n) if n else 0
 
@@ -54,7 +52,7 @@ class Works:
         cache: PagedKVCache,
         drafter: Model | None,
         draft_cache: PagedKVCache | None,
-        control_V: Tensor,
+        control_V: Tensor | None,
     ) -> Work:
         """The memory and graphs for batches of this shape."""
         key = shape, id(draft_cache)
@@ -97,9 +95,8 @@ class _Lot(NamedTuple):
             numbers.setdefault((row.greedy, row.policy), []).append(b)
         groups, order = [], []
         for (greedy, policy), own in sorted(numbers.items(), key=lambda item: item[0][0]):
-            size = _size(len(own))
-            groups.append(Group(policy, not greedy, size))
-            order += own + [-1] * (size - len(own))
+            order += own + [-1] * (size(len(own)) - len(own))
+            groups.append(Group(policy, not greedy, size(len(own))))
         return _Lot(tuple(groups), order)
 
 
@@ -107,7 +104,7 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     """``Executor.rounds``. None where the batch would need too much memory."""
     copies = drafter is None and plan.spec.lookup is not None
     lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
-    k = _size(k) if drafter is not None or copies else 0
+    k = size(k) if drafter is not None or copies else 0
     if 4 * len(lot.order) * (k + 1) * target.config.vocab_size > _LOGITS:
         return None
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
@@ -122,6 +119,16 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     while call.round(works):
         pass
     return call.told()
+
+
+def catch_up(
+    model: Model, kv: PagedBatch, rows: Sequence[int], starts: Sequence[int], texts: Sequence[list[int]]
+) -> None:
+    """Let a model take in what it lacks of some rows of ``kv``, from ``starts`` on, but for the last two tokens."""
+    new = [text[start:-2] for text, start in zip(texts, starts)]
+    if new:
+        batch = kv.cache.batch([kv.seqs[b] for b in rows], starts, [len(tokens) for tokens in new])
+        model.score(Batch.of(new, batch), ())
 
 
 class _Call:
@@ -151,28 +158,19 @@ class _Call:
         kv = self.plan.draft_kv
         assert kv is not None
         late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
-        new = [self.texts[b][self.drafter_has[b] : -2] for b in late]
-        if late:
-            starts, counts = [self.drafter_has[b] for b in late], [len(tokens) for tokens in new]
-            drafter.score(Batch.of(new, kv.cache.batch([kv.seqs[b] for b in late], starts, counts)), ())
+        catch_up(drafter, kv, late, [self.drafter_has[b] for b in late], [self.texts[b] for b in late])
 
     def lines(self) -> list[list[int]]:
         """The state of each place."""
-        plan, stops = self.plan, self.work.shape.stops
-        columns = [[0, 1.0, 1.0, 0.0]] * len(plan.rows)
-        if (how := plan.sampling) is not None:
-            each = (column.tolist() for column in (how.top_k_B, how.temperature_B, how.top_p_B, how.min_p_B))
-            columns = [list(values) for values in zip(*each)]
-        usual, made = struct.unpack("4q", struct.pack("4d", 0.0, 1.0, 1.0, 0.0)), []
+        plan, stops, made = self.plan, self.work.shape.stops, []
+        how = numbers_of(plan.sampling, len(plan.rows))
         for b in self.lot.order:
-            if b < 0:  # padding: nothing left to emit
-                made.append([0, 0, 2, *[0] * (Column.NATS - 3), *usual, *[-1] * stops])
+            if b < 0:
+                made.append(padding(stops))
                 continue
-            row, text, (top_k, *numbers) = plan.rows[b], self.texts[b], columns[b]
-            context = min(plan.draft_context, 2**31)
-            counts = [len(text), row.left, row.k, context, row.seed, row.generated, row.relaxed, int(top_k)]
-            bits = struct.unpack("4q", struct.pack("4d", row.nats, *numbers))
-            made.append([*text[-2:], *counts, *bits, *row.stop_ids, *[-1] * (stops - len(row.stop_ids))])
+            row, text = plan.rows[b], self.texts[b]
+            counts = [len(text), row.left, row.k, min(plan.draft_context, 2**31), row.seed, row.generated, row.relaxed]
+            made.append(line(text[-2:], counts, row.nats, how[b], row.stop_ids, stops))
         return made
 
     def round(self, works: Works) -> bool:
@@ -268,21 +266,15 @@ class _Call:
 def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     """What the plan's rows need."""
     drawn = sum(group.rows for group in lot.groups if group.drawn)
-    stops = _size(max(len(row.stop_ids) for row in plan.rows))
-    how, pages = plan.sampling, []
-    for kv in (plan.kv, plan.draft_kv):
-        pages.append(0 if kv is None else _pages(kv, k))
-    top_k = 1 << (how.most_k - 1).bit_length() if how is not None and how.most_k else 0
-    return Shape(
-        drawn, len(lot.order), k, stops, replace(plan.spec, lookup=None), top_k,
-        how is not None and how.top_p, how is not None and how.min_p, *pages,
-    )  # fmt: skip
+    stops = size(max(len(row.stop_ids) for row in plan.rows))
+    widths = [0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv)]
+    return Shape.of(drawn, len(lot.order), k, stops, plan.spec, plan.sampling, *widths)
 
 
-def _pages(kv: PagedBatch, k: int) -> int:
-    """Pages that a row's table has room for: with FlashAttention, for which they cost nothing, those of a whole context;
-    else of what is reserved, in powers of two. Padding may stand beyond."""
+def pages(kv: PagedBatch, k: int) -> int:
+    """Pages that a row's table has room for: with FlashAttention, for which they cost nothing, those of a whole
+    context; else of what is reserved, in powers of two. Padding may stand beyond."""
     allocator, flash = kv.cache.allocator, flash_takes(kv.cache)
     longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
-    pages = allocator.blocks_for(longest + k + 2)
-    return pages if flash else 1 << (pages - 1).bit_length()
+    count = allocator.blocks_for(longest + k + 2)
+    return count if flash else 1 << (count - 1).bit_length()

@@ -9,9 +9,10 @@ host uploads it once, and then only reads what came of each round. Rows above te
 
 from __future__ import annotations
 
+import struct
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -30,7 +31,7 @@ from fly.policies import AcceptancePolicy, verify
 from fly.sampling import BatchSampling
 from fly.types import Draft, Noise, Target, Why
 
-__all__ = ["Column", "Group", "Shape", "Work"]
+__all__ = ["Column", "Group", "Model", "Shape", "Work", "line", "numbers_of", "padding"]
 
 
 class Column(IntEnum):
@@ -51,6 +52,31 @@ class Column(IntEnum):
     TOP_P = 12
     MIN_P = 13
     STOPS = 14
+
+
+def line(
+    tokens: list[int], counts: list[int], nats: float, numbers: Sequence[float], ends: Collection[int], stops: int
+) -> list[int]:
+    """The state of a row: its last two tokens, ``counts`` from ``LENGTH`` to ``RELAXED``, ``numbers`` of how it is
+    drawn (``numbers_of``), and the ids that end it, of at most ``stops``."""
+    top_k, *others = numbers
+    bits = struct.unpack("4q", struct.pack("4d", nats, *others))
+    return [*tokens, *counts, int(top_k), *bits, *ends, *[-1] * (stops - len(ends))]
+
+
+def padding(stops: int) -> list[int]:
+    """The state of no row: nothing is left to emit."""
+    return line([0, 0], [2, 0, 0, 0, 0, 0, 0], 0.0, _GREEDY, (), stops)
+
+
+def numbers_of(how: BatchSampling | None, rows: int) -> list[Sequence[float]]:
+    """Top-k, temperature, top-p and min-p of each row."""
+    if how is None:
+        return [_GREEDY] * rows
+    return list(zip(*(column.tolist() for column in (how.top_k_B, how.temperature_B, how.top_p_B, how.min_p_B))))
+
+
+_GREEDY = (0.0, 1.0, 1.0, 0.0)
 
 
 class Model(Protocol):
@@ -78,6 +104,27 @@ class Shape:
     min_p: bool = False
     pages: int = 0  # of a row, in the target's cache and in the drafter's
     draft_pages: int = 0
+    alone: bool = False  # whether only the draft is asked for, by seeds of its own
+
+    @staticmethod
+    def of(
+        drawn: int,
+        rows: int,
+        k: int,
+        stops: int,
+        spec: DraftSpec,
+        how: BatchSampling | None,
+        pages: int,
+        draft_pages: int,
+        alone: bool = False,
+    ) -> Shape:
+        """That of rows drawn as ``how`` says; settings that only set the amount of work are rounded up."""
+        spec, top_k = replace(spec, lookup=None), 0
+        if how is None:
+            return Shape(drawn, rows, k, stops, spec, 0, False, False, pages, draft_pages, alone)
+        if how.most_k:
+            top_k = 1 << (how.most_k - 1).bit_length()
+        return Shape(drawn, rows, k, stops, spec, top_k, how.top_p, how.min_p, pages, draft_pages, alone)
 
 
 class Group(NamedTuple):
@@ -113,7 +160,7 @@ class Work:
         cache: PagedKVCache,
         drafter: Model | None,
         draft_cache: PagedKVCache | None,
-        control_V: Tensor,
+        control_V: Tensor | None,
         captures: Captures,
     ) -> None:
         self.shape, self.target, self.drafter, self.captures = shape, target, drafter, captures
@@ -141,7 +188,9 @@ class Work:
             known = self._decide[groups] = Decide(self, groups, why_not)
         return known
 
-    def load(self, lines: Sequence[Sequence[int]], kv: PagedBatch, draft_kv: PagedBatch | None, order: list[int]) -> None:
+    def load(
+        self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
+    ) -> None:
         """Upload the state of each row, and the pages where they are others than last time. ``order`` says which row of
         ``kv`` stands in each place; -1 is padding."""
         self.state_RC.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
@@ -150,7 +199,7 @@ class Work:
             if batch is not None:
                 each = batch.tables()
                 tables.append(listed([each[b] if b >= 0 else [] for b in order], width, batch.cache.nobody))
-        joined = [sum(parts, []) for parts in zip(*tables)]
+        joined = [[page for table in parts for page in table] for parts in zip(*tables)]
         if joined != self._tables:
             self.pages_RW.copy_(torch.tensor(joined, dtype=torch.int32).pin_memory(), non_blocking=True)
             self._tables = joined
@@ -201,7 +250,9 @@ class Work:
         most_R = torch.minimum(most_R, self.column(Column.CONTEXT) - length_R)
         if drawn:
             length_D = length_R[:drawn]
-            seed_DK = derived(self.column(Column.SEED)[:drawn], length_D).unsqueeze(1).expand(-1, shape.k)
+            seed_D = self.column(Column.SEED)[:drawn]
+            seed_D = seed_D if shape.alone else derived(seed_D, length_D)
+            seed_DK = seed_D.unsqueeze(1).expand(-1, shape.k)
             at_DK = length_D.unsqueeze(1) + torch.arange(shape.k, device=self.device)
             coin_DK = uniforms(seed_DK.flatten(), at_DK.flatten(), Stream.SAMPLE, 1).view(drawn, shape.k)
             sampling = self.sampling(slice(drawn))
