@@ -45,9 +45,9 @@ def bench_gpu(
         highlight=False,
     )
     counts, lengths, heats = rows or [1, 4, 8], sorted({0, *(k or [1, 2, 4, 8, 15])}), temperature or [0.0, 0.8]
-    models = [random_executor(SHAPES[name], kind, where) for name in (target, draft)]
+    pair = random_executor(SHAPES[target], kind, where), random_executor(SHAPES[draft], kind, where)
     with progress(len(counts) * len(lengths) * len(rules) * len(heats), "rounds") as advance:
-        found = measure_gpu_rounds(*models, counts, lengths, rules, heats, limits.bandwidth, advance)
+        found = measure_gpu_rounds(*pair, counts, lengths, rules, heats, limits.bandwidth, advance)
     plain = {(r.rows, r.policy, r.temperature): r.target for r in found if r.k == 0}
 
     def base(one: object) -> float:
@@ -79,7 +79,7 @@ def bench_gpu(
     )
     theirs: dict[str, float | None] = {}
     if peers:
-        del models
+        del pair
         for name in (target, draft):
             torch.cuda.empty_cache()
             theirs[name] = measure_transformers(SHAPES[name], kind, where)

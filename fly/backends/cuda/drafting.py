@@ -43,7 +43,8 @@ def draft(
     for at, b in enumerate(order):
         if b >= 0:
             row = rows[b]
-            counts = [len(row.tokens), most[b] + 1, most[b], 2**31, seeds[b] if seeds else 0, 0, 0]
+            lacks = int(kv.starts[b] < len(row.tokens) - 1)  # a target that shares the cache may have stored it
+            counts = [len(row.tokens), most[b] + 1, most[b], 2**31, seeds[b] if seeds else 0, 0, 0, lacks]
             lines[at] = line(row.tokens[-2:], counts, 0.0, how[b], row.stop_ids, stops)
     work.load(lines, None, kv, order)
     work.begin()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.drafting import draft
-from fly.backends.cuda.graphs import Captures, upload
+from fly.backends.cuda.graphs import Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import Works, take_rounds
 from fly.backends.torch import TorchExecutor
@@ -75,6 +75,12 @@ class CudaExecutor(TorchExecutor):
         if places is not None and not len(places):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]))
+
+    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
+        if draft.parents_BK is None and draft.tokens_BK.device != self.device:
+            tokens_BK, lengths_B = (sent(column, self.device) for column in (draft.tokens_BK, draft.lengths_B))
+            draft = Draft(tokens_BK, lengths_B, None if draft.probs_BKV is None else draft.probs_BKV.to(self.device))
+        return super().judge(rows, target, draft)
 
     def decide(
         self,

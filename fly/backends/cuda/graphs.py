@@ -9,15 +9,20 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["Captures", "Download", "Part", "upload"]
+__all__ = ["Captures", "Download", "Part", "sent", "upload"]
 
 _log = logging.getLogger("fly")
 _T = TypeVar("_T")
 
 
-def upload(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> Tensor:
-    """``values`` on ``device``. The host does not wait: they come from pinned memory, which is kept until then."""
-    return torch.tensor(values, dtype=dtype).pin_memory().to(device, non_blocking=True)
+def sent(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on ``device``, by pinned memory, which is kept until then: the host does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload(values: Sequence[int], device: torch.device) -> Tensor:
+    """``values`` on ``device``, int64, likewise."""
+    return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
 class Download:

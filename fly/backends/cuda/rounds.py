@@ -170,7 +170,7 @@ class _Call:
                 continue
             row, text = plan.rows[b], self.texts[b]
             counts = [len(text), row.left, row.k, min(plan.draft_context, 2**31), row.seed, row.generated, row.relaxed]
-            made.append(line(text[-2:], counts, row.nats, how[b], row.stop_ids, stops))
+            made.append(line(text[-2:], [*counts, 1], row.nats, how[b], row.stop_ids, stops))
         return made
 
     def round(self, works: Works) -> bool:
@@ -267,8 +267,8 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     """What the plan's rows need."""
     drawn = sum(group.rows for group in lot.groups if group.drawn)
     stops = size(max(len(row.stop_ids) for row in plan.rows))
-    widths = [0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv)]
-    return Shape.of(drawn, len(lot.order), k, stops, plan.spec, plan.sampling, *widths)
+    own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
+    return Shape.of(drawn, len(lot.order), k, stops, plan.spec, plan.sampling, own, drafts)
 
 
 def pages(kv: PagedBatch, k: int) -> int:

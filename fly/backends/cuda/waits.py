@@ -40,7 +40,7 @@ class OnHost(list[list[int]]):
         raise HostWait("it looks at the text before the block, which is on the host")
 
     __iter__ = __getitem__ = __len__ = __reversed__ = __contains__ = __eq__ = __bool__ = _refuse
-    __hash__ = None  # type: ignore[assignment]
+    __hash__ = None
 
 
 class _Uploads(TorchFunctionMode):

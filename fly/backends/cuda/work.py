@@ -46,18 +46,19 @@ class Column(IntEnum):
     SEED = 6
     GENERATED = 7
     RELAXED = 8
-    TOP_K = 9
-    NATS = 10
-    TEMPERATURE = 11
-    TOP_P = 12
-    MIN_P = 13
-    STOPS = 14
+    LACKS = 9  # 1 where the drafter is to store the last token but one, 0 where that is stored already
+    TOP_K = 10
+    NATS = 11
+    TEMPERATURE = 12
+    TOP_P = 13
+    MIN_P = 14
+    STOPS = 15
 
 
 def line(
     tokens: list[int], counts: list[int], nats: float, numbers: Sequence[float], ends: Collection[int], stops: int
 ) -> list[int]:
-    """The state of a row: its last two tokens, ``counts`` from ``LENGTH`` to ``RELAXED``, ``numbers`` of how it is
+    """The state of a row: its last two tokens, ``counts`` from ``LENGTH`` to ``LACKS``, ``numbers`` of how it is
     drawn (``numbers_of``), and the ids that end it, of at most ``stops``."""
     top_k, *others = numbers
     bits = struct.unpack("4q", struct.pack("4d", nats, *others))
@@ -66,7 +67,7 @@ def line(
 
 def padding(stops: int) -> list[int]:
     """The state of no row: nothing is left to emit."""
-    return line([0, 0], [2, 0, 0, 0, 0, 0, 0], 0.0, _GREEDY, (), stops)
+    return line([0, 0], [2, 0, 0, 0, 0, 0, 0, 0], 0.0, _GREEDY, (), stops)
 
 
 def numbers_of(how: BatchSampling | None, rows: int) -> list[Sequence[float]]:
@@ -260,7 +261,9 @@ class Work:
         going_R, count_R = most_R > 0, torch.zeros_like(length_R)
         tokens, probs = [], []
         for j in range(shape.k):
-            stored_RN = (j < most_R).unsqueeze(1).expand(new_RN.shape)
+            stored_RN = (j < most_R).unsqueeze(1)
+            if j == 0:
+                stored_RN = torch.cat([stored_RN & (self.column(Column.LACKS) > 0).unsqueeze(1), stored_RN], 1)
             hidden_RNC = self._forward(model, cache, table_RW, new_RN, start_R, stored_RN)
             logits_RV = model.logits(hidden_RNC[:, -1])
             token_R = argmax(logits_RV)
@@ -331,6 +334,9 @@ class Decide:
         packed, accepted, following, relaxed, nats, first = [], [], [], [], [], 0
         for number, (policy, drawn, count) in enumerate(self.groups):
             rows = slice(first, first := first + count)
+            history: list[list[int]] | None = OnHost()
+            if self.run.why_not is not None:
+                history = None if self.history is None else self.history[number]
             target = Target(
                 logits_RJV[rows],
                 work.sampling(rows).on(logits_RJV[rows]) if drawn else None,
@@ -338,7 +344,7 @@ class Decide:
                 generated_B=work.column(Column.GENERATED)[rows],
                 relaxed_B=work.column(Column.RELAXED)[rows],
                 nats_B=work.column(Column.NATS)[rows].float(),
-                history=OnHost() if self.run.why_not is None else self.history and self.history[number],
+                history=history,
             )
             target._argmax = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
