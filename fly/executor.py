@@ -252,6 +252,10 @@ class Executor(ABC):
         """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
         return False
 
+    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+        """``values`` where the logits are, int64."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         """The processed distribution of ``logits_BJV``."""
         return sampling.on(logits_BJV)
@@ -330,6 +334,9 @@ class Wrapped(Executor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
         return self.inner.score(batch, places)
+
+    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+        return self.inner.numbers(values)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return self.inner.process(sampling, logits_BJV)

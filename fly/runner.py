@@ -96,7 +96,7 @@ class Runner:
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
-        logits_BJV = constrain(raw_BJV, rows, chains, trees)
+        logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
     def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:

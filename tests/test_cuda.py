@@ -19,7 +19,7 @@ from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.waits import host_wait
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
 from fly.engine import Engine
 from fly.executor import Executor
 from fly.models import Llama
@@ -248,6 +248,42 @@ def test_what_a_graph_cannot_hold_waits_at_most_three_times(rule: str) -> None:
         gpu.waits.clear(), gpu.launches.clear()
         engine.step(rows)
         assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 2}, {"explain": True, "temperature": 0.8}])
+def test_what_rows_ask_to_be_told_takes_three_waits(asked: dict[str, Any]) -> None:
+    """Graphs for draft and target, and the rule between; the plain way of rounds."""
+    with device() as gpu:
+        engine = engine_of(there, "near")
+        rows = [row_of([1, 2, 3], POLICIES[1], max_tokens=100, **asked) for _ in range(3)]
+        decode(engine, rows, 5)
+        gpu.waits.clear(), gpu.launches.clear()
+        engine.step(rows)
+        assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
+    want = [row.sample(row.seed) for row in rows]
+    for row in want:
+        del row.tokens[3:]
+    plain = engine_of(on_cpu, "near")
+    decode(plain, want, 6)
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    for row, other in zip(rows, want):
+        for mine, theirs in zip(row.logprobs, other.logprobs):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:
+    big = random_llama(1, **{**SIZES, "layers": 3})
+
+    def run(load: Callable[[Llama], Executor]) -> Sequence:
+        executor = load(big)
+        cache = PagedKVCache.for_model(executor, 6000)
+        engine, row = Engine(Runner(executor, cache), LayerSkipDraft(skip=(1,))), row_of([1, 2, 3])
+        decode(engine, [row])
+        return row
+
+    want = run(on_cpu)
+    with device():
+        assert told(run(there)) == told(want)
 
 
 def test_a_rule_that_raises_discards_its_round() -> None:

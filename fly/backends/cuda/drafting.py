@@ -1,4 +1,4 @@
-"""A draft alone, in one call: K forwards as one graph, and one wait.
+"""A draft alone, in one call: K forwards as one graph, and one wait. A target's forward alone, as one graph.
 
 Shape legend: B rows, D of them above temperature 0, K longest draft, V vocabulary.
 """
@@ -17,7 +17,7 @@ from fly.executor import Batch, Drafted, DraftSpec
 from fly.request import Sequence as Row
 from fly.sampling import BatchSampling
 
-__all__ = ["draft"]
+__all__ = ["draft", "score_few"]
 
 
 def draft(
@@ -59,6 +59,29 @@ def draft(
     longest = max(most)
     place = {b: at for at, b in enumerate(order) if b >= 0}
     return Drafted(found, _in_order(tokens_RK, count_R, probs_DKV, [place[b] for b in range(len(rows))])[:, :longest])
+
+
+def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: Works) -> Tensor:
+    """Logits [N, V] after a few new tokens of each row, or after those that ``places`` numbers."""
+    kv, new, first = batch.kv, [], 0
+    for count in kv.counts:
+        new.append(batch.tokens[first : first + count])
+        first += count
+    k = size(max(kv.counts) - 1)
+    shape = Shape.of(0, size(len(new)), k, 0, DraftSpec(), None, pages(kv, k), 0)
+    work = works.work(shape, model, kv.cache, None, None, None)
+    empty = shape.rows - len(new)
+    lines = [
+        line([0, tokens[0]], [start + 1, 1, 0, 0, 0, 0, 0, 0], 0.0, numbers_of(None, 1)[0], (), 0)
+        for tokens, start in zip(new, kv.starts)
+    ]
+    work.load(lines + [padding(0)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
+    work.copy([tokens[1:] for tokens in new] + [[]] * empty)
+    work.begin()
+    work.finish()
+    at = [row * (k + 1) + n for row, count in enumerate(kv.counts) for n in range(count)]
+    chosen = at if places is None else [at[place] for place in places]
+    return work.found.logits_RJV.flatten(0, 1)[upload(chosen, model.device)]
 
 
 def _in_order(tokens_RK: Tensor, count_R: Tensor, probs_DKV: Tensor, places: list[int]) -> Tensor:

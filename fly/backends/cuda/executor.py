@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
-from fly.backends.cuda.drafting import draft
+from fly.backends.cuda.drafting import draft, score_few
 from fly.backends.cuda.graphs import Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import Works, take_rounds
@@ -28,6 +28,8 @@ from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = ["CudaExecutor"]
+
+_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row and of a batch that a graph takes
 
 
 class CudaExecutor(TorchExecutor):
@@ -54,10 +56,16 @@ class CudaExecutor(TorchExecutor):
         return self.model.logits(hidden_TC)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
-        """All that the forward needs of the host goes up at once, without a wait. Trees, and caches that FlashAttention
-        does not take, go row by row (``PagedBatch.attend``)."""
+        """Without a wait. A few tokens of each row are a graph; of more, all that the forward needs of the host goes up
+        at once. Trees, and prompts in caches that FlashAttention does not take, go row by row
+        (``PagedBatch.attend``)."""
         kv = batch.kv
-        if any(mask is not None for mask in kv.masks or ()) or not flash_takes(kv.cache):
+        if any(mask is not None for mask in kv.masks or ()):
+            return super().score(batch, places)
+        if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
+            logits_NV = score_few(self, batch, places, self._works_of(kv.cache))
+            return Scores(logits_NV)
+        if not flash_takes(kv.cache):
             return super().score(batch, places)
         size, tables = kv.cache.allocator.block_size, kv.tables()
         width, slots, ends = max(map(len, tables)), [], [0]
@@ -75,6 +83,9 @@ class CudaExecutor(TorchExecutor):
         if places is not None and not len(places):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]))
+
+    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+        return upload(values, self.device)
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
         if draft.parents_BK is None and draft.tokens_BK.device != self.device:
