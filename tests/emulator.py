@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fly
@@ -72,13 +72,16 @@ class Graph:
 
     def replay(self) -> None:
         self.gpu.launches["graph"] += 1
-        for func, args, kwargs, made in self.steps:
-            for old, new in zip(made, results(func(*args, **kwargs)), strict=True):
-                if old is not new and old.data_ptr() != new.data_ptr():
-                    old.copy_(new)
+        with torch._C.DisableTorchFunction(), _disable_current_modes():
+            for func, args, kwargs, made in self.steps:
+                for old, new in zip(made, results(func(*args, **kwargs)), strict=True):
+                    if old is not new and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
 
 
 def results(made: Any) -> list[Tensor]:
+    if isinstance(made, Tensor):
+        return [made]
     return [x for x in tree_leaves(made) if isinstance(x, Tensor)]
 
 

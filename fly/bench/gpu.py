@@ -117,7 +117,7 @@ def measure_gpu_rounds(
                     strategy = _Watched(SingleDraft(drafter, cache_tokens=tokens))
                     engine = Engine(Runner(target, PagedKVCache.for_model(target, tokens)), strategy)
                     params = SamplingParams(temperature=temperature, max_tokens=_POSITIONS)
-                    text = [(7 * at) % 1000 + 1 for at in range(_PROMPT)]
+                    text = [7 * at % min(1000, target.config.vocab_size) for at in range(_PROMPT)]
                     batch = [Sequence([*text, b], _PROMPT + 1, params, policy, seed=b, k=k) for b in range(count)]
                     found.append(_rounds_of(engine, strategy, batch, k, str(policy), temperature, bandwidth))
                     advance()

@@ -17,7 +17,7 @@ from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, list
 from fly.backends.cuda.drafting import draft, score_few
 from fly.backends.cuda.graphs import Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
-from fly.backends.cuda.rounds import Works, take_rounds
+from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores
@@ -121,8 +121,8 @@ class CudaExecutor(TorchExecutor):
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted | None:
-        """Of rows of two tokens or more, which all have after their prompt."""
-        if any(len(row.tokens) < 2 for row in rows):
+        """Of rows of two tokens or more, which all have after their prompt, and drafts that a graph holds."""
+        if any(len(row.tokens) < 2 for row in rows) or max(most) > LONGEST:
             return None
         return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
 

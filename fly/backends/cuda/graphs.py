@@ -55,8 +55,8 @@ class Part(Generic[_T]):
     """A piece of work on memory that stays where it is. It runs operation by operation the first time, which warms up
     what libraries prepare, is captured the second time, and is one launch from then on.
 
-    It returns the same tensors each time from the second time on; who goes by them must not have been captured before.
-    What cannot be captured goes on operation by operation, and ``why_not`` says why.
+    From the second time on it returns the same tensors each time. What cannot be captured goes on operation by
+    operation, and ``why_not`` says why; then nothing that reads what it returns can be captured either (``follow``).
     """
 
     def __init__(self, run: Callable[[], _T], captures: Captures, why_not: str | None = None) -> None:
@@ -64,6 +64,11 @@ class Part(Generic[_T]):
         self._warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
         self._made: _T | None = None
+
+    def follow(self, before: Part[Any]) -> None:
+        """This part reads what ``before`` returns, which was called first."""
+        if before.why_not is not None and self._graph is None:
+            self.why_not = self.why_not or before.why_not
 
     def __call__(self) -> _T:
         if self._graph is not None:

@@ -24,9 +24,10 @@ from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["Works", "catch_up", "pages", "size", "take_rounds"]
+__all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+LONGEST = 128  # tokens of a draft in one graph
 _MOST_WORKS, _MOST_TEXTS = 32, 256
 _LOGITS = 1 << 30  # bytes of float32 that the logits of one round may take
 
@@ -105,7 +106,7 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     copies = drafter is None and plan.spec.lookup is not None
     lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
     k = size(k) if drafter is not None or copies else 0
-    if 4 * len(lot.order) * (k + 1) * target.config.vocab_size > _LOGITS:
+    if k > LONGEST or 4 * len(lot.order) * (k + 1) * target.config.vocab_size > _LOGITS:
         return None
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
     shape = _shape(plan, lot, k)

@@ -302,6 +302,8 @@ class Work:
 
     def finish(self) -> None:
         """Score what was drafted."""
+        if isinstance(self.propose, Part):
+            self.score.follow(self.propose)
         self.found = self.score()
 
 
@@ -319,6 +321,7 @@ class Decide:
 
     def begin(self, done: torch.cuda.Event) -> None:
         """Decide, and start to download what came of it."""
+        self.run.follow(self.work.score)
         found_RX = self.run()
         if self.download is None:
             self.download = Download(found_RX)
