@@ -229,7 +229,7 @@ def test_pages_go_up_only_where_they_changed() -> None:
         changed = 0
         decode(engine, [row], 4)
         (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
-        (work,) = (each for each in works._made.values() if each.shape.pages and each.shape.draft_pages)
+        (work,) = (each for each in works.made.made.values() if each.shape.pages and each.shape.draft_pages)
         while not row.finish_reason and row.generated < 390:
             before = work._tables
             gpu.launches.clear()

@@ -6,13 +6,14 @@ Shape legend: B rows, D of them above temperature 0, K longest draft, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fly.backends.cuda.graphs import upload
 from fly.backends.cuda.rounds import Works, catch_up, pages, size
-from fly.backends.cuda.work import Model, Shape, line, numbers_of, padding
+from fly.backends.cuda.work import Cuts, Model, Shape, line, numbers_of, padding
 from fly.executor import Batch, Drafted, DraftSpec
 from fly.request import Sequence as Row
 from fly.sampling import BatchSampling
@@ -35,17 +36,18 @@ def draft(
     drawn, cold = ([b for b, one in enumerate(greedy) if one is kind] for kind in (False, True))
     order = [b for own in (drawn, cold) for b in (*own, *[-1] * (size(len(own)) - len(own)))]
     k, stops = size(max(most)), size(max(len(row.stop_ids) for row in rows))
-    shape = Shape.of(size(len(drawn)), len(order), k, stops, spec, sampling, 0, pages(kv, k), alone=True)
-    work = works.work(shape, model, kv.cache, model, kv.cache, None)
+    how, spec = Cuts.of(sampling), replace(spec, lookup=None)
+    shape = Shape(size(len(drawn)), len(order), k, stops, spec, how, 0, pages(kv, k), alone=True)
+    work = works.work(shape, model, kv.cache, model, kv.cache)
     late = [b for b, row in enumerate(rows) if kv.starts[b] < len(row.tokens) - 2]
     catch_up(model, kv, late, [kv.starts[b] for b in late], [rows[b].tokens for b in late])
-    how, lines = numbers_of(sampling, len(rows)), [padding(stops)] * len(order)
+    numbers, lines = numbers_of(sampling, len(rows)), [padding(stops)] * len(order)
     for at, b in enumerate(order):
         if b >= 0:
             row = rows[b]
             lacks = int(kv.starts[b] < len(row.tokens) - 1)  # a target that shares the cache may have stored it
             counts = [len(row.tokens), most[b] + 1, most[b], 2**31, seeds[b] if seeds else 0, 0, 0, lacks]
-            lines[at] = line(row.tokens[-2:], counts, 0.0, how[b], row.stop_ids, stops)
+            lines[at] = line(row.tokens[-2:], counts, 0.0, numbers[b], row.stop_ids, stops)
     work.load(lines, None, kv, order)
     work.begin()
     tokens_RK, count_R, probs_DKV = work.proposal
@@ -68,8 +70,8 @@ def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: W
         new.append(batch.tokens[first : first + count])
         first += count
     k = size(max(kv.counts) - 1)
-    shape = Shape.of(0, size(len(new)), k, 0, DraftSpec(), None, pages(kv, k), 0)
-    work = works.work(shape, model, kv.cache, None, None, None)
+    shape = Shape(0, size(len(new)), k, 0, pages=pages(kv, k))
+    work = works.work(shape, model, kv.cache)
     empty = shape.rows - len(new)
     lines = [
         line([0, tokens[0]], [start + 1, 1, 0, 0, 0, 0, 0, 0], 0.0, numbers_of(None, 1)[0], (), 0)

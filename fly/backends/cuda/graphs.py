@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Captures", "Download", "Part", "sent", "upload"]
+__all__ = ["Captures", "Download", "Kept", "Part", "sent", "upload"]
 
 _log = logging.getLogger("fly")
 _T = TypeVar("_T")
+_K = TypeVar("_K", bound=Hashable)
 
 
 def sent(tensor: Tensor, device: torch.device) -> Tensor:
@@ -35,6 +37,22 @@ class Download:
         """Copy ``found`` as soon as it is worked out; it is here when ``done`` is over."""
         self.host.copy_(found, non_blocking=True)
         done.record()
+
+
+class Kept(Generic[_K, _T]):
+    """What was made for keys, at most so many; those unused for longest go."""
+
+    def __init__(self, most: int) -> None:
+        self.most = most
+        self.made: OrderedDict[_K, _T] = OrderedDict()
+
+    def get(self, key: _K, make: Callable[[], _T], suits: Callable[[_T], bool] = lambda _: True) -> _T:
+        """What was made for ``key``; made now if there is none that ``suits``."""
+        found = self.made.pop(key) if key in self.made else None
+        self.made[key] = found = found if found is not None and suits(found) else make()
+        while len(self.made) > self.most:
+            self.made.popitem(last=False)
+        return found
 
 
 class Captures:

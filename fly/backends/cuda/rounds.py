@@ -6,18 +6,17 @@ Shape legend: R rows with padding, X columns of what is downloaded.
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from fly.backends.cuda.attention import flash_takes
-from fly.backends.cuda.graphs import Captures
+from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
 from fly.backends.cuda.waits import host_wait
-from fly.backends.cuda.work import Decide, Group, Model, Shape, Work, line, numbers_of, padding
+from fly.backends.cuda.work import Cuts, Decide, Group, Model, Shape, Work, line, numbers_of, padding
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
 from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
@@ -28,7 +27,6 @@ __all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 128  # tokens of a draft in one graph
-_MOST_WORKS, _MOST_TEXTS = 32, 256
 _LOGITS = 1 << 30  # bytes of float32 that the logits of one round may take
 
 
@@ -38,48 +36,37 @@ def size(n: int) -> int:
 
 
 class Works:
-    """What was made so far for batches of one cache, those unused for longest given up first."""
+    """What was made so far for batches of one cache."""
 
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
-        self._made: OrderedDict[tuple[Shape, int], Work] = OrderedDict()
-        self._texts: OrderedDict[tuple[Lookup, object], Index] = OrderedDict()
-        self._why_not: dict[tuple[AcceptancePolicy, bool, bool], str | None] = {}
+        self.made: Kept[tuple[Shape, int], Work] = Kept(32)
+        self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
+        self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
 
     def work(
         self,
         shape: Shape,
         target: Model,
         cache: PagedKVCache,
-        drafter: Model | None,
-        draft_cache: PagedKVCache | None,
-        control_V: Tensor | None,
+        drafter: Model | None = None,
+        draft_cache: PagedKVCache | None = None,
     ) -> Work:
         """The memory and graphs for batches of this shape."""
-        key = shape, id(draft_cache)
-        made = self._made.pop(key, None)
-        if made is None or not made.serves(cache, draft_cache):
-            made = Work(shape, target, cache, drafter, draft_cache, control_V, self.captures)
-        self._made[key] = made
-        while len(self._made) > _MOST_WORKS:
-            self._made.popitem(last=False)
-        return made
+
+        def make() -> Work:
+            return Work(shape, target, cache, drafter, draft_cache, self.captures)
+
+        return self.made.get((shape, id(draft_cache)), make, lambda work: work.serves(cache, draft_cache))
 
     def why_not(self, group: Group, sampled: bool) -> str | None:
         """Why a graph cannot hold what a group's policy decides."""
         key = group.policy, group.drawn, sampled
-        if key not in self._why_not:
-            self._why_not[key] = host_wait(*key)
-        return self._why_not[key]
+        return self._reasons.get(key, lambda: [host_wait(*key)])[0]
 
     def text(self, lookup: Lookup, seq: object) -> Index:
         """The index of a row's text."""
-        key = lookup, seq
-        found = self._texts.pop(key, None) or Index(lookup.longest, lookup.shortest)
-        self._texts[key] = found
-        while len(self._texts) > _MOST_TEXTS:
-            self._texts.popitem(last=False)
-        return found
+        return self._texts.get((lookup, seq), lambda: Index(lookup.longest, lookup.shortest))
 
 
 class _Lot(NamedTuple):
@@ -110,9 +97,10 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
         return None
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
     shape = _shape(plan, lot, k)
-    work = works.work(shape, target, plan.kv.cache, drafter, draft_cache, plan.control_V)
+    work = works.work(shape, target, plan.kv.cache, drafter, draft_cache)
     reasons = (works.why_not(group, group.drawn and drafter is not None) for group in lot.groups)
-    decide = work.decide(lot.groups, next((reason for reason in reasons if reason is not None), None))
+    why_not = next((reason for reason in reasons if reason is not None), None)
+    decide = work.decide(lot.groups, plan.control_V, why_not)
     call = _Call(plan, lot, work, decide, copies)
     if drafter is not None:
         call.catch_up(drafter)
@@ -269,7 +257,8 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     drawn = sum(group.rows for group in lot.groups if group.drawn)
     stops = size(max(len(row.stop_ids) for row in plan.rows))
     own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
-    return Shape.of(drawn, len(lot.order), k, stops, plan.spec, plan.sampling, own, drafts)
+    spec = replace(plan.spec, lookup=None)
+    return Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
 
 
 def pages(kv: PagedBatch, k: int) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import struct
 import weakref
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, NamedTuple, Protocol
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
-from fly.backends.cuda.graphs import Captures, Download, Part
+from fly.backends.cuda.graphs import Captures, Download, Kept, Part
 from fly.backends.cuda.packing import may_relax, nats_of, pack
 from fly.backends.cuda.waits import OnHost
 from fly.cache import PagedBatch, PagedKVCache
@@ -31,7 +31,7 @@ from fly.policies import AcceptancePolicy, verify
 from fly.sampling import BatchSampling
 from fly.types import Draft, Noise, Target, Why
 
-__all__ = ["Column", "Group", "Model", "Shape", "Work", "line", "numbers_of", "padding"]
+__all__ = ["Column", "Cuts", "Group", "Model", "Shape", "Work", "line", "numbers_of", "padding"]
 
 
 class Column(IntEnum):
@@ -91,6 +91,24 @@ class Model(Protocol):
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
 
 
+class Cuts(NamedTuple):
+    """What rows above temperature 0 are drawn from, as far as that changes the work."""
+
+    top_k: int = 0  # the largest; 0 if none asks for it
+    top_p: bool = False
+    min_p: bool = False
+
+    @staticmethod
+    def of(how: BatchSampling | None) -> Cuts:
+        """Top-k rounded up, so that few graphs serve all."""
+        if how is None:
+            return Cuts()
+        return Cuts(1 << (how.most_k - 1).bit_length() if how.most_k else 0, how.top_p, how.min_p)
+
+
+_ANY, _UNCUT = DraftSpec(), Cuts()
+
+
 @dataclass(frozen=True)
 class Shape:
     """What the memory and the graphs of some work are made for."""
@@ -99,33 +117,11 @@ class Shape:
     rows: int
     k: int
     stops: int
-    spec: DraftSpec = field(default_factory=DraftSpec)
-    top_k: int = 0
-    top_p: bool = False
-    min_p: bool = False
+    spec: DraftSpec = _ANY
+    cuts: Cuts = _UNCUT
     pages: int = 0  # of a row, in the target's cache and in the drafter's
     draft_pages: int = 0
     alone: bool = False  # whether only the draft is asked for, by seeds of its own
-
-    @staticmethod
-    def of(
-        drawn: int,
-        rows: int,
-        k: int,
-        stops: int,
-        spec: DraftSpec,
-        how: BatchSampling | None,
-        pages: int,
-        draft_pages: int,
-        alone: bool = False,
-    ) -> Shape:
-        """That of rows drawn as ``how`` says; settings that only set the amount of work are rounded up."""
-        spec, top_k = replace(spec, lookup=None), 0
-        if how is None:
-            return Shape(drawn, rows, k, stops, spec, 0, False, False, pages, draft_pages, alone)
-        if how.most_k:
-            top_k = 1 << (how.most_k - 1).bit_length()
-        return Shape(drawn, rows, k, stops, spec, top_k, how.top_p, how.min_p, pages, draft_pages, alone)
 
 
 class Group(NamedTuple):
@@ -161,33 +157,28 @@ class Work:
         cache: PagedKVCache,
         drafter: Model | None,
         draft_cache: PagedKVCache | None,
-        control_V: Tensor | None,
         captures: Captures,
     ) -> None:
         self.shape, self.target, self.drafter, self.captures = shape, target, drafter, captures
         self.device = target.device
         # Graphs know addresses, and need neither object: who forgets the cache frees its memory.
         self._cache, self._draft_cache = weakref.ref(cache), None if draft_cache is None else weakref.ref(draft_cache)
-        self.control_V = control_V
         self.state_RC = torch.zeros(shape.rows, Column.STOPS + shape.stops, dtype=torch.int64, device=self.device)
         self.pages_RW = torch.zeros(shape.rows, shape.pages + shape.draft_pages, dtype=torch.int32, device=self.device)
         self.copies_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=self.device)
         self._tables: list[list[int]] = []  # what is in ``pages_RW``
         self.propose = Part(self._propose, captures) if drafter is not None else self._given
         self.score = Part(self._score, captures)
-        self._decide: dict[tuple[Group, ...], Decide] = {}
-        self.downloads: dict[int, Download] = {}
+        self._decide: Kept[tuple[Group, ...], Decide] = Kept(16)
 
     def serves(self, cache: PagedKVCache, draft_cache: PagedKVCache | None) -> bool:
         """Whether it was made for these caches."""
         own = None if self._draft_cache is None else self._draft_cache()
         return self._cache() is cache and own is draft_cache
 
-    def decide(self, groups: tuple[Group, ...], why_not: str | None) -> Decide:
+    def decide(self, groups: tuple[Group, ...], control_V: Tensor, why_not: str | None) -> Decide:
         """How the policies of ``groups`` decide; ``why_not`` a graph holds that."""
-        if (known := self._decide.get(groups)) is None:
-            known = self._decide[groups] = Decide(self, groups, why_not)
-        return known
+        return self._decide.get(groups, lambda: Decide(self, groups, control_V, why_not))
 
     def load(
         self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
@@ -218,13 +209,13 @@ class Work:
 
     def sampling(self, rows: slice) -> BatchSampling:
         """How some rows above temperature 0 are drawn."""
-        shape = self.shape
+        cuts = self.shape.cuts
         numbers = (self.column(which)[rows].float() for which in (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P))
         temperature_B, top_p_B, min_p_B = numbers
         return BatchSampling(
             temperature_B, self.column(Column.TOP_K)[rows], top_p_B, min_p_B,
             greedy_B=torch.zeros_like(temperature_B, dtype=torch.bool), some_greedy=False,
-            most_k=shape.top_k, top_p=shape.top_p, min_p=shape.min_p,
+            most_k=cuts.top_k, top_p=cuts.top_p, min_p=cuts.min_p,
         )  # fmt: skip
 
     def _forward(
@@ -311,8 +302,8 @@ class Decide:
     """How the policies of groups of rows decide, and the state after it. ``labels`` are those of each group's
     clauses."""
 
-    def __init__(self, work: Work, groups: tuple[Group, ...], why_not: str | None) -> None:
-        self.work, self.groups = weakref.proxy(work), groups
+    def __init__(self, work: Work, groups: tuple[Group, ...], control_V: Tensor, why_not: str | None) -> None:
+        self.work, self.groups, self.control_V = weakref.proxy(work), groups, control_V
         self.labels: list[list[str]] = [[] for _ in groups]
         self.relaxes = [may_relax(group.policy) for group in groups]
         self.run = Part(self._run, work.captures, why_not)
@@ -343,7 +334,7 @@ class Decide:
             target = Target(
                 logits_RJV[rows],
                 work.sampling(rows).on(logits_RJV[rows]) if drawn else None,
-                control_V=work.control_V,
+                control_V=self.control_V,
                 generated_B=work.column(Column.GENERATED)[rows],
                 relaxed_B=work.column(Column.RELAXED)[rows],
                 nats_B=work.column(Column.NATS)[rows].float(),
