@@ -28,6 +28,7 @@ from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.request import Sequence
 from fly.runner import Runner
+from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated
 from tests.test_drafts import perturbed
@@ -344,6 +345,8 @@ class ByValue(type(Exact())):  # type: ignore[misc]
 
 def test_the_detector_names_the_line() -> None:
     assert all(host_wait(policy, drawn, drawn) is None for policy in IN_GRAPHS for drawn in (False, True))
+    assert check_cuda_graph(POLICIES[1]) == "runs inside the graph"
+    assert check_cuda_graph(POLICIES[-1]).startswith("runs outside of the graph: it looks at the text before the block")
     said = host_wait(ByValue())
     assert said is not None and "test_cuda.py" in said and "Python looks at a tensor's value" in said
 

@@ -185,7 +185,8 @@ class _Call:
         now = time.perf_counter()
         took, self.last = now - self.last, now
         later = self.spent[0].rounds > 0
-        before, drafting, all_ = self.spent[later], start.elapsed_time(drafted) / 1e3, start.elapsed_time(done) / 1e3
+        before, all_ = self.spent[later], start.elapsed_time(done) / 1e3
+        drafting = 0.0 if self.plan.draft_kv is None else start.elapsed_time(drafted) / 1e3
         more = Spent(before.rounds + 1, before.whole + took, before.target + all_ - drafting, before.draft + drafting)
         self.spent = (self.spent[0], more) if later else (more, self.spent[1])
         self.spare += later * (emitted * self.plan.token_seconds - took)
