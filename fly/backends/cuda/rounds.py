@@ -126,7 +126,9 @@ class _Call:
     def __init__(self, plan: RoundPlan, lot: _Lot, work: Work, decide: Decide, copies: bool) -> None:
         self.plan, self.lot, self.work, self.decide, self.copies = plan, lot, work, decide, copies
         self.texts, self.left = [list(row.tokens) for row in plan.rows], [row.left for row in plan.rows]
-        self.cached = [text[:-1] for text in self.texts]
+        # Of each row how long it was when it was last fed whole, and what was drafted then.
+        self.fed: list[tuple[int, list[int]]] = [(len(text) - 1, []) for text in self.texts]
+        self.pending: tuple[list[list[int]], Sequence[Sequence[float]]] | None = None
         self.drafter_has = [0] * len(plan.rows) if plan.draft_kv is None else list(plan.draft_kv.starts)
         self.rooms = [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
         self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
@@ -175,6 +177,7 @@ class _Call:
             drafted.record()
             self.work.finish()
             self.decide.begin(done)
+            self._settle()
         except Exception as raised:  # a rule's own: the round is discarded
             done.record()
             self.error = raised
@@ -193,25 +196,35 @@ class _Call:
         return not ended and self._goes_on(now)
 
     def _take_in(self) -> tuple[int, bool]:
-        """Read what came of a round: how many tokens, and whether a row ended."""
+        """Read what came of a round, as far as the next one depends on it: how many tokens, and whether a row ended."""
         assert self.decide.download is not None
         found = self.decide.download.host
-        values, nats = found.tolist(), found.view(torch.float32).tolist()
-        total, ended, k = 0, False, self.work.shape.k
+        values = found.tolist()
+        self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
+        total, ended = 0, False
         for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
-            at, group = self.places[b]
-            one = unpack(values[at], nats[at], k, self.decide.labels[group], self.decide.relaxes[group])
+            own = values[self.places[b][0]]
+            count, accepted, following = own[:3]
+            drafted = own[3 : 3 + count]
             if self.plan.draft_kv is not None and (most := self.most(b)) > 0:
-                # its last token was not fed, unless it stopped before the last forward
-                self.drafter_has[b] = len(text) + len(one.drafted) - (len(one.drafted) == most)
-            self.cached[b] = text + one.drafted
-            new = [one.drafted[node] for node in one.path] + [one.next_token]
-            self.decisions[b].append(one)
+                # its last token was not fed, unless it stopped before the last forward; what is rejected is gone
+                self.drafter_has[b] = len(text) + min(count - (count == most), accepted)
+            self.fed[b] = len(text), drafted
+            new = [*drafted[:accepted], following]
             self.left[b] -= len(new)
             total += len(new)
             ended = ended or self.left[b] < 1 or any(token in row.stop_ids for token in new)
             text += new
         return total, ended
+
+    def _settle(self) -> None:
+        """Turn what was read last into decisions, while the device is busy with the next round."""
+        if self.pending is not None:
+            (values, nats), k = self.pending, self.work.shape.k
+            for b, (at, group) in self.places.items():
+                one = unpack(values[at], nats[at], k, self.decide.labels[group], self.decide.relaxes[group])
+                self.decisions[b].append(one)
+            self.pending = None
 
     def _goes_on(self, now: float) -> bool:
         """Whether another round may begin, and there is room for it."""
@@ -221,12 +234,7 @@ class _Call:
         if plan.token_seconds and self.spare < 0:
             return False
         wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
-        if any(most > room for most, room in zip(wanted, self.rooms)):
-            return False
-        for b, decided in enumerate(self.decisions):  # of what the drafter has, what was rejected is gone
-            stands = len(self.texts[b]) - 1
-            self.drafter_has[b] = min(self.drafter_has[b], stands) if decided else self.drafter_has[b]
-        return True
+        return all(most <= room for most, room in zip(wanted, self.rooms))
 
     def _looked_up(self, works: Works) -> list[list[int]]:
         """What followed the last time each text looked like this."""
@@ -250,7 +258,9 @@ class _Call:
         return found
 
     def told(self) -> Rounds:
-        return Rounds(self.decisions, self.cached, self.drafter_has, self.spent, self.error)
+        self._settle()
+        cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
+        return Rounds(self.decisions, cached, self.drafter_has, self.spent, self.error)
 
 
 def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
