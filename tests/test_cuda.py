@@ -25,7 +25,7 @@ from fly.engine import Engine
 from fly.executor import Executor
 from fly.models import Llama
 from fly.ops import derive, derived
-from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.testing.policies import check_cuda_graph
@@ -341,6 +341,13 @@ class ByValue(type(Exact())):  # type: ignore[misc]
 
     def accept_probs(self, target: Any, draft: Any) -> Any:
         return super().accept_probs(target, draft) * bool(draft.lengths_B.sum() > 0)
+
+
+def test_of_all_rules_only_those_that_read_the_text_are_outside_of_graphs() -> None:
+    asked = {"phase": "phase(3, 5)", "token": "token(digits)"}
+    texts = [*policy_types(), *(f"exact | {asked.get(name, name)}" for name in condition_types())]
+    outside = [text for text in texts if check_cuda_graph(parse_policy(text)) != "runs inside the graph"]
+    assert outside == ["exact | above", "exact | phase(3, 5)"]
 
 
 def test_the_detector_names_the_line() -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
 
 from fly.policies import AcceptancePolicy, verify
 from fly.types import Draft, Noise, Target
@@ -71,7 +72,13 @@ class _Watch(TorchDispatchMode):
             filled = name == "copy_" and source.dim() == 0
             if torch.device(to).type != source.device.type and not filled:
                 raise HostWait("a tensor is copied between host and device")
+        if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+            args, kwargs = tree_map(_without_values, (args, kwargs))  # such as what a rule knows of the vocabulary
         return func(*args, **kwargs)
+
+
+def _without_values(x: Any) -> Any:
+    return torch.empty_like(x, device="meta") if isinstance(x, Tensor) and x.dim() and not x.is_meta else x
 
 
 def host_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = False) -> str | None:
