@@ -289,6 +289,31 @@ def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> 
         assert told(run(there)) == told(want)
 
 
+def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
+    """A draft of more forwards than one graph has, and logits of too many bytes."""
+    (row,) = [row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8)]
+    with device(), pytest.MonkeyPatch.context() as patch:
+        decode(engine_of(there, "near"), [row])
+        patch.setattr(rounds, "_LOGITS", 2_000)
+        rows = [row_of([1, 2, b], max_tokens=20) for b in range(12)]
+        decode(engine_of(there, "near"), rows)
+        patch.setattr(rounds, "_ALL_LOGITS", 4000)  # so much is kept of graphs: hardly one at a time
+        crowded = [row_of([1, 2, b], k=2 + b, max_tokens=20) for b in range(4)]
+        engine = engine_of(there, "near")
+        for other in crowded:
+            decode(engine, [other])
+        (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+        assert sum(work.logit_bytes for work in works.made.made.values()) <= 4000 or len(works.made.made) == 1
+    want = [
+        row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8),
+        *(row_of([1, 2, b], max_tokens=20) for b in range(12)),
+    ]
+    want += [row_of([1, 2, b], k=2 + b, max_tokens=20) for b in range(4)]
+    for other in want:
+        decode(engine_of(on_cpu, "near"), [other])
+    assert [told(each) for each in (row, *rows, *crowded)] == [told(each) for each in want]
+
+
 def test_a_rule_that_raises_discards_its_round() -> None:
     class Broken(type(POLICIES[2])):  # type: ignore[misc]
         def accept_probs(self, target: Any, draft: Any) -> Any:

@@ -40,19 +40,23 @@ class Download:
 
 
 class Kept(Generic[_K, _T]):
-    """What was made for keys, at most so many; those unused for longest go."""
+    """What was made for keys, at most so many, and no more than a ``budget`` of what each weighs, but for the last;
+    those unused for longest go."""
 
-    def __init__(self, most: int) -> None:
-        self.most = most
+    def __init__(self, most: int, budget: int = 0, weigh: Callable[[_T], int] = lambda _: 0) -> None:
+        self.most, self.budget, self.weigh = most, budget, weigh
         self.made: OrderedDict[_K, _T] = OrderedDict()
 
     def get(self, key: _K, make: Callable[[], _T], suits: Callable[[_T], bool] = lambda _: True) -> _T:
         """What was made for ``key``; made now if there is none that ``suits``."""
         found = self.made.pop(key) if key in self.made else None
         self.made[key] = found = found if found is not None and suits(found) else make()
-        while len(self.made) > self.most:
+        while len(self.made) > self.most or (len(self.made) > 1 and self._weight() > self.budget):
             self.made.popitem(last=False)
         return found
+
+    def _weight(self) -> int:
+        return sum(map(self.weigh, self.made.values()))
 
 
 class Captures:

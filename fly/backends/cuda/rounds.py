@@ -27,7 +27,7 @@ __all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 128  # tokens of a draft in one graph
-_LOGITS = 1 << 30  # bytes of float32 that the logits of one round may take
+_LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
 
 
 def size(n: int) -> int:
@@ -40,7 +40,7 @@ class Works:
 
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
-        self.made: Kept[tuple[Shape, int], Work] = Kept(32)
+        self.made: Kept[tuple[Shape, int], Work] = Kept(32, _ALL_LOGITS, lambda work: work.logit_bytes)
         self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
         self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
 
@@ -93,10 +93,10 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     copies = drafter is None and plan.spec.lookup is not None
     lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
     k = size(k) if drafter is not None or copies else 0
-    if k > LONGEST or 4 * len(lot.order) * (k + 1) * target.config.vocab_size > _LOGITS:
+    shape = _shape(plan, lot, k)
+    if k > LONGEST or shape.logit_bytes(target.config.vocab_size) > _LOGITS:
         return None
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
-    shape = _shape(plan, lot, k)
     work = works.work(shape, target, plan.kv.cache, drafter, draft_cache)
     reasons = (works.why_not(group, group.drawn and drafter is not None) for group in lot.groups)
     why_not = next((reason for reason in reasons if reason is not None), None)

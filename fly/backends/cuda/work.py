@@ -123,6 +123,10 @@ class Shape:
     draft_pages: int = 0
     alone: bool = False  # whether only the draft is asked for, by seeds of its own
 
+    def logit_bytes(self, vocabulary: int) -> int:
+        """Of the logits of a round, and of what drafts are drawn from."""
+        return 4 * vocabulary * (self.rows * (self.k + 1) + self.drawn * self.k)
+
 
 class Group(NamedTuple):
     """Rows that one policy decides about, all above temperature 0 or all at it."""
@@ -170,6 +174,10 @@ class Work:
         self.propose = Part(self._propose, captures) if drafter is not None else self._given
         self.score = Part(self._score, captures)
         self._decide: Kept[tuple[Group, ...], Decide] = Kept(16)
+
+    @property
+    def logit_bytes(self) -> int:
+        return self.shape.logit_bytes(self.target.config.vocab_size)
 
     def serves(self, cache: PagedKVCache, draft_cache: PagedKVCache | None) -> bool:
         """Whether it was made for these caches."""
