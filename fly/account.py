@@ -1,12 +1,13 @@
 """What a decided block does to its row: the tokens that stand, why each does, and the counts. Knows nothing of models.
 
-Shape legend: J positions of a row, V vocabulary.
+Shape legend: B rows, J positions of a row, N positions in all, V vocabulary.
 """
 
 from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch import Tensor
 from fly.request import Sequence, Token
 from fly.types import Decision, Why
 
-__all__ = ["OnToken", "apply", "explained", "logprobs"]
+__all__ = ["OnToken", "Watched", "apply", "logprobs", "note"]
 
 OnToken = Callable[[Sequence, int], bool]  # is given each emitted token in order; whether it ends the row there
 
@@ -107,21 +108,58 @@ def _extend(row: Sequence, ids: list[int], most: int, stopped: OnToken | None) -
 
 def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int, float]]:
     """For each token its own log-probability and those of the ``most`` likeliest, likeliest first."""
-    top = log_JV.topk(min(most, log_JV.shape[-1]), dim=-1)
     own_J1 = log_JV.gather(1, torch.tensor(ids, device=log_JV.device)[:, None])
-    entries = [dict(zip(*likely)) for likely in zip(top.indices.tolist(), top.values.tolist())]
-    for entry, token, (own,) in zip(entries, ids, own_J1.tolist()):
-        entry.setdefault(token, own)
-    return entries
+    return [_entry(token, *values) for token, values in zip(ids, _listed(log_JV, own_J1, most))]
 
 
-def explained(log_JV: Tensor, tokens: list[Token]) -> list[Token]:
-    """The same tokens, with what the target thought of each."""
-    probs_JV = log_JV.exp()
-    entropy_J = -(probs_JV * log_JV.clamp_min(torch.finfo(log_JV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
-    ids = [[token.id, token.id if token.target_choice is None else token.target_choice] for token in tokens]
-    own_J2 = probs_JV.gather(1, torch.tensor(ids, device=log_JV.device))
-    return [
-        token._replace(prob=own, choice_prob=choice, entropy=entropy)
-        for token, (own, choice), entropy in zip(tokens, own_J2.tolist(), entropy_J.tolist())
-    ]
+def _listed(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
+    """Of each position ``own_NX``, and the ``most`` likeliest: their ids, then their log-probabilities. Asks the device
+    once."""
+    top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
+    own = own_NX.shape[1]
+    values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
+    return [(line[:own], line[own:]) for line in values]
+
+
+def _entry(token: int, own: list[float], likeliest: list[float], most: int | None = None) -> dict[int, float]:
+    ids, values = likeliest[: len(likeliest) // 2], likeliest[len(likeliest) // 2 :]
+    entry = dict(zip(map(int, ids[:most]), values))
+    entry.setdefault(token, own[0])
+    return entry
+
+
+class Watched(NamedTuple):
+    """A row that asked for log-probabilities or for what the target thought, with the tokens that it just emitted."""
+
+    row: Sequence
+    tokens: list[Token]
+    number: int  # of the row in the batch
+    places: list[int]  # of each token among the target's positions
+
+
+def note(raw_BJV: Tensor, watched: abc.Sequence[Watched], index: Callable[[list[int]], Tensor]) -> None:
+    """Note what rows asked for, by the raw logits their tokens follow on; ``index`` puts numbers on the logits' device,
+    which is asked for all rows at once."""
+    tokens = [token for each in watched for token in each.tokens]
+    rows = [each.number for each in watched for _ in each.tokens]
+    ids = [token.id for token in tokens]
+    choices = [token.id if token.target_choice is None else token.target_choice for token in tokens]
+    places = [place for each in watched for place in each.places]
+    b_N, at_N, id_N, choice_N = index([*rows, *places, *ids, *choices]).view(4, -1)
+    log_NV = raw_BJV[b_N, at_N].log_softmax(-1)
+    probs_NV = log_NV.exp()
+    entropy_N = -(probs_NV * log_NV.clamp_min(torch.finfo(log_NV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
+    both_N2 = torch.stack([id_N, choice_N], 1)
+    own_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, both_N2), entropy_N[:, None]], 1)
+    most = max(each.row.params.logprobs or 0 for each in watched)
+    found = iter(_listed(log_NV, own_N4, most))
+    for row, tokens, _, _ in watched:
+        entries, explained = [], []
+        for token in tokens:
+            own, likeliest = next(found)
+            entries.append(_entry(token.id, own, likeliest, row.params.logprobs or 0))
+            explained.append(token._replace(prob=own[1], choice_prob=own[2], entropy=own[3]))
+        if row.params.logprobs is not None:
+            row.logprobs += entries
+        if row.params.explain:
+            tokens[:] = row.provenance[-len(tokens) :] = explained

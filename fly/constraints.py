@@ -5,7 +5,9 @@ Shape legend: B rows, J positions of a row, V vocabulary.
 
 from __future__ import annotations
 
+import struct
 from collections import Counter, abc
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -13,6 +15,8 @@ from torch import Tensor
 from fly.request import Sequence
 
 __all__ = ["constrain", "constrains"]
+
+Numbers = Callable[[list[int]], Tensor]
 
 
 def constrains(row: Sequence) -> bool:
@@ -26,6 +30,7 @@ def constrain(
     rows: abc.Sequence[Sequence],
     drafts: abc.Sequence[list[int]],
     parents: abc.Sequence[list[int]] | None = None,
+    numbers: Numbers = torch.tensor,
 ) -> Tensor:
     """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
 
@@ -33,7 +38,8 @@ def constrain(
 
     Position 0 of a row is the token after its last, position j + 1 the one after the drafted token j, with all on the
     path to it counted in (``parents`` as in ``Draft``; None for chains). Banned are stop tokens before ``min_tokens``,
-    and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are.
+    and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are. ``numbers``
+    puts whole numbers where the logits are (``Executor.numbers``).
     """
     constrained = logits_BJV
     for b, (row, draft) in enumerate(zip(rows, drafts)):
@@ -48,29 +54,29 @@ def constrain(
                 texts.append([*texts[parent + 1], token])
             for logits_V, text in zip(constrained[b], texts):
                 if row.params.penalises:
-                    _penalise(logits_V, row, text)
+                    _penalise(logits_V, row, text, numbers)
                 if early and len(text) < row.params.min_tokens:
-                    logits_V[sorted(row.stop_ids)] = -torch.inf
+                    logits_V[numbers(sorted(row.stop_ids))] = -torch.inf
         if row.matcher is not None:
             raw_JV = logits_BJV[b] if early or row.bad else None
             row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV)
     return constrained
 
 
-def _penalise(logits_V: Tensor, row: Sequence, text: list[int]) -> None:
+def _penalise(logits_V: Tensor, row: Sequence, text: list[int], numbers: Numbers) -> None:
     """Apply what a request says about single tokens to the logits after ``text``, in place."""
-    params, device = row.params, logits_V.device
+    params = row.params
     counts = Counter(text)
     if params.repetition_penalty != 1:
-        seen = torch.tensor(sorted({*row.tokens[: row.prompt_length], *counts}), device=device)
+        seen = numbers(sorted({*row.tokens[: row.prompt_length], *counts}))
         old = logits_V[seen]
         logits_V[seen] = torch.where(old > 0, old / params.repetition_penalty, old * params.repetition_penalty)
     if counts and (params.frequency_penalty or params.presence_penalty):
-        times = torch.tensor(list(counts.values()), dtype=logits_V.dtype, device=device)
-        penalty = params.frequency_penalty * times + params.presence_penalty
-        logits_V[torch.tensor(list(counts), device=device)] -= penalty
-    if params.logit_bias:
-        biases = torch.tensor(list(params.logit_bias.values()), dtype=logits_V.dtype, device=device)
-        logits_V[torch.tensor(list(params.logit_bias), device=device)] += biases
-    if row.bad:
-        logits_V[row.bad.next(row.tokens[: row.prompt_length] + text)] = -torch.inf
+        ids, times = numbers([*counts, *counts.values()]).chunk(2)
+        logits_V[ids] -= params.frequency_penalty * times.to(logits_V.dtype) + params.presence_penalty
+    if biases := params.logit_bias:
+        bits = struct.unpack(f"{len(biases)}q", struct.pack(f"{len(biases)}d", *biases.values()))  # as whole numbers
+        ids, values = numbers([*biases, *bits]).chunk(2)
+        logits_V[ids] += values.view(torch.float64).to(logits_V.dtype)
+    if row.bad and (banned := row.bad.next(row.tokens[: row.prompt_length] + text)):
+        logits_V[numbers(banned)] = -torch.inf

@@ -16,7 +16,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fly.account import OnToken, apply, explained, logprobs
+from fly.account import OnToken, Watched, apply, logprobs, note
 from fly.constraints import constrains
 from fly.drafts.base import DraftStrategy
 from fly.drafts.limits import check_draft
@@ -94,17 +94,15 @@ class Engine:
         for row, _ in prefill:
             if not row.params.max_tokens and not row.scores:
                 row.finish_reason = "length"  # its prompt was all that was asked about
-        emitted = []
+        emitted, watched = [], []
         for b, (row, decision, prompt) in enumerate(zip(rows, decisions, prompts)):
             tokens = apply(row, [decision], self.left(row), stopped, prompt)
             if row.params.logprobs is not None or row.params.explain:
                 places = [0, *(node + 1 for node in decision.path)][: len(tokens)]
-                log_JV = raw_BJV[b, places].log_softmax(-1)
-                if row.params.logprobs is not None:
-                    row.logprobs += logprobs(log_JV, [token.id for token in tokens], row.params.logprobs)
-                if row.params.explain:
-                    tokens[:] = row.provenance[-len(tokens) :] = explained(log_JV, tokens)
+                watched.append(Watched(row, tokens, b, places))
             emitted.append(tokens)
+        if watched:
+            note(raw_BJV, watched, self.runner.executor.numbers)
         self._commit(rows)
         return emitted
 
@@ -164,8 +162,9 @@ class Engine:
                 if (drafting := self.strategy.continuation(rows)) is None:
                     return None
                 most = drafting.most
-            k = [min(row.k, n, more - 1) for row, n, more in zip(rows, most, left)]
-            drafter = drafting.runner if drafting is not None and any(k) else None
+            k = [min(row.k, n) for row, n in zip(rows, most)]
+            drafts = any(min(n, more - 1) for n, more in zip(k, left))
+            drafter = drafting.runner if drafting is not None and drafts else None
             if drafter is not None and not executor.joins(drafter.executor):
                 return None
             if (made := self.runner.plan(rows, left, k, drafter)) is None:

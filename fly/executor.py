@@ -147,11 +147,14 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round, at most
+    k: int  # tokens to draft a round, at most; one fewer than are left, where that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
     greedy: bool
+    generated: int = 0  # tokens it has emitted so far
+    relaxed: int = 0  # how many of them were relaxed
+    nats: float = 0.0  # the sum of -ln target(token) over those
 
 
 class Given(NamedTuple):
@@ -279,6 +282,10 @@ class Executor(ABC):
         """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
         return False
 
+    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+        """``values`` where the logits are, int64."""
+        return torch.tensor(values, dtype=torch.int64, device=self.device)
+
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         """The processed distribution of ``logits_BJV``."""
         return sampling.on(logits_BJV)
@@ -399,6 +406,9 @@ class Wrapped(Executor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self.inner.score(batch, places, *([states] if states else []))
+
+    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+        return self.inner.numbers(values)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return self.inner.process(sampling, logits_BJV)

@@ -140,7 +140,7 @@ class Runner:
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
-        logits_BJV = constrain(raw_BJV, rows, chains, trees)
+        logits_BJV = constrain(raw_BJV, rows, chains, trees, self.executor.numbers)
         return self.view(rows, logits_BJV, choices if logits_BJV is raw_BJV else None), raw_BJV
 
     def view(self, rows: abc.Sequence[Sequence], logits_BJV: Tensor, choices: list[list[int]] | None = None) -> Target:
@@ -320,10 +320,7 @@ class Runner:
             return None
         greedy = all(row.greedy for row in rows)
         return RoundPlan(
-            [
-                RoundRow(row.tokens, more, n, row.stop_ids, row.policy, row.seed, row.greedy)
-                for row, more, n in zip(rows, left, k)
-            ],
+            [_round_row(*each) for each in zip(rows, left, k)],
             kv,
             self.control_V,
             None if greedy else BatchSampling.of([row.params for row in rows]),
@@ -420,6 +417,11 @@ class Runner:
         for watch in self._watches:
             watch.release(row)
         self.cache.allocator.release(row.id)
+
+
+def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
+    counts = row.generated, row.stats.relaxed, row.stats.nats
+    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 
 
 def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:

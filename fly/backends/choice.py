@@ -87,6 +87,10 @@ class TorchOnHost(HostDecisions, TorchExecutor):
 def _on_torch(model: Model | Loading) -> Executor:
     if isinstance(model, Loading):
         model = model.whole()
+    if model.device.type == "cuda" and isinstance(model, Llama):
+        from fly.backends.cuda.executor import CudaExecutor  # takes seconds to import
+
+        return CudaExecutor(model)
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 

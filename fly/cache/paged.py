@@ -217,7 +217,9 @@ class PagedKVCache:
         block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
         dtype, device: of the stored tensors.
 
-    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z.
+    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z. Where there is a device that runs
+    forwards of fixed shapes, one more page, ``nobody``, is never handed out: what they compute of padding goes there.
+    ``context`` is the longest text of the model.
     """
 
     def __init__(
@@ -230,8 +232,9 @@ class PagedKVCache:
     ) -> None:
         block_size = block_size or block_size_for(device)
         self.allocator = BlockAllocator(num_blocks, block_size)
-        self.device = torch.device(device)
-        shape = config.num_hidden_layers, num_blocks * block_size, config.num_key_value_heads, config.head_dim
+        self.device, self.context, self.nobody = torch.device(device), config.max_position_embeddings, num_blocks
+        pages = num_blocks + (self.device.type != "cpu")
+        shape = config.num_hidden_layers, pages * block_size, config.num_key_value_heads, config.head_dim
         self.keys, self.values = (zeros(shape, dtype, self.device) for _ in range(2))
 
     @classmethod

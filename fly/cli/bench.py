@@ -22,6 +22,7 @@ from fly.bench.policy import measure_decisions
 from fly.bundled import open_model, usual_draft
 from fly.bundled.tasks import KINDS
 from fly.bundled.tasks import problems as draw_problems
+from fly.cli.gpu import bench_gpu
 from fly.cli.options import (
     CollectiveTimeout,
     Device,
@@ -382,5 +383,6 @@ def _right(*headings: str) -> list[Column]:
 
 bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
 
-for _command in (bench_policy, bench_drafts, bench_plan, bench_batch, bench_speed, bench_peers, bench_twins):
+_COMMANDS = bench_policy, bench_drafts, bench_plan, bench_batch, bench_speed, bench_peers, bench_twins, bench_gpu
+for _command in _COMMANDS:
     bench.command(_command.__name__.removeprefix("bench_"))(_command)

@@ -3,22 +3,58 @@
 from __future__ import annotations
 
 from collections import abc
-from dataclasses import dataclass, field
 
 from fly.drafts.base import Continuation, DraftStrategy, pad, until_end
 from fly.executor import DraftSpec, Executor, Lookup
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
-__all__ = ["NGramDraft"]
+__all__ = ["Index", "NGramDraft"]
 
 
-@dataclass
-class _Index:
-    """The tokens indexed so far, and for each n-gram the positions of its last token, in order."""
+class Index:
+    """Where each n-gram of a text ends, ``shortest`` to ``longest`` tokens. It follows the text from one question to
+    the next, so that a lookup costs the same in any context."""
 
-    tokens: list[int] = field(default_factory=list)
-    ends: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    def __init__(self, longest: int, shortest: int) -> None:
+        self.longest, self.shortest = longest, shortest
+        self._tokens: list[int] = []  # those indexed so far
+        self._ends: dict[tuple[int, ...], list[int]] = {}  # of each n-gram the positions of its last token, in order
+
+    def copied(self, text: list[int], most: int) -> list[int]:
+        """Up to ``most`` tokens that followed the longest n-gram that ends ``text`` and occurred before, at its latest
+        place. A copy that reaches the end of the text goes on into itself."""
+        if most < 1:
+            return []
+        self._follow(text)
+        tokens = self._tokens
+        for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
+            ends = self._ends[tuple(tokens[-n:])]
+            if len(ends) > 1:  # the last entry is the end of the text itself
+                follows = ends[-2] + 1
+                copied = tokens[follows : follows + most]
+                for i in range(len(copied), most):
+                    copied.append(copied[i - (len(tokens) - follows)])
+                return copied
+        return []
+
+    def _follow(self, text: list[int]) -> None:
+        keep = common_prefix(self._tokens, text)
+        for end in range(len(self._tokens) - 1, keep - 1, -1):
+            for gram in self._grams(end):
+                ends = self._ends[gram]
+                ends.pop()
+                if not ends:
+                    del self._ends[gram]
+        del self._tokens[keep:]
+        self._tokens += text[keep:]
+        for end in range(keep, len(self._tokens)):
+            for gram in self._grams(end):
+                self._ends.setdefault(gram, []).append(end)
+
+    def _grams(self, end: int) -> list[tuple[int, ...]]:
+        longest = min(self.longest, end + 1)
+        return [tuple(self._tokens[end + 1 - n : end + 1]) for n in range(self.shortest, longest + 1)]
 
 
 class NGramDraft(DraftStrategy):
@@ -26,7 +62,6 @@ class NGramDraft(DraftStrategy):
     tokens, that ends the text and occurred before, at its latest place, and copy up to ``k`` tokens that followed.
 
     A copy that reaches the end of the text goes on into itself, so a repetition is continued for as long as asked.
-    The index follows the text from one proposal to the next, so that a lookup costs the same in any context.
     """
 
     def __init__(self, longest: int = 4, shortest: int = 1, k: int = 6) -> None:
@@ -35,13 +70,13 @@ class NGramDraft(DraftStrategy):
         if k < 1:
             raise ValueError(f"k {k} must be at least 1")
         self.longest, self.shortest, self.k = longest, shortest, k
-        self._indices: dict[int, _Index] = {}
+        self._indices: dict[int, Index] = {}
 
     def executors(self) -> list[Executor]:
         return []
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        copied = [self._lookup(row, min(most, self.k)) for row, most in zip(rows, max_len)]
+        copied = [self._index(row).copied(row.tokens, min(most, self.k)) for row, most in zip(rows, max_len)]
         return pad([until_end(tokens, row) for row, tokens in zip(rows, copied)])
 
     @property
@@ -56,37 +91,5 @@ class NGramDraft(DraftStrategy):
     def release(self, row: Sequence) -> None:
         self._indices.pop(row.id, None)
 
-    def _lookup(self, row: Sequence, most: int) -> list[int]:
-        if most < 1:
-            return []
-        index = self._sync(row)
-        tokens = index.tokens
-        for n in range(min(self.longest, len(tokens) - 1), self.shortest - 1, -1):
-            ends = index.ends[tuple(tokens[-n:])]
-            if len(ends) > 1:  # the last entry is the end of the text itself
-                follows = ends[-2] + 1
-                copied = tokens[follows : follows + most]
-                for i in range(len(copied), most):
-                    copied.append(copied[i - (len(tokens) - follows)])
-                return copied
-        return []
-
-    def _sync(self, row: Sequence) -> _Index:
-        index = self._indices.setdefault(row.id, _Index())
-        keep = common_prefix(index.tokens, row.tokens)
-        for end in range(len(index.tokens) - 1, keep - 1, -1):
-            for gram in self._grams(index.tokens, end):
-                ends = index.ends[gram]
-                ends.pop()
-                if not ends:
-                    del index.ends[gram]
-        del index.tokens[keep:]
-        index.tokens += row.tokens[keep:]
-        for end in range(keep, len(index.tokens)):
-            for gram in self._grams(index.tokens, end):
-                index.ends.setdefault(gram, []).append(end)
-        return index
-
-    def _grams(self, tokens: list[int], end: int) -> list[tuple[int, ...]]:
-        longest = min(self.longest, end + 1)
-        return [tuple(tokens[end + 1 - n : end + 1]) for n in range(self.shortest, longest + 1)]
+    def _index(self, row: Sequence) -> Index:
+        return self._indices.setdefault(row.id, Index(self.longest, self.shortest))

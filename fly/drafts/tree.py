@@ -111,7 +111,7 @@ class TreeDraft(SingleDraft):
             tokens = [[trees[b].tokens[node] for node in followed[b]] for b in active]
             parents = [[place[b][trees[b].parents[node]] - 1 for node in followed[b]] for b in active]
             raw_BJV, _ = self.runner.feed(group, tokens, parents)
-            logits_BJV = constrain(raw_BJV, group, tokens, parents)
+            logits_BJV = constrain(raw_BJV, group, tokens, parents, self.runner.executor.numbers)
             self.runner.commit(group)
             width = self.width if self.branching is None else self.branching[level]
             places = [(i, node) for i, b in enumerate(active) for node in frontier[b]]

@@ -1,7 +1,7 @@
 """Pure tensor functions, one place a formula. Knows nothing of policies, models or caches."""
 
 from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
-from fly.ops.random import Stream, derive, draw, uniforms
+from fly.ops.random import Stream, derive, derived, draw, uniforms
 from fly.ops.trees import depths, first_branch, leaf_paths, tree_mask
 from fly.ops.vocabulary import Top, argmax, log_mass, pick, top
 
@@ -11,6 +11,7 @@ __all__ = [
     "argmax",
     "depths",
     "derive",
+    "derived",
     "draw",
     "entropy",
     "first_branch",

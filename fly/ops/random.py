@@ -13,7 +13,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-__all__ = ["Stream", "derive", "draw", "uniforms"]
+__all__ = ["Stream", "derive", "derived", "draw", "uniforms"]
 
 
 class Stream(IntEnum):
@@ -57,6 +57,11 @@ def derive(seed: int, position: int) -> int:
     mixed = _scramble_one((seed % 2**64) ^ _UNSIGNED[2]) + position * _UNSIGNED[0]
     found = _scramble_one(mixed % 2**64)
     return found - 2**64 if found >= 2**63 else found
+
+
+def derived(seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """``derive`` of each row, int64 [B]."""
+    return _scramble(_scramble(seed_B ^ _MIX[2]) + position_B * _MIX[0])
 
 
 def draw(probs_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -88,4 +88,6 @@ def binary(token_N: Tensor) -> tuple[Tensor, Tensor]:
     """[N, 2] twice, a target that gives the token probability ``token_N`` and a draft that is one-hot on it: all other
     tokens count as one, which changes no divergence between the two."""
     target_N2 = torch.stack([token_N, (1 - token_N).clamp_min(0)], -1)
-    return target_N2, torch.tensor([1.0, 0.0], dtype=token_N.dtype, device=token_N.device).expand_as(target_N2)
+    draft_N2 = torch.zeros_like(target_N2)
+    draft_N2[..., 0] = 1.0
+    return target_N2, draft_N2

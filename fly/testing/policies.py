@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from fly.backends.cuda.waits import host_wait
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy, verify
 from fly.policies.registry import check_types
 from fly.request import Stats
@@ -273,6 +274,21 @@ def check_gates(policy: AcceptancePolicy) -> str:
     return f"excuses {relaxed} of {asked} mismatches{f' ({shares})' if shares else ''}{never}"
 
 
+def check_cuda_graph(policy: AcceptancePolicy) -> str:
+    """Whether on CUDA the decision can be part of a captured graph, for drafts that were drawn and others."""
+    kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
+    found = {kind: host_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    reasons: dict[str, list[str]] = {}
+    for kind, reason in found.items():
+        if reason is not None:
+            reasons.setdefault(reason, []).append(kind)
+    if not reasons:
+        return "runs inside the graph"
+    where = "" if len(reasons) == 1 and None not in found.values() else "{}: "
+    said = "; ".join(where.format(", ".join(kinds)) + reason for reason, kinds in reasons.items())
+    return f"runs outside of the graph: {said}"
+
+
 def check_cost(policy: AcceptancePolicy) -> str:
     """Microseconds a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
     generator = torch.Generator().manual_seed(0)
@@ -321,5 +337,6 @@ CHECKS: tuple[Callable[[AcceptancePolicy], str | None], ...] = (
     _if_a_function(check_guarantee),
     _if_a_function(check_trees),
     check_gates,
+    check_cuda_graph,
     check_cost,
 )

@@ -1,0 +1,96 @@
+"""A draft alone, in one call: K forwards as one graph, and one wait. A target's forward alone, as one graph.
+
+Shape legend: B rows, D of them above temperature 0, K longest draft, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from fly.backends.cuda.graphs import upload
+from fly.backends.cuda.rounds import Works, catch_up, pages, size
+from fly.backends.cuda.work import Cuts, Model, Shape, fixed, line, numbers_of, padding
+from fly.executor import Batch, Drafted, DraftSpec
+from fly.request import Sequence as Row
+from fly.sampling import BatchSampling
+
+__all__ = ["draft", "score_few"]
+
+
+def draft(
+    model: Model,
+    batch: Batch,
+    spec: DraftSpec,
+    rows: Sequence[Row],
+    most: Sequence[int],
+    sampling: BatchSampling | None,
+    seeds: Sequence[int],
+    works: Works,
+) -> Drafted:
+    """``Executor.extend``, of rows of at least two tokens."""
+    kv, greedy = batch.kv, [True] * len(rows) if sampling is None else sampling.greedy_B.tolist()
+    drawn, cold = ([b for b, one in enumerate(greedy) if one is kind] for kind in (False, True))
+    order = [b for own in (drawn, cold) for b in (*own, *[-1] * (size(len(own)) - len(own)))]
+    k, stops = size(max(most)), size(max(len(row.stop_ids) for row in rows))
+    how = Cuts.of(sampling)
+    shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec), how, 0, pages(kv, k), alone=True)
+    work = works.work(shape, model, kv.cache, model, kv.cache)
+    late = [b for b, row in enumerate(rows) if kv.starts[b] < len(row.tokens) - 2]
+    catch_up(model, kv, late, [kv.starts[b] for b in late], [rows[b].tokens for b in late])
+    numbers, lines = numbers_of(sampling, len(rows)), [padding(stops)] * len(order)
+    for at, b in enumerate(order):
+        if b >= 0:
+            row = rows[b]
+            lacks = int(kv.starts[b] < len(row.tokens) - 1)  # a target that shares the cache may have stored it
+            counts = [len(row.tokens), most[b] + 1, most[b], 2**31, seeds[b] if seeds else 0, 0, 0, lacks]
+            reach = spec.reach[b] if spec.reach else 0.0
+            lines[at] = line(row.tokens[-2:], counts, 0.0, numbers[b], row.stop_ids, stops, reach)
+    work.load(lines, None, kv, order)
+    work.begin()
+    tokens_RK, count_R, probs_DKV = work.proposal
+    values = torch.cat([tokens_RK, count_R.unsqueeze(1)], 1).cpu().tolist()
+    found: list[list[int]] = [[] for _ in rows]
+    for b, own in zip(order, values):
+        if b >= 0:
+            found[b] = own[: own[-1]]
+    if probs_DKV is None:
+        return Drafted(found)
+    longest = max(most)
+    place = {b: at for at, b in enumerate(order) if b >= 0}
+    return Drafted(found, _in_order(tokens_RK, count_R, probs_DKV, [place[b] for b in range(len(rows))])[:, :longest])
+
+
+def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: Works) -> Tensor:
+    """Logits [N, V] after a few new tokens of each row, or after those that ``places`` numbers."""
+    kv, new, first = batch.kv, [], 0
+    for count in kv.counts:
+        new.append(batch.tokens[first : first + count])
+        first += count
+    k = size(max(kv.counts) - 1)
+    shape = Shape(0, size(len(new)), k, 0, pages=pages(kv, k))
+    work = works.work(shape, model, kv.cache)
+    empty = shape.rows - len(new)
+    lines = [
+        line([0, tokens[0]], [start + 1, 1, 0, 0, 0, 0, 0, 0], 0.0, numbers_of(None, 1)[0], (), 0)
+        for tokens, start in zip(new, kv.starts)
+    ]
+    work.load(lines + [padding(0)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
+    work.copy([tokens[1:] for tokens in new] + [[]] * empty)
+    work.begin()
+    work.finish()
+    at = [row * (k + 1) + n for row, count in enumerate(kv.counts) for n in range(count)]
+    chosen = at if places is None else [at[place] for place in places]
+    return work.found.logits_RJV.flatten(0, 1)[upload(chosen, model.device)]
+
+
+def _in_order(tokens_RK: Tensor, count_R: Tensor, probs_DKV: Tensor, places: list[int]) -> Tensor:
+    """[B, K, V] of the rows in these places: what was drawn from, one-hot at temperature 0, and 0 after each draft. A
+    copy, since the graph will write over what it made."""
+    sure_RKV = torch.zeros(*tokens_RK.shape, probs_DKV.shape[2], device=probs_DKV.device)
+    sure_RKV.scatter_(2, tokens_RK.unsqueeze(2), 1.0)
+    sure_RKV[: len(probs_DKV)] = probs_DKV
+    after_RK = torch.arange(tokens_RK.shape[1], device=tokens_RK.device) >= count_R.unsqueeze(1)
+    return sure_RKV.masked_fill_(after_RK.unsqueeze(2), 0.0)[upload(places, probs_DKV.device)]

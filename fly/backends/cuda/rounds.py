@@ -1,0 +1,280 @@
+"""Whole rounds on the device: the host launches, waits once, and looks whether to go on.
+
+Shape legend: R rows with padding, X columns of what is downloaded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fly.backends.cuda.attention import flash_takes
+from fly.backends.cuda.graphs import Captures, Kept
+from fly.backends.cuda.packing import unpack
+from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.work import Cuts, Decide, Group, Model, Shape, Work, fixed, line, numbers_of, padding
+from fly.cache import PagedBatch, PagedKVCache
+from fly.drafts.ngram import Index
+from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
+from fly.policies import AcceptancePolicy
+from fly.types import Decision
+
+__all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+LONGEST = 128  # tokens of a draft in one graph
+_LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
+
+
+def size(n: int) -> int:
+    """The next of a few sizes, so that few graphs serve all batches."""
+    return next((size for size in _SIZES if size >= n), n) if n else 0
+
+
+class Works:
+    """What was made so far for batches of one cache."""
+
+    def __init__(self, captures: Captures) -> None:
+        self.captures = captures
+        self.made: Kept[tuple[Shape, int], Work] = Kept(32, _ALL_LOGITS, lambda work: work.logit_bytes)
+        self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
+        self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
+
+    def work(
+        self,
+        shape: Shape,
+        target: Model,
+        cache: PagedKVCache,
+        drafter: Model | None = None,
+        draft_cache: PagedKVCache | None = None,
+    ) -> Work:
+        """The memory and graphs for batches of this shape."""
+
+        def make() -> Work:
+            return Work(shape, target, cache, drafter, draft_cache, self.captures)
+
+        return self.made.get((shape, id(draft_cache)), make, lambda work: work.serves(cache, draft_cache))
+
+    def why_not(self, group: Group, sampled: bool) -> str | None:
+        """Why a graph cannot hold what a group's policy decides."""
+        key = group.policy, group.drawn, sampled
+        return self._reasons.get(key, lambda: [host_wait(*key)])[0]
+
+    def text(self, lookup: Lookup, seq: object) -> Index:
+        """The index of a row's text."""
+        return self._texts.get((lookup, seq), lambda: Index(lookup.longest, lookup.shortest))
+
+
+class _Lot(NamedTuple):
+    """The rows of a plan in groups of one policy, each padded to a size of its own."""
+
+    groups: tuple[Group, ...]
+    order: list[int]  # the number of the row in each place; -1 is padding
+
+    @staticmethod
+    def of(rows: Sequence[RoundRow]) -> _Lot:
+        """Those above temperature 0 come first."""
+        numbers: dict[tuple[bool, AcceptancePolicy], list[int]] = {}
+        for b, row in enumerate(rows):
+            numbers.setdefault((row.greedy, row.policy), []).append(b)
+        groups, order = [], []
+        for (greedy, policy), own in sorted(numbers.items(), key=lambda item: item[0][0]):
+            order += own + [-1] * (size(len(own)) - len(own))
+            groups.append(Group(policy, not greedy, size(len(own))))
+        return _Lot(tuple(groups), order)
+
+
+def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Works) -> Rounds | None:
+    """``Executor.rounds``. None where the batch would need too much memory."""
+    copies = drafter is None and plan.spec.lookup is not None
+    lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
+    k = size(k) if drafter is not None or copies else 0
+    shape = _shape(plan, lot, k)
+    if k > LONGEST or shape.logit_bytes(target.config.vocab_size) > _LOGITS:
+        return None
+    draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
+    work = works.work(shape, target, plan.kv.cache, drafter, draft_cache)
+    reasons = (works.why_not(group, group.drawn and drafter is not None) for group in lot.groups)
+    why_not = next((reason for reason in reasons if reason is not None), None)
+    decide = work.decide(lot.groups, plan.control_V, why_not)
+    call = _Call(plan, lot, work, decide, copies)
+    if drafter is not None:
+        call.catch_up(drafter)
+    work.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    while call.round(works):
+        pass
+    return call.told()
+
+
+def catch_up(
+    model: Model, kv: PagedBatch, rows: Sequence[int], starts: Sequence[int], texts: Sequence[list[int]]
+) -> None:
+    """Let a model take in what it lacks of some rows of ``kv``, from ``starts`` on, but for the last two tokens."""
+    new = [text[start:-2] for text, start in zip(texts, starts)]
+    if new:
+        batch = kv.cache.batch([kv.seqs[b] for b in rows], starts, [len(tokens) for tokens in new])
+        model.score(Batch.of(new, batch), ())
+
+
+class _Call:
+    """Rounds under way, as the host knows them."""
+
+    def __init__(self, plan: RoundPlan, lot: _Lot, work: Work, decide: Decide, copies: bool) -> None:
+        self.plan, self.lot, self.work, self.decide, self.copies = plan, lot, work, decide, copies
+        self.texts, self.left = [list(row.tokens) for row in plan.rows], [row.left for row in plan.rows]
+        # Of each row how long it was when it was last fed whole, and what was drafted then.
+        self.fed: list[tuple[int, list[int]]] = [(len(text) - 1, []) for text in self.texts]
+        self.pending: tuple[list[list[int]], Sequence[Sequence[float]]] | None = None
+        self.drafter_has = [0] * len(plan.rows) if plan.draft_kv is None else list(plan.draft_kv.starts)
+        self.rooms = [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
+        self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
+        kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
+        self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
+        self.error: BaseException | None = None
+        self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
+        self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
+        self.begin = self.last = time.perf_counter()
+        self.spare = plan.spare_seconds
+
+    def most(self, b: int) -> int:
+        """Tokens to draft for a row at most."""
+        return min(self.plan.rows[b].k, self.left[b] - 1, self.plan.draft_context - len(self.texts[b]))
+
+    def catch_up(self, drafter: Model) -> None:
+        """Let the drafter take in what it lacks of each row that it will draft for, but for the last two tokens."""
+        kv = self.plan.draft_kv
+        assert kv is not None
+        late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
+        catch_up(drafter, kv, late, [self.drafter_has[b] for b in late], [self.texts[b] for b in late])
+
+    def lines(self) -> list[list[int]]:
+        """The state of each place."""
+        plan, stops, made = self.plan, self.work.shape.stops, []
+        how = numbers_of(plan.sampling, len(plan.rows))
+        for b in self.lot.order:
+            if b < 0:
+                made.append(padding(stops))
+                continue
+            row, text = plan.rows[b], self.texts[b]
+            counts = [len(text), row.left, row.k, min(plan.draft_context, 2**31), row.seed, row.generated, row.relaxed]
+            reach = plan.spec.reach[b] if plan.spec.reach else 0.0
+            made.append(line(text[-2:], [*counts, 1], row.nats, how[b], row.stop_ids, stops, reach))
+        return made
+
+    def round(self, works: Works) -> bool:
+        """Take a round, and say whether to take another."""
+        start, drafted, done = self.events
+        try:
+            if self.copies:
+                self.work.copy(self._looked_up(works))
+            if self.decide.run.why_not is not None:
+                self.decide.history = self._histories()
+            start.record()
+            self.work.begin()
+            drafted.record()
+            self.work.finish()
+            self.decide.begin(done)
+            self._settle()
+        except Exception as raised:  # a rule's own: the round is discarded
+            done.record()
+            self.error = raised
+        done.synchronize()
+        if self.error is not None:
+            return False
+        emitted, ended = self._take_in()
+        now = time.perf_counter()
+        took, self.last = now - self.last, now
+        later = self.spent[0].rounds > 0
+        before, all_ = self.spent[later], start.elapsed_time(done) / 1e3
+        drafting = 0.0 if self.plan.draft_kv is None else start.elapsed_time(drafted) / 1e3
+        more = Spent(before.rounds + 1, before.whole + took, before.target + all_ - drafting, before.draft + drafting)
+        self.spent = (self.spent[0], more) if later else (more, self.spent[1])
+        self.spare += later * (emitted * self.plan.token_seconds - took)
+        return not ended and self._goes_on(now)
+
+    def _take_in(self) -> tuple[int, bool]:
+        """Read what came of a round, as far as the next one depends on it: how many tokens, and whether a row ended."""
+        assert self.decide.download is not None
+        found = self.decide.download.host
+        values = found.tolist()
+        self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
+        total, ended = 0, False
+        for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
+            own = values[self.places[b][0]]
+            count, accepted, following = own[:3]
+            drafted = own[3 : 3 + count]
+            if self.plan.draft_kv is not None and (most := self.most(b)) > 0:
+                # its last token was not fed, unless it stopped before the last forward; what is rejected is gone
+                self.drafter_has[b] = len(text) + min(count - (count == most), accepted)
+            self.fed[b] = len(text), drafted
+            new = [*drafted[:accepted], following]
+            self.left[b] -= len(new)
+            total += len(new)
+            ended = ended or self.left[b] < 1 or any(token in row.stop_ids for token in new)
+            text += new
+        return total, ended
+
+    def _settle(self) -> None:
+        """Turn what was read last into decisions, while the device is busy with the next round."""
+        if self.pending is not None:
+            (values, nats), k = self.pending, self.work.shape.k
+            for b, (at, group) in self.places.items():
+                one = unpack(values[at], nats[at], k, self.decide.labels[group], self.decide.relaxes[group])
+                self.decisions[b].append(one)
+            self.pending = None
+
+    def _goes_on(self, now: float) -> bool:
+        """Whether another round may begin, and there is room for it."""
+        plan, rounds = self.plan, self.spent[0].rounds + self.spent[1].rounds
+        if rounds >= plan.rounds or now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0]):
+            return False
+        if plan.token_seconds and self.spare < 0:
+            return False
+        wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
+        return all(most <= room for most, room in zip(wanted, self.rooms))
+
+    def _looked_up(self, works: Works) -> list[list[int]]:
+        """What followed the last time each text looked like this."""
+        lookup, found = self.plan.spec.lookup, []
+        assert lookup is not None
+        for b in self.lot.order:
+            tokens: list[int] = []
+            if b >= 0 and (most := min(self.most(b), lookup.k)) > 0:
+                tokens = works.text(lookup, self.plan.kv.seqs[b]).copied(self.texts[b], most)
+                ends = (at for at, token in enumerate(tokens, start=1) if token in self.plan.rows[b].stop_ids)
+                tokens = tokens[: next(ends, len(tokens))]
+            found.append(tokens)
+        return found
+
+    def _histories(self) -> list[list[list[int]]]:
+        """The texts of each group; of padding, two tokens."""
+        texts, first, found = [self.texts[b] if b >= 0 else [0, 0] for b in self.lot.order], 0, []
+        for group in self.lot.groups:
+            found.append(texts[first : first + group.rows])
+            first += group.rows
+        return found
+
+    def told(self) -> Rounds:
+        self._settle()
+        cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
+        return Rounds(self.decisions, cached, self.drafter_has, self.spent, self.error)
+
+
+def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
+    """What the plan's rows need."""
+    drawn = sum(group.rows for group in lot.groups if group.drawn)
+    stops = size(max(len(row.stop_ids) for row in plan.rows))
+    own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
+    return Shape(drawn, len(lot.order), k, stops, fixed(plan.spec), Cuts.of(plan.sampling), own, drafts)
+
+
+def pages(kv: PagedBatch, k: int) -> int:
+    """Pages that a row's table has room for: with FlashAttention, for which they cost nothing, those of a whole
+    context; else of what is reserved, in powers of two. Padding may stand beyond."""
+    allocator, flash = kv.cache.allocator, flash_takes(kv.cache)
+    longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
+    count = allocator.blocks_for(longest + k + 2)
+    return count if flash else 1 << (count - 1).bit_length()

@@ -1,0 +1,178 @@
+"""What a CUDA device makes of rounds: target, draft and the host's part of each, beside what memory allows.
+
+Models have the shapes of published ones and random weights, which take as long to read. Knows nothing of how it is
+shown.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections import abc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fly.backends import executor_of
+from fly.bench.clock import clocked
+from fly.bench.plan import MODELS
+from fly.bench.shapes import forward_bytes, random_model
+from fly.cache import PagedKVCache
+from fly.drafts import DraftStrategy, SingleDraft
+from fly.drafts.base import Continuation, Wrapper
+from fly.engine import Engine
+from fly.executor import Executor, Spent
+from fly.models import LlamaConfig
+from fly.policies import AcceptancePolicy
+from fly.request import Sequence
+from fly.runner import Runner
+from fly.types import Draft, SamplingParams
+
+__all__ = ["SHAPES", "Round", "cuda_device", "measure_gpu_rounds", "measure_transformers", "random_executor"]
+
+SHAPES = {
+    "1b": MODELS["llama-3.1-8b"].model_copy(
+        update={"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64,
+                "tie_word_embeddings": True},
+    ),
+    "8b": MODELS["llama-3.1-8b"],
+}  # fmt: skip
+"""Llama 3.2 1B and 3.1 8B."""
+_PROMPT, _WARM, _ROUNDS, _POSITIONS = 512, 4, 40, 4096
+
+
+def cuda_device(name: str) -> torch.device:
+    """The device. Raises ``ValueError`` where there is no such CUDA device."""
+    device = torch.device("cuda" if name == "auto" else name)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
+        raise ValueError(
+            f"device {name!r}: 'fly bench gpu' measures a CUDA device, and PyTorch {torch.__version__}, {built}, sees "
+            f"{torch.cuda.device_count()} here; 'fly bench speed' measures any device"
+        )
+    return device
+
+
+@dataclass(frozen=True)
+class Round:
+    """Seconds of a usual round: all of it, and the device's for the target (with the decision) and for the draft.
+    ``limit`` is the least that reading all weights, and the keys and values of the prompts, would take."""
+
+    rows: int
+    k: int
+    policy: str
+    temperature: float
+    whole: float
+    target: float
+    draft: float
+    limit: float
+
+    @property
+    def lost(self) -> float:
+        """The share of the round in which the device did neither."""
+        return 1 - (self.target + self.draft) / self.whole
+
+
+class _Watched(Wrapper):
+    """A draft model whose rounds note what they take."""
+
+    def __init__(self, inner: DraftStrategy) -> None:
+        super().__init__([inner])
+        self.spent: list[Spent] = []
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        return self.members[0].propose(rows, max_len)
+
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+        found = self.members[0].continuation(rows)
+        return None if found is None else found._replace(spent=self.spent)
+
+
+def random_executor(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Executor:
+    """A model of these sizes, ready to run."""
+    return executor_of(random_model(config.model_copy(update={"max_position_embeddings": _POSITIONS}), dtype, device))
+
+
+def measure_gpu_rounds(
+    target: Executor,
+    drafter: Executor,
+    rows: abc.Sequence[int],
+    lengths: abc.Sequence[int],
+    policies: abc.Sequence[AcceptancePolicy],
+    temperatures: abc.Sequence[float],
+    bandwidth: float,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Round]:
+    """Rounds of every number of rows and draft length (0 is autoregressive decoding), once graphs are captured.
+
+    ``bandwidth`` is in bytes a second.
+    """
+    found = []
+    for count in rows:
+        tokens = count * (_PROMPT + 16 * _ROUNDS + 512)
+        for temperature in temperatures:
+            for policy in policies:
+                for k in lengths:
+                    strategy = _Watched(SingleDraft(drafter, cache_tokens=tokens))
+                    engine = Engine(Runner(target, PagedKVCache.for_model(target, tokens)), strategy)
+                    params = SamplingParams(temperature=temperature, max_tokens=_POSITIONS)
+                    text = [7 * at % min(1000, target.config.vocab_size) for at in range(_PROMPT)]
+                    batch = [Sequence([*text, b], _PROMPT + 1, params, policy, seed=b, k=k) for b in range(count)]
+                    found.append(_rounds_of(engine, strategy, batch, k, str(policy), temperature, bandwidth))
+                    advance()
+    return found
+
+
+def _rounds_of(
+    engine: Engine, strategy: _Watched, rows: list[Sequence], k: int, rule: str, temperature: float, bandwidth: float
+) -> Round:
+    sums = [0, 0.0, 0.0, 0.0]
+    while rows[0].stats.rounds < _WARM:
+        engine.step(rows)
+    while sums[0] < _ROUNDS and not any(row.finish_reason for row in rows):
+        strategy.spent.clear()
+        engine.step(rows)
+        for part in strategy.spent:
+            sums = [before + more for before, more in zip(sums, part)]
+    for row in rows:
+        engine.release(row)
+    count, context = len(rows), len(rows[0].tokens)
+    target, (drafter,) = engine.runner.executor, strategy.executors() or []
+    read = forward_bytes(target.config, target.dtype, count, context)
+    read += k * forward_bytes(drafter.config, drafter.dtype, count, context)
+    whole, scoring, drafting = (total / max(sums[0], 1) for total in sums[1:])
+    return Round(count, k, rule, temperature, whole, scoring, drafting, read / bandwidth)
+
+
+def measure_transformers(
+    config: LlamaConfig, dtype: torch.dtype, device: torch.device, tokens: int = 64
+) -> float | None:
+    """Seconds a token of ``transformers``' own greedy decoding of one row of the same shape; None where it is not
+    installed."""
+    if importlib.util.find_spec("transformers") is None:
+        return None
+    from transformers import LlamaConfig as TheirConfig
+    from transformers import LlamaForCausalLM
+
+    names = (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "rms_norm_eps", "tie_word_embeddings",
+    )  # fmt: skip
+    theirs = TheirConfig(**{name: getattr(config, name) for name in names}, max_position_embeddings=_POSITIONS)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with device:
+            model: Any = LlamaForCausalLM(theirs).eval()
+    finally:
+        torch.set_default_dtype(before)
+    prompt = torch.arange(1, _PROMPT + 1, device=device).unsqueeze(0)
+    how = {"do_sample": False, "use_cache": True, "pad_token_id": 0, "eos_token_id": None}
+
+    def run(count: int) -> float:
+        return clocked(lambda: model.generate(prompt, max_new_tokens=count, min_new_tokens=count, **how), device)[1]
+
+    with torch.inference_mode():
+        run(8)
+        return (run(tokens + 1) - run(1)) / tokens

@@ -1,0 +1,439 @@
+"""The CUDA backend on an emulated device: the texts of the CPU, one wait a round, no graph captured twice."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fly.backends import executor_of
+from fly.backends.cuda import attention, rounds
+from fly.backends.cuda.executor import CudaExecutor
+from fly.backends.cuda.waits import host_wait
+from fly.backends.torch import TorchExecutor
+from fly.bench import gpu as bench
+from fly.cache import PagedKVCache
+from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
+from fly.engine import Engine
+from fly.executor import Executor
+from fly.models import Llama
+from fly.ops import derive, derived
+from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
+from fly.request import Sequence
+from fly.runner import Runner
+from fly.testing.policies import check_cuda_graph
+from fly.types import SamplingParams
+from tests.emulator import Gpu, emulated
+from tests.test_drafts import perturbed
+from tests.toys import random_llama
+
+VOCAB = 23
+SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": 700}
+TARGET = random_llama(0, **SIZES)
+DRAFTS = {"near": perturbed(TARGET, 0.05), "short": perturbed(random_llama(0, **{**SIZES, "max_positions": 40}), 0.05)}
+POLICIES = [
+    Exact(),
+    parse_policy("fly(theta=0.1, window=2, hold=2)"),
+    parse_policy("(exact | entropy(0.2)) & after(6)"),
+    parse_policy("exact | entropy(0.1) & budget(0.3) & nats(9.0) & ~control"),
+    parse_policy("lossy(lenience=3)"),
+    parse_policy("typical"),
+    parse_policy("exact | entropy(0.1) & above(12)"),  # it asks for the text: no graph holds that
+]
+IN_GRAPHS = POLICIES[:-1]
+
+
+def on_gpu(model: Llama) -> Llama:
+    """The same model with its weights there."""
+    made = Llama(model.config).eval()
+    for module, original in zip(made.modules(), model.modules()):
+        for name, weight in list(original.named_parameters(recurse=False)):
+            setattr(module, name, torch.nn.Parameter(weight.data.to("cuda"), requires_grad=False))
+    return made
+
+
+@contextmanager
+def device(flash: bool = True) -> Iterator[Gpu]:
+    """An emulated device, whose FlashAttention takes float32 too."""
+    with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
+        for module in (attention, rounds):
+            patch.setattr(module, "flash_takes", lambda cache: flash)
+        patch.setattr("fly.backends.cuda.work.flash_takes", lambda cache: flash)
+        patch.setattr("fly.backends.cuda.executor.flash_takes", lambda cache: flash)
+        yield gpu
+
+
+def engine_of(run: Callable[[Llama], Executor], drafting: str | None, lookup: bool = False, **stop: Any) -> Engine:
+    executor = run(TARGET)
+    strategy: DraftStrategy | None = NGramDraft(3, 1, 4) if lookup else None
+    if drafting is not None:
+        strategy = SingleDraft(run(DRAFTS[drafting]), cache_tokens=6000, **stop)
+        strategy = CascadeDraft([NGramDraft(3, 1, 4), strategy]) if lookup else strategy
+    return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000), control_ids=(3, 4)), strategy)
+
+
+def on_cpu(model: Llama) -> Executor:
+    return TorchExecutor(model)
+
+
+def there(model: Llama) -> Executor:
+    made = executor_of(on_gpu(model))
+    assert isinstance(made, CudaExecutor)
+    return made
+
+
+def told(row: Sequence) -> tuple[object, ...]:
+    return row.tokens, row.provenance, replace(row.stats, nats=round(row.stats.nats, 3)), row.drafts, row.finish_reason
+
+
+def row_of(
+    prompt: list[int], policy: AcceptancePolicy | None = None, k: int = 4, seed: int = 1, **asked: Any
+) -> Sequence:
+    stops = frozenset(asked.pop("stops", ()))
+    params = SamplingParams(**{"temperature": 0, "max_tokens": 40, **asked})
+    return Sequence(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops)
+
+
+def decode(engine: Engine, rows: list[Sequence], most: int = 10**6) -> None:
+    while (going := [row for row in rows if not row.finish_reason]) and most:
+        engine.step(going)
+        most -= 1
+
+
+prompts = st.one_of(
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=9),
+    st.integers(244, 256).map(lambda n: [(i * i) % VOCAB for i in range(n)]),  # just before its second page
+)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
+    drafting = data.draw(st.sampled_from(["near", "near", "near", "short", None]))
+    lookup, flash = data.draw(st.booleans()), data.draw(st.booleans())
+    stop = {} if drafting is None else {"confidence": data.draw(st.sampled_from([0.0, 0.0, 0.3]))}
+    if stop and data.draw(st.booleans()):
+        stop |= {"entropy": 1.5, "reach": data.draw(st.sampled_from([0.0, 0.01, 0.2]))}
+    cold = data.draw(st.booleans())
+    rows = []
+    for _ in range(data.draw(st.integers(1, 4))):
+        temperature = 0.0 if cold else data.draw(st.sampled_from([0.0, 0.7, 1.0]))
+        asked = {"top_k": data.draw(st.sampled_from([0, 5])), "top_p": data.draw(st.sampled_from([1.0, 0.9]))}
+        rows.append(
+            row_of(
+                data.draw(prompts), data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 6)),
+                data.draw(st.integers(-(2**63), 2**63 - 1)), temperature=temperature,
+                max_tokens=data.draw(st.integers(1, 30)),
+                stops=data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)),
+                min_p=data.draw(st.sampled_from([0.0, 0.05])), **asked,
+            )
+        )  # fmt: skip
+    want = [row.sample(row.seed) for row in rows]
+    plain = engine_of(on_cpu, drafting, lookup, **stop)
+    plain.stretch = 0
+    decode(plain, want)
+    leaves = data.draw(st.sampled_from([None, None, 0, len(rows) - 1]))  # a row that is cancelled on its way
+    with device(flash):
+        engine = engine_of(there, drafting, lookup, **stop)
+        ways = data.draw(st.sampled_from([[1e-9], [1e6], [0], [0, 1e6]]))  # a round a call, or many, or the plain way
+        going = list(rows)
+        for step in range(10**6):
+            if leaves is not None and step == 3 and not rows[leaves].finish_reason:
+                engine.release(rows[leaves])
+                going.remove(rows[leaves])
+                rows[leaves].finish_reason = "cancelled"
+            going = [row for row in going if not row.finish_reason]
+            if not going:
+                break
+            engine.stretch = ways[step % len(ways)]
+            emitted = engine.step(going)
+            assert all(emitted)
+            for row in going:
+                cached = engine.runner._cached[row.id]
+                assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
+                if row.finish_reason:
+                    engine.release(row)
+    for row, other in zip(rows, want):
+        if row.finish_reason == "cancelled":
+            assert row.tokens == other.tokens[: len(row.tokens)]
+        else:
+            assert told(row) == told(other)
+
+
+KINDS = [("near", False), ("near", True), (None, True), (None, False)]
+
+
+@pytest.mark.parametrize("count", [1, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize(("drafting", "lookup"), KINDS)
+def test_a_round_is_one_wait_and_a_few_launches(
+    drafting: str | None, lookup: bool, temperature: float, count: int
+) -> None:
+    with device() as gpu:
+        engine = engine_of(there, drafting, lookup)
+        engine.stretch = 1e-9
+        rows = [
+            row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=300)
+            for b in range(count)
+        ]
+        decode(engine, rows, 4)
+        for _ in range(3):
+            gpu.waits.clear(), gpu.launches.clear()
+            engine.step(rows)
+            assert [place for place in gpu.waits if "event" not in place] == [] and len(gpu.waits) == 1
+            # draft, score and decide; the state and, at times, pages or copies go up, and the result comes down
+            assert gpu.launches["graph"] == 2 + (drafting is not None) and gpu.launches.total() <= 7
+
+
+def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
+    with device() as gpu:
+        engine = engine_of(there, "near", confidence=0.2)
+        engine.stretch = 1e-9
+
+        def batch(first: int) -> list[Sequence]:
+            prompts = [[1, 2, first], [5] * (first % 7 + 1), [first, 3]]
+            return [
+                row_of(
+                    prompt, POLICIES[b % 2], 2 + 3 * b, seed=first, temperature=0.8 * (b > 1), max_tokens=150, stops=()
+                )
+                for b, prompt in enumerate(prompts)
+            ]
+
+        def ragged(first: int) -> int:
+            rows = batch(first)
+            while going := [row for row in rows if not row.finish_reason]:
+                engine.step(going)
+            for row in rows:
+                engine.release(row)
+            return sum(row.stats.rounds for row in rows)
+
+        ragged(1), ragged(2)
+        before, taken = gpu.graphs, 0
+        for first in range(3, 40):
+            if (taken := taken + ragged(first % VOCAB)) > 200:
+                break
+        assert taken > 200 and gpu.graphs == before
+
+
+def test_pages_go_up_only_where_they_changed() -> None:
+    with device() as gpu:
+        engine = engine_of(there, "near")
+        engine.stretch = 1e-9
+        (row,) = [row_of([1, 2, 3], max_tokens=400)]
+        changed = 0
+        decode(engine, [row], 4)
+        (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+        (work,) = (each for each in works.made.made.values() if each.shape.pages and each.shape.draft_pages)
+        while not row.finish_reason and row.generated < 390:
+            before = work._tables
+            gpu.launches.clear()
+            engine.step([row])
+            changed += work._tables is not before
+        assert changed <= 4  # of two caches, with what is reserved ahead
+
+
+@pytest.mark.parametrize("rule", ["exact | entropy(0.1) & above(12)", "exact | entropy(0.1) & phase(3, 4)"])
+def test_what_a_graph_cannot_hold_waits_at_most_three_times(rule: str) -> None:
+    policy = parse_policy(rule)
+    assert "text before the block" in str(host_wait(policy))
+    with device() as gpu:
+        engine = engine_of(there, "near")
+        engine.stretch = 1e-9
+        rows = [row_of([1, 2, 3], policy, max_tokens=100), row_of([4, 5], policy, max_tokens=100)]
+        decode(engine, rows, 4)
+        gpu.waits.clear(), gpu.launches.clear()
+        engine.step(rows)
+        assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
+
+
+@pytest.mark.parametrize("asked", [{"logprobs": 2}, {"explain": True, "temperature": 0.8}])
+def test_what_rows_ask_to_be_told_takes_three_waits(asked: dict[str, Any]) -> None:
+    """Graphs for draft and target, and the rule between; the plain way of rounds."""
+    with device() as gpu:
+        engine = engine_of(there, "near")
+        rows = [row_of([1, 2, 3], POLICIES[1], max_tokens=100, **asked) for _ in range(3)]
+        decode(engine, rows, 5)
+        gpu.waits.clear(), gpu.launches.clear()
+        engine.step(rows)
+        assert len(gpu.waits) <= 3 and gpu.launches["graph"] == 2
+    want = [row.sample(row.seed) for row in rows]
+    for row in want:
+        del row.tokens[3:]
+    plain = engine_of(on_cpu, "near")
+    decode(plain, want, 6)
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    for row, other in zip(rows, want):
+        for mine, theirs in zip(row.logprobs, other.logprobs):
+            assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:
+    big = random_llama(1, **{**SIZES, "layers": 3})
+
+    def run(load: Callable[[Llama], Executor]) -> Sequence:
+        executor = load(big)
+        cache = PagedKVCache.for_model(executor, 6000)
+        engine, row = Engine(Runner(executor, cache), LayerSkipDraft(skip=(1,))), row_of([1, 2, 3])
+        decode(engine, [row])
+        return row
+
+    want = run(on_cpu)
+    with device():
+        assert told(run(there)) == told(want)
+
+
+def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
+    """A draft of more forwards than one graph has, and logits of too many bytes."""
+    (row,) = [row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8)]
+    with device(), pytest.MonkeyPatch.context() as patch:
+        decode(engine_of(there, "near"), [row])
+        patch.setattr(rounds, "_LOGITS", 2_000)
+        rows = [row_of([1, 2, b], max_tokens=20) for b in range(12)]
+        decode(engine_of(there, "near"), rows)
+        patch.setattr(rounds, "_ALL_LOGITS", 4000)  # so much is kept of graphs: hardly one at a time
+        crowded = [row_of([1, 2, b], k=2 + b, max_tokens=20) for b in range(4)]
+        engine = engine_of(there, "near")
+        for other in crowded:
+            decode(engine, [other])
+        (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+        assert sum(work.logit_bytes for work in works.made.made.values()) <= 4000 or len(works.made.made) == 1
+    want = [
+        row_of([1, 2, 3], k=rounds.LONGEST + 1, max_tokens=8),
+        *(row_of([1, 2, b], max_tokens=20) for b in range(12)),
+    ]
+    want += [row_of([1, 2, b], k=2 + b, max_tokens=20) for b in range(4)]
+    for other in want:
+        decode(engine_of(on_cpu, "near"), [other])
+    assert [told(each) for each in (row, *rows, *crowded)] == [told(each) for each in want]
+
+
+def test_a_rule_that_raises_discards_its_round() -> None:
+    class Broken(type(POLICIES[2])):  # type: ignore[misc]
+        def accept_probs(self, target: Any, draft: Any) -> Any:
+            if target.history is not None and len(target.history[0]) > 12:
+                raise KeyError("the rule broke")
+            return super().accept_probs(target, draft)
+
+    policy = Broken(Exact(), parse_policy("exact | entropy(0.1)").relaxation)
+    with device():
+        engine, row = engine_of(there, "near"), row_of([1, 2, 3], policy, max_tokens=60)
+        with pytest.raises(KeyError, match="the rule broke"):
+            decode(engine, [row])
+        assert len(row.tokens) > 12 and not row.finish_reason
+        row.policy = Exact()
+        decode(engine, [row])
+    want = row_of([1, 2, 3], max_tokens=60)
+    decode(engine_of(on_cpu, "near"), [want])
+    assert row.finish_reason == "length" and len(row.tokens) == len(want.tokens)
+
+
+def test_the_bench_of_gpus_measures_rounds_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "_PROMPT", 20)
+    monkeypatch.setattr(bench, "_ROUNDS", 5)
+    with device():
+        pair = there(TARGET), there(DRAFTS["near"])
+        found = bench.measure_gpu_rounds(*pair, [1, 2], [0, 3], [POLICIES[1]], [0.0, 0.8], 1e12)
+    assert [(one.rows, one.temperature, one.k) for one in found] == [
+        (rows, temperature, k) for rows in (1, 2) for temperature in (0.0, 0.8) for k in (0, 3)
+    ]
+    assert all(one.whole > 0 and one.limit > 0 for one in found)
+    assert found[1].limit > found[0].limit
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_the_bench_of_gpus_says_that_there_is_none() -> None:
+    with pytest.raises(ValueError, match="device 'auto': 'fly bench gpu' measures a CUDA device"):
+        bench.cuda_device("auto")
+    with pytest.raises(ValueError, match="device 'cpu'"):
+        bench.cuda_device("cpu")
+
+
+@given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=5))
+def test_seeds_are_derived_on_the_device_as_on_the_host(pairs: list[tuple[int, int]]) -> None:
+    seeds, positions = (torch.tensor(column) for column in zip(*pairs))
+    assert derived(seeds, positions).tolist() == [derive(*pair) for pair in pairs]
+
+
+class ByValue(type(Exact())):  # type: ignore[misc]
+    """Looks at a value on the host."""
+
+    def accept_probs(self, target: Any, draft: Any) -> Any:
+        return super().accept_probs(target, draft) * bool(draft.lengths_B.sum() > 0)
+
+
+def test_of_all_rules_only_those_that_read_the_text_are_outside_of_graphs() -> None:
+    asked = {"phase": "phase(3, 5)", "token": "token(digits)"}
+    texts = [*policy_types(), *(f"exact | {asked.get(name, name)}" for name in condition_types())]
+    outside = [text for text in texts if check_cuda_graph(parse_policy(text)) != "runs inside the graph"]
+    assert outside == ["exact | above", "exact | phase(3, 5)"]
+
+
+def test_the_detector_names_the_line() -> None:
+    assert all(host_wait(policy, drawn, drawn) is None for policy in IN_GRAPHS for drawn in (False, True))
+    assert check_cuda_graph(POLICIES[1]) == "runs inside the graph"
+    assert check_cuda_graph(POLICIES[-1]).startswith("runs outside of the graph: it looks at the text before the block")
+    said = host_wait(ByValue())
+    assert said is not None and "test_cuda.py" in said and "Python looks at a tensor's value" in said
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_on_a_gpu_the_texts_are_those_of_plain_rounds(temperature: float) -> None:
+    dtype = torch.float32  # in halves near ties fall otherwise in another batch
+    rows = [row_of([1, 2, 3 + b], POLICIES[b % 3], 3 + b, b, temperature=temperature) for b in range(4)]
+    want = [row.sample(row.seed) for row in rows]
+    assert dtype == TARGET.dtype
+    plain, engine = engine_of(there, "near"), engine_of(there, "near")
+    plain.stretch = 0
+    decode(plain, want), decode(engine, rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+def test_on_a_gpu_flash_attention_over_pages_is_that_over_a_copy(window: int | None) -> None:
+    check_attention(window, torch.bfloat16, 2e-2)
+
+
+@pytest.mark.parametrize("window", [None, 1, 100])
+def test_both_ways_of_attention_are_that_of_a_row_alone(window: int | None) -> None:
+    with device():
+        check_attention(window, torch.float32, 1e-5)
+
+
+def check_attention(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    """Both ways over scattered pages, for new tokens of several rows, against one row after the other."""
+    config = TARGET.config.model_copy(update={"num_attention_heads": 4, "num_key_value_heads": 2})
+    cache = PagedKVCache(config, 9, 256, dtype, "cuda")
+    table = torch.tensor([[7, 2, 5], [0, 8, 9], [3, 9, 9]], dtype=torch.int32).to("cuda")
+    start = torch.tensor([509, 100, 0]).to("cuda")
+    draw = torch.Generator().manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=draw).to("cuda", dtype)
+
+    with torch.inference_mode():
+        for pages, stored in ((table, torch.ones(3, 5, dtype=torch.bool).to("cuda")),):
+            history = random(9 * 256, 2, 8)
+            cache.keys[0][: 9 * 256] = history
+            cache.values[0][: 9 * 256] = history.flip(0)
+            new = random(15, 4, 8), random(15, 2, 8), random(15, 2, 8)
+            slots = attention.Slots.even_rows(pages, start, stored, 256, cache.nobody)
+            found = [attention.PagedAttention(cache, slots, flash).attend(0, *new, window) for flash in (True, False)]
+        keys, values = (x[0].float().cpu().unflatten(0, (-1, 256)) for x in (cache.keys, cache.values))
+    for b, (first, pages_B) in enumerate(zip(start.tolist(), table.cpu().long())):
+        k, v = (x[pages_B].flatten(0, 1)[: first + 5].transpose(0, 1) for x in (keys, values))
+        q = new[0].float().cpu()[5 * b : 5 * b + 5].transpose(0, 1)
+        behind = torch.arange(first, first + 5).unsqueeze(1) - torch.arange(first + 5)
+        mask = (behind >= 0) & (behind < (window or math.inf))
+        want = torch.nn.functional.scaled_dot_product_attention(q[None], k[None], v[None], mask, enable_gqa=True)[0]
+        for out in found:
+            own = out.float().cpu()[5 * b : 5 * b + 5].transpose(0, 1)
+            torch.testing.assert_close(own, want, rtol=tolerance, atol=tolerance)
