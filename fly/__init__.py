@@ -1,7 +1,15 @@
 """fly: pluggable speculative decoding. Any draft strategy proposes, any acceptance policy decides what stands."""
 
+from importlib.metadata import PackageNotFoundError as _NotInstalled
+from importlib.metadata import version as _version
+
 from fly.llm import LLM, Output, Piece
 from fly.request import Stats, Token
 from fly.types import Guarantee, SamplingParams, Why
 
 __all__ = ["LLM", "Guarantee", "Output", "Piece", "SamplingParams", "Stats", "Token", "Why"]
+
+try:
+    __version__ = _version("flyspec")
+except _NotInstalled:  # run from a source tree
+    __version__ = "0+unknown"

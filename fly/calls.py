@@ -26,12 +26,12 @@ from fly.job import Job, Request, outputs_of
 from fly.models.tokenizer import Tokenizer
 from fly.output import Output
 from fly.params import Sampling
-from fly.policies import AcceptancePolicy, load_policy
+from fly.policies import AcceptancePolicy, Condition, load_policy
 from fly.stream import AsyncStream, Stream
 from fly.types import SamplingParams
 from fly.worker import Worker
 
-__all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "listed", "one_bar"]
+__all__ = ["Calls", "ChatOptions", "Options", "PolicyLike", "Prompt", "as_policy", "for_chat", "listed", "one_bar"]
 
 Prompt: TypeAlias = str | abc.Sequence[int] | np.ndarray[Any, Any] | torch.Tensor
 Prompts: TypeAlias = Prompt | abc.Iterable[Prompt]
@@ -41,6 +41,7 @@ Params: TypeAlias = SamplingParams | abc.Sequence[SamplingParams] | None
 
 _LONG = 1.0  # seconds after which a call shows how far it is
 _OWN = ("policy", "k", "priority", "draft")  # options of a call that no ``SamplingParams`` have
+_OF_TEMPLATE = ("add_generation_prompt", "continue_final_message", "chat_template", "documents", "enable_thinking")
 _bars = threading.Lock()
 
 
@@ -166,8 +167,8 @@ class Calls(ABC):
         """Answer a conversation through the checkpoint's chat template, or each of a list of them.
 
         Args:
-            messages: dictionaries with a role and a content; a text is one message of the user. A list of either kind
-                gives a list of outputs, which run at once.
+            messages: dictionaries with a role and a content (a text, or parts of text as OpenAI's clients have them);
+                a text is one message of the user. A list of either kind gives a list of outputs, which run at once.
             params, progress, options: as in ``generate``; also ``tools`` and ``chat_template_kwargs``, for the template
                 (see ``chat_prompt``).
 
@@ -203,6 +204,8 @@ class Calls(ABC):
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+        if not said:
+            raise ValueError("a conversation has at least one message")
         return self.tokenizer.apply_chat_template(said, **variables)
 
     def close(self) -> None:
@@ -223,9 +226,7 @@ class Calls(ABC):
             raise ValueError("params and sampling_params are two names of one argument; give one of them")
         asked = named if params is None else params
         own = {name: fields.pop(name) for name in _OWN if name in fields}
-        known = [*SamplingParams.model_fields, "sampling_params", *_OWN]
-        if unknown := next((name for name in fields if name not in known), None):
-            raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
+        _refuse_unknown(fields, ("sampling_params", *_OWN))
         if fields:
             asked = self.default_params if asked is None else asked
             several = isinstance(asked, (list, tuple))
@@ -242,6 +243,13 @@ class Calls(ABC):
 
     def _conversations(self, messages: Any, options: ChatOptions) -> tuple[list[list[int]], Any]:
         """The prompts of one or several conversations, and the options that are left for ``generate``."""
+        fields: dict[str, Any] = {**options}
+        if name := next((name for name in fields if name in _OF_TEMPLATE), None):
+            value = short(fields[name])
+            raise ValueError(
+                f"{name!r} is for the chat template; give it as chat_template_kwargs={{{name!r}: {value}}}"
+            )
+        _refuse_unknown(fields, ("sampling_params", *_OWN, "tools", "chat_template_kwargs"))
         tools, variables = options.pop("tools", None), options.pop("chat_template_kwargs", None) or {}
         each = messages if _several(messages) else [messages]
         return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
@@ -265,7 +273,10 @@ def listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, abc.Mapping):
-        raise ValueError(f"prompts {short(prompts)} is a mapping; give texts, or the token ids alone (its 'input_ids')")
+        hint = for_chat(prompts) or "; give texts, or the token ids alone (its 'input_ids', 'prompt_token_ids')"
+        raise ValueError(f"prompts {short(prompts)} is a mapping{hint}")
+    if isinstance(prompts, (bytes, bytearray)):
+        raise ValueError(f"prompts {short(prompts)} are bytes; give text: .decode()")
     if isinstance(prompts, np.ndarray) and prompts.dtype.kind in "UO":
         prompts = prompts.tolist()  # texts, or ragged lists of ids
     if isinstance(prompts, (np.ndarray, torch.Tensor)) and prompts.ndim != 2:
@@ -275,6 +286,14 @@ def listed(prompts: Any) -> list[Any]:
     if isinstance(prompts, abc.Sequence) and prompts and isinstance(prompts[0], Integral):
         return [prompts]
     return [_ids(one) if isinstance(one, (np.ndarray, torch.Tensor)) else one for one in prompts]
+
+
+def for_chat(prompt: object) -> str:
+    """Where somebody gave messages as a prompt, what takes those; else empty."""
+    first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
+    if isinstance(first, abc.Mapping) and "role" in first:
+        return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
+    return ""
 
 
 def _ids(prompt: np.ndarray[Any, Any] | torch.Tensor) -> list[int]:
@@ -299,6 +318,8 @@ def as_policy(value: object) -> AcceptancePolicy:
     made = ""
     if isinstance(value, type) and issubclass(value, AcceptancePolicy):
         made = f"; give one of that class: {value.__name__}()"
+    elif isinstance(value, Condition):
+        made = f"; a condition needs a core: Exact() | {value}"
     raise ValueError(f"policy {short(value)} is no AcceptancePolicy, nor a text or mapping of one{made}")
 
 
@@ -309,6 +330,15 @@ def _changed(params: object, fields: dict[str, Any]) -> SamplingParams:
         return params.changed(fields)
     except ValidationError as error:
         raise ValueError(explain(error)) from None
+
+
+def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
+    """Raise ``ValueError`` for an option that is neither a field of ``SamplingParams`` nor among the call's ``own``."""
+    known = [*SamplingParams.model_fields, *own]
+    if unknown := next((name for name in fields if name not in known), None):
+        if unknown == "stream":
+            raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
+        raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
 
 
 def _several(messages: object) -> bool:

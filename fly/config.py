@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
@@ -12,10 +13,26 @@ from fly.errors import explain
 from fly.expressions import CLASS_PATH
 from fly.policies import Exact, PolicyField
 
-__all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config"]
+__all__ = ["COLLECTIVE_TIMEOUT", "HEARTBEAT_TIMEOUT", "LONGEST", "SHORTEST", "Config", "read_yaml"]
 
 HEARTBEAT_TIMEOUT, COLLECTIVE_TIMEOUT = 5.0, 60.0  # seconds
 SHORTEST, LONGEST = 0.5, 86400.0  # of either
+
+
+class _Once(yaml.SafeLoader):
+    """YAML in which no mapping has a name twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
+        if twice := next((name for name, count in names.items() if count > 1), None):
+            raise yaml.constructor.ConstructorError(None, None, f"{twice!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def read_yaml(text: str) -> Any:
+    """What a user's file says in YAML, or in JSON, which is YAML. Raises ``yaml.YAMLError``, also for a name that a
+    mapping has twice: of two values nobody knows which was meant."""
+    return yaml.load(text, Loader=_Once)
 
 
 class Config(BaseModel):
@@ -67,7 +84,7 @@ class Config(BaseModel):
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ValueError(f"configuration {str(path)!r} cannot be read: {reason}") from error
         try:
-            data = yaml.safe_load(text)  # JSON is YAML
+            data = read_yaml(text)
             return Config.model_validate(data or {}, context={"trusted": True})
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error

@@ -139,8 +139,11 @@ class Engine:
         max_len = [0 if prompt else min(row.k, self.left(row) - 1) for row, prompt in zip(rows, prompts)]
         if self.strategy is None or not any(max_len):
             return Draft.empty(len(rows), self.runner.executor.device)
+        lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
         draft = self.strategy.propose(rows, max_len)
-        check_draft(draft, max_len, self.runner.executor.config.vocab_size, type(self.strategy).__name__)
+        if lengths != [len(row.tokens) for row in rows]:  # the text would go on from something that nobody said
+            raise ValueError(f"{name} changed the tokens of a row: edit a copy, list(row.tokens)")
+        check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
 
     def _rounds(

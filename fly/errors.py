@@ -11,6 +11,33 @@ from pydantic import ValidationError
 
 __all__ = ["explain", "meant", "origin", "short"]
 
+# What has another name or place here: words of vLLM, transformers and OpenAI, and what goes under "speculation".
+_ELSEWHERE = {
+    "assistant_model": "draft",
+    "do_sample": "temperature",
+    "function_call": "tool_choice",
+    "functions": "tools",
+    "gpu_memory_utilization": "cache_share",
+    "k": "speculation",
+    "guided_decoding": "structured",
+    "max_length": "max_tokens",
+    "max_model_len": "max_context",
+    "max_new_tokens": "max_tokens",
+    "max_num_batched_tokens": "step_tokens",
+    "max_num_seqs": "max_rows",
+    "num_return_sequences": "n",
+    "num_speculative_tokens": "k",
+    "policy": "speculation",
+    "provenance": "speculation",
+    "response_format": "structured",
+    "speculative_config": "draft",
+    "speculative_model": "draft",
+    "stop_strings": "stop",
+    "structured_outputs": "structured",
+    "tensor_parallel_size": "ranks",
+    "torch_dtype": "dtype",
+}
+
 
 def explain(error: ValidationError) -> str:
     """Every field that is wrong in one line: its name, what is wrong, and the value that came in."""
@@ -27,17 +54,21 @@ def explain(error: ValidationError) -> str:
 
 def meant(word: str, known: Iterable[str]) -> str:
     """Which of ``known`` somebody who wrote ``word`` may have meant, as a question; empty where nothing is like it."""
-    like = difflib.get_close_matches(word, known, 1)
+    known = list(known)
+    same = _ELSEWHERE.get(word)
+    like = [same] if same in known else difflib.get_close_matches(word, known, 1)
     return f" (did you mean {like[0]!r}?)" if like else ""
 
 
 def origin(error: BaseException) -> str:
-    """Where an error comes from: the innermost line outside of torch and of this package, if there is one."""
+    """Where an error comes from: the innermost line of a file outside of torch and of this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
     packages = (str(Path(__file__).parent), str(Path(torch.__file__).parent))
-    theirs = [frame for frame in frames if not frame.filename.startswith((*packages, "<frozen"))]
+    # What dataclasses write for their classes has no lines; a rule that was typed into an interpreter has some.
+    written = [frame for frame in frames if not (frame.filename == "<string>" and frame.name.startswith("__"))]
+    theirs = [frame for frame in written if not frame.filename.startswith((*packages, "<frozen"))]
     frame = (theirs or frames)[-1]
     return f"{frame.filename}:{frame.lineno} in {frame.name}"
 

@@ -7,9 +7,10 @@ import random
 import sys
 from collections import abc
 from functools import cached_property, lru_cache, partial
+from inspect import signature
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
@@ -17,12 +18,12 @@ from fly.backends.choice import LoadExecutor, load_executor
 from fly.backends.choice import load as load_model
 from fly.bundled import open_model
 from fly.cache import PagedKVCache, block_size_for
-from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, listed
+from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
 from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
-from fly.errors import short
+from fly.errors import meant, short
 from fly.job import Request, read_along
 from fly.memory import cache_size
 from fly.models.chat import ChatPrompt
@@ -89,7 +90,8 @@ class LLM(Calls):
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
             (``fly.backends.cpu.chosen``). Holds for a draft path too that does not say otherwise, as
             ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
-            puts it on compiled kernels).
+            puts it on compiled kernels). On other devices ``"int8"`` has torchao round the weights, layer by layer as
+            they are loaded (``fly.backends.int8``).
         ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
             rank makes the same calls in the same order, and gets the same answers; or the first ``lead``s, and the
             others ``follow``.
@@ -109,6 +111,7 @@ class LLM(Calls):
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
         ValueError: a bad argument, or a draft whose vocabulary has no translation to the target's.
+        TypeError: an option that there is not; it names the choices.
     """
 
     def __init__(
@@ -133,8 +136,13 @@ class LLM(Calls):
         ranks: Ranks | None = None,
         draft_placement: Placement = "auto",
         whole_sums: bool = False,
+        **unknown: Never,
     ) -> None:
         self.engine: Engine
+        if unknown:
+            known = [name for name in signature(LLM).parameters if name != "unknown"]
+            name = next(iter(unknown))
+            raise TypeError(f"{name!r} is no option of LLM{meant(name, known)}; choices: {known}")
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
@@ -263,7 +271,8 @@ class LLM(Calls):
         requests = []
         for number, (name, *asked) in enumerate(zip(every_draft, given, every_params, every_policy, every_k)):
             if name and name not in choices:
-                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {choices}")
+                have = choices or "none; LLM(..., draft='choose(small=fly-draft, copy=ngram)') loads two"
+                raise ValueError(f"draft {name!r} is not among those that were loaded by name; choices: {have}")
             row = self._row(*asked)
             row.priority, row.draft, row.client = priority, name, client
             try:
@@ -295,7 +304,7 @@ class LLM(Calls):
             if not isinstance(ids, abc.Sequence) or not (
                 set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
             ):
-                raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids")
+                raise ValueError(f"prompt {short(prompt)} is neither a text nor a list of token ids{for_chat(prompt)}")
             tokens = [int(token) for token in ids]
         if not isinstance(params, SamplingParams):
             raise ValueError(f"params {short(params)} are no SamplingParams; keywords do too: temperature=0")

@@ -112,11 +112,11 @@ class StructuredOutput(_Params):
 class SamplingParams(_Params):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
-    ``temperature`` 0 is greedy; ``top_k`` 0 and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a fresh
-    one. Output ends exactly at the first of the ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``), ``stop``
-    string or ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the target's
-    log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain`` notes in
-    the provenance how likely each token was, and how undecided the target.
+    ``temperature`` 0 is greedy; ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a
+    fresh one. Output ends exactly at the first of the ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``),
+    ``stop`` string or ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the
+    target's log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain``
+    notes in the provenance how likely each token was, and how undecided the target.
 
     ``prompt_logprobs`` n gives the same of the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 follows
     nothing, and has none). Of the tokens before that, what other requests have cached is shared; the rest is worked out
@@ -199,6 +199,11 @@ class SamplingParams(_Params):
         if not all(map(len, value)):
             raise ValueError("an empty bad word would forbid every output")
         return value
+
+    @field_validator("top_k", mode="before")
+    @classmethod
+    def _minus_one_is_off(cls, value: object) -> object:
+        return 0 if value == -1 else value  # as vLLM has it
 
     @field_validator("stop", mode="before")
     @classmethod

@@ -22,6 +22,7 @@ from torch.nn.functional import embedding
 
 from fly.models.tokenizer import Tokenizer
 from fly.request import common_prefix
+from fly.trial import follow
 from fly.types import SamplingParams, StructuredOutput
 
 __all__ = ["BLANKS", "Grammars", "Matcher", "StructuredError"]
@@ -38,7 +39,6 @@ LIMITS: dict[str, Any] = {
 }
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words of the library's, where it is by these
-_AHEAD = 3  # tokens that a new grammar is followed before it is used
 _LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
@@ -168,23 +168,6 @@ class Grammars:
         if not begins:  # an end without a text further on is one of the vocabulary's: the grammar has others
             raise ValueError(f"{what} cannot be used: no text of this vocabulary begins it")
         return matcher
-
-
-def follow(matcher: LLMatcher) -> bool:
-    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there. Returns
-    whether anything begins it."""
-    begins = False
-    for _ in range(_AHEAD):
-        mask = matcher.compute_bitmask()
-        if matcher.is_error():
-            break
-        begins = True
-        if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
-            break
-        matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
-        if matcher.is_error() or matcher.is_stopped():
-            break
-    return begins
 
 
 def _too_large(matcher: LLMatcher) -> str:

@@ -50,6 +50,8 @@ class Group(Protocol):
 
     def share(self, value: Any, wait: bool = False) -> Any: ...
 
+    def agree(self, said: object = None) -> None: ...
+
     def await_blame(self, error: BaseException) -> None: ...
 
 
@@ -307,6 +309,9 @@ class Worker:
         new, leaving = self._agreed()
         for job in new:
             self._admit(job)
+        if self._group is not None and new:
+            rows = [request.row for job in new for request in job.requests]
+            self._group.agree([(row.tokens, row.seed, row.k) for row in rows])
         for job in leaving:
             if job.key in self._open:
                 job.cancelled()
@@ -316,7 +321,10 @@ class Worker:
             # tokens that somebody reads along leave as rounds end
             read = self._group is None and any(job.stepwise for job in self._open.values())
             self.scheduler.seconds = self.interval if read else sys.maxsize
-            for id_, tokens in self.scheduler.step().items():
+            emitted = self.scheduler.step()
+            if self._group is not None:  # before anybody hears of them
+                self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
+            for id_, tokens in emitted.items():
                 if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
                     job, index = found
                     job.note(index, tokens)

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,10 @@ from fly import LLM, Output, Piece, SamplingParams, Stats, Token, Why, calls
 from fly.calls import ChatOptions, listed
 from fly.config import Config
 from fly.drafts import CascadeDraft, NGramDraft
+from fly.eval.plan import Plan
+from fly.eval.task import load_task
 from fly.params import Sampling, StructuredOutput
-from fly.policies import AfterTokens, Exact, FLy
+from fly.policies import AfterTokens, AgreeingWindow, Exact, FLy
 from fly.worker import Stopped
 from tests import user
 from tests.toys import random_llama
@@ -38,6 +41,7 @@ from tests.toys import random_llama
 VOCAB = 1024
 MODEL = random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
 TEXT = "Take the list 4 9 5 7."
+ONE = [{"role": "user", "content": TEXT}]
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +115,43 @@ def test_sampling_parameters_are_keywords_everywhere(llm: LLM) -> None:
     assert len(other.generate("a", seed=1)[0].token_ids) == 7
 
 
+@pytest.mark.parametrize(
+    ("option", "meant"),
+    [
+        ("speculative_config", "draft"),
+        ("num_speculative_tokens", "k"),
+        ("max_model_len", "max_context"),
+        ("dytpe", "dtype"),
+    ],
+)
+def test_an_unknown_option_of_a_model_is_an_error_that_names_the_choices(option: str, meant: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        LLM("fly-tiny", **{option: 1})
+    assert f"'{option}' is no option of LLM (did you mean '{meant}'?)" in str(caught.value)
+    assert "'cache_bytes'" in str(caught.value) and "unknown" not in str(caught.value)
+
+
+def test_parts_of_a_message_are_one_text(llm: LLM) -> None:
+    parts = [{"type": "text", "text": TEXT[:9]}, {"type": "text", "text": TEXT[9:]}]
+    assert llm.chat_prompt([{"role": "user", "content": parts}]) == llm.chat_prompt(ONE)
+
+
+@pytest.mark.parametrize(
+    ("text", "twice"),
+    [
+        ("k: 3\npolicy: fly\nk: 5\n", "'k' is given twice"),
+        ("policy:\n  name: fly\n  theta: 0.1\n  theta: 0.3\n", "'theta' is given twice"),
+        ('{"k": 3, "k": 3}', "'k' is given twice"),
+    ],
+)
+def test_a_file_says_everything_once(text: str, twice: str, tmp_path: Path) -> None:
+    (path := tmp_path / "setup.yaml").write_text(text, encoding="utf-8")
+    for read in (Config.read, Plan.read, load_task):
+        with pytest.raises(ValueError) as caught:
+            read(str(path))
+        assert str(path) in str(caught.value) and twice in str(caught.value) and "line " in str(caught.value)
+
+
 def test_options_are_the_fields_of_sampling_parameters() -> None:
     own = {"sampling_params", "policy", "k", "priority", "draft", "tools", "chat_template_kwargs"}
     assert Sampling.__optional_keys__ == set(SamplingParams.model_fields)
@@ -127,6 +168,28 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.generate("a", max_new_tokens=1), ["'max_new_tokens'", "did you mean 'max_tokens'"]),
         (lambda llm: llm.chat("a", polcy="fly"), ["'polcy'", "did you mean 'policy'"]),
         (lambda llm: llm.stream("a", progress=False), ["'progress'", "choices", "'temperature'"]),
+        (lambda llm: llm.chat("a", response_format={}), ["'response_format'", "did you mean 'structured'"]),
+        (lambda llm: llm.chat("a", tool=[]), ["'tool'", "did you mean 'tools'", "'chat_template_kwargs'"]),
+        (lambda llm: llm.chat("a", stream=True), ["'stream'", "stream(chat_prompt(messages))"]),
+        (
+            lambda llm: llm.chat("a", enable_thinking=False),
+            ["'enable_thinking'", "chat_template_kwargs={'enable_thinking': False}"],
+        ),
+        (lambda llm: llm.generate(ONE), ["'user'", "chat takes messages"]),
+        (lambda llm: llm.generate(ONE[0]), ["mapping", "chat takes messages"]),
+        (lambda llm: llm.stream(ONE), ["'user'", "chat_prompt"]),
+        (lambda llm: llm.generate({"prompt_token_ids": [1]}), ["mapping", "'prompt_token_ids'"]),
+        (lambda llm: llm.generate(b"abc"), ["b'abc'", "decode"]),
+        (lambda llm: llm.chat([]), ["at least one message"]),
+        (lambda llm: llm.chat([*ONE, {"role": "user"}]), ["message 1 has no content", "'user'"]),
+        (lambda llm: llm.chat([{"role": "user", "content": None}]), ["message 0 has no content"]),
+        (lambda llm: llm.chat([{"content": "a"}]), ["message 0 has no role"]),
+        (
+            lambda llm: llm.chat([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+            ["message 0", "'image_url'", "{'type': 'text', 'text': ...}"],
+        ),
+        (lambda llm: LLM(None), ["model None", "path"]),
+        (lambda llm: LLM({"model": MODEL}), ["is no name, path"]),
         (lambda llm: llm.generate("a", temperature=-1), ["temperature", "-1"]),
         (lambda llm: llm.generate("a", max_tokens=2, min_tokens=3), ["min_tokens 3", "max_tokens 2"]),
         (lambda llm: llm.generate("a", structured={"regx": "a"}), ["'regx'", "did you mean 'regex'"]),
@@ -137,6 +200,7 @@ def test_options_are_the_fields_of_sampling_parameters() -> None:
         (lambda llm: llm.generate("a", policy={"name": "fly", "thta": 1}), ["'thta'", "theta"]),
         (lambda llm: llm.generate(["a", "b"], policy=["fly", 3]), ["policy 3", "text"]),
         (lambda llm: llm.generate("a", policy=""), ["policy ''"]),
+        (lambda llm: llm.generate("a", policy=AgreeingWindow(2)), ["window(2)", "Exact() | window(2)"]),
         (lambda llm: llm.generate(np.array([1.0])), ["float64", "integers"]),
         (lambda llm: llm.generate(torch.tensor([True])), ["bool", "integers"]),
         (lambda llm: llm.generate(torch.zeros(1, 1, 1, dtype=torch.int64)), ["[1, 1, 1]", "one dimension"]),

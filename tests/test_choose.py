@@ -71,7 +71,7 @@ def test_names_are_checked() -> None:
     for call in (llm.generate, lambda prompts, draft: llm.requests(prompts, draft=draft)):
         with pytest.raises(ValueError, match=r"draft 'nope' is not among.*\['small', 'copy', 'tree'\]"):
             call([[1, 2]], draft="nope")  # type: ignore[operator]
-    with pytest.raises(ValueError, match=r"choices: \[\]"):
+    with pytest.raises(ValueError, match=r"choices: none; LLM\(..., draft='choose\("):
         fly.LLM(random_llama(0), NGramDraft()).generate([[1]], draft="copy")
     once: Any = NGramDraft()
     for members, word in (({}, "at least one"), ({"none": once}, "'none'"), ({"a": once, "b": once}, "stands twice")):

@@ -442,6 +442,7 @@ def test_an_error_in_a_plug_in_is_one_line_with_its_place(tmp_path: Path, monkey
     ):
         result = run("generate", "hi", "--policy", rule, "--draft", "ngram", "--ignore-eos")
         assert result.exit_code == 2 and told in words(result.stderr), result.stderr
+        assert result.stdout[-1:] in ("", "\n"), "the error stands behind a text that was begun"
 
 
 def test_rules_are_compared_on_the_bundled_tasks(tmp_path: Path) -> None:

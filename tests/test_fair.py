@@ -14,8 +14,8 @@ import pytest
 
 from fly import LLM, SamplingParams
 from fly.job import Job
-from fly.serve.trial import Trial
 from fly.structured import LIMITS
+from fly.trial import Trial
 from tests.serving import MODEL, Running, eventually, running
 
 PROMPT = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
@@ -217,6 +217,8 @@ def test_a_client_has_its_part_of_the_queue_and_no_more_than_the_operator_allows
         assert eventually(lambda: server.service.llm.worker.load.waiting == 8)
         full = post(server, ENDLESS)
         assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+        never = post(server, {**ENDLESS, "n": 13})
+        assert (never.status_code, never.json()["error"]["param"]) == (400, "n") and "retry-after" not in never.headers
         too_many = post(server, {**ENDLESS, "n": 3})
         assert (too_many.status_code, too_many.json()["error"]["code"]) == (429, "client_limit")
         assert post(server, {**ENDLESS, "max_tokens": 5}, "b").status_code == 200  # within its part

@@ -3,9 +3,15 @@ work in an environment of their own is tried by hand: it takes minutes.)"""
 
 from __future__ import annotations
 
+import ast
+import re
+import sys
 import tomllib
 from fnmatch import fnmatch
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
+
+import fly
 
 ROOT = Path(__file__).parent.parent
 SETUP = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -33,3 +39,30 @@ def test_the_sources_of_the_kernels_are_those_that_are_built() -> None:
     text = (ROOT / "setup.py").read_text(encoding="utf-8")
     for source in (ROOT / "fly/backends/cpu/src").glob("*.cpp"):
         assert f'"{source.stem}"' in text or f"/{source.name}" in text
+
+
+def test_what_is_imported_is_declared() -> None:
+    """Nothing comes along only because a library of ours needs it. (``pytest`` is for the kits.)"""
+    project = SETUP["project"]
+    wanted = sum(project["optional-dependencies"].values(), project["dependencies"])
+    declared = {plain(re.split(r"[^\w.-]", each)[0]) for each in wanted}
+    found: set[str] = set()
+    for path in (ROOT / "fly").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                found |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                found.add(node.module.partition(".")[0])
+    outside = found - sys.stdlib_module_names - {"fly", "_typeshed"}
+    owners = packages_distributions()
+    assert {"torch", "h11", "starlette", "httpx2"} <= outside
+    assert not [name for name in sorted(outside) if not declared & {plain(each) for each in owners.get(name, [name])}]
+
+
+def plain(name: str) -> str:
+    """A distribution's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def test_the_package_says_its_version() -> None:
+    assert fly.__version__ == version("flyspec")

@@ -143,7 +143,7 @@ def test_errors_name_the_value_and_the_choices(call: Callable[[], object], words
         ({"temperature": float("inf")}, ("temperature", "inf")),
         ({"top_p": 0.0}, ("top_p", "0.0")),
         ({"top_p": 1.01}, ("top_p", "1.01")),
-        ({"top_k": -1}, ("top_k", "-1")),
+        ({"top_k": -2}, ("top_k", "-2")),
         ({"min_p": 1.5}, ("min_p", "1.5")),
         ({"max_tokens": -1}, ("max_tokens", "-1")),
         ({"min_tokens": 9, "max_tokens": 8}, ("min_tokens 9", "max_tokens 8")),
@@ -158,6 +158,10 @@ def test_sampling_params_refuse_what_they_do_not_know(fields: dict[str, object],
         SamplingParams(**fields)  # type: ignore[arg-type]
     assert isinstance(caught.value, ValueError)
     assert all(word in str(caught.value) for word in words)
+
+
+def test_top_k_of_minus_one_is_off_as_in_vllm() -> None:
+    assert SamplingParams(top_k=-1) == SamplingParams(top_k=0)
 
 
 def test_one_stop_string_is_a_list_of_one() -> None:

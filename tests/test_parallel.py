@@ -45,6 +45,7 @@ from fly.config import Config
 from fly.drafts import SingleDraft, parse_draft
 from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
+from fly.models.compiled import CompiledLayers
 from fly.models.loading import layout
 from fly.ops import vocabulary
 from fly.parallel import (
@@ -60,8 +61,12 @@ from fly.parallel import (
     load,
     place_draft,
 )
+from fly.parallel.draft import FirstDraft
 from fly.parallel.logits import VocabularyShards
-from fly.policies import parse_policy, policy_types
+from fly.parallel.ranks import Checksum
+from fly.policies import Exact, parse_policy, policy_types
+from fly.request import Sequence
+from fly.runner import Runner
 from fly.types import SamplingParams
 from tests.toys import build_llama, llama_configs
 
@@ -478,16 +483,73 @@ def test_drafts_are_placed_where_they_are_asked_to(pool: Pool, tmp_path: Path) -
 # Agreement
 
 
-def differ(ranks: Ranks, tokens: list[list[int]]) -> None:
-    mine_T = torch.tensor(tokens[ranks.rank])
-    ranks.check(mine_T, torch.arange(len(mine_T)))
+def differ(ranks: Ranks, tokens: list[list[int]], said: list[str], at_once: bool) -> None:
+    """Forwards of a step among others, then what ranks say of it."""
+    ranks = Ranks(ranks.group)  # whose checksums begin anew
+    assert ranks.compares_forwards
+    ranks.compares_forwards = at_once
+    ranks.agree()
+    for mine in ([3, 3], tokens[ranks.rank], [0]):
+        mine_T = torch.tensor(mine, dtype=torch.int64)
+        ranks.note(mine_T, torch.arange(len(mine_T)))
+    assert ranks.progress.entered == (5 if at_once else 2)  # with what begins them, and one for each step
+    ranks.agree(said[ranks.rank])
 
 
-@pytest.mark.parametrize("tokens", [[[1, 2], [1, 2], [2, 1], [1, 2]], [[1], [1], [1, 2], [1]]])
-def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]]) -> None:
-    for success, error in pool.outcomes(4, differ, tokens):
-        assert not success and error[0] == "RankError" and "rank 2 had other tokens than rank 0" in error[1]
-    assert pool.run(2, differ, tokens) is None
+@pytest.mark.parametrize(
+    ("tokens", "said"),
+    [
+        ([[1, 2], [1, 2], [2, 1], [1, 2]], "same"),
+        ([[1], [1], [1, 0], [1]], "same"),
+        ([[1], [1], [], [1]], "same"),
+        ([[1], [1], [1], [1]], "else"),
+    ],
+)
+@pytest.mark.parametrize("at_once", [True, False])  # as on Gloo, and on CUDA
+def test_ranks_that_diverge_are_named(pool: Pool, tokens: list[list[int]], said: str, at_once: bool) -> None:
+    every = ["same", "same", said, "same"]
+    for success, error in pool.outcomes(4, differ, tokens, every, at_once):
+        assert not success and error[0] == "RankError" and "rank 2 had other tokens than rank 0" in error[1], error
+        assert ("up to forward 2," if at_once and said == "same" else "up to forward 3,") in error[1]
+    assert pool.run(2, differ, tokens, every, at_once) is None
+
+
+numbers = st.lists(st.integers(0, 200_000), max_size=20)
+
+
+@given(st.lists(numbers, max_size=4), st.lists(numbers, max_size=4), st.data())
+def test_a_checksum_is_of_numbers_in_their_order(first: list[list[int]], second: list[list[int]], data: Any) -> None:
+    if data.draw(st.booleans()):  # as alike as they can be
+        second = [data.draw(st.permutations(part)) for part in first]
+
+    def of(parts: list[list[int]]) -> int:
+        checksum = Checksum(torch.device("cpu"))
+        for part in parts:
+            checksum.add(torch.tensor(part, dtype=torch.int64))
+        checksum.leave()
+        return checksum.read()
+
+    assert (of(first) == of(second)) == (first == second)
+
+
+def test_noting_asks_the_device_nothing() -> None:
+    """On torch's meta device, of which nothing can be read; more than the checksum had factors for, too."""
+    checksum = Checksum(torch.device("meta"))
+    for count in (3, 20_000):
+        checksum.add(torch.zeros(count, dtype=torch.int64, device="meta"))
+    with pytest.raises(RuntimeError, match="meta"):
+        checksum.value.item()
+    graphs = []
+
+    def note(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    whole = Checksum(torch.device("cpu"))
+    torch.compile(whole.add, backend=note, fullgraph=True)(torch.tensor([1, 2, 3]))
+    eager = Checksum(torch.device("cpu"))
+    eager.add(torch.tensor([1, 2, 3]))
+    assert len(graphs) == 1 and torch.equal(whole.value, eager.value)
 
 
 def meddle(ranks: Ranks, target: str) -> None:
@@ -496,10 +558,90 @@ def meddle(ranks: Ranks, target: str) -> None:
     llm.generate([[1, 2, 3 + (ranks.rank == 1)]], SamplingParams(temperature=0, max_tokens=4))
 
 
-def test_a_model_notices_that_its_ranks_diverge(pool: Pool, tmp_path: Path) -> None:
+def meddle_with_weights(ranks: Ranks, target: str) -> None:
+    """The second rank says something else, of the same prompt."""
+    llm = fly.LLM(target, ranks=ranks, cache_tokens=256, kernels="torch")
+    if ranks.rank == 1:
+        step = llm.scheduler.step
+
+        def other() -> Any:
+            return {row: [token._replace(id=token.id ^ 1) for token in tokens] for row, tokens in step().items()}
+
+        llm.scheduler.step = other  # type: ignore[method-assign]
+    llm.generate([[1, 2, 3]], SamplingParams(temperature=0, max_tokens=4))
+
+
+@pytest.mark.parametrize("work", [meddle, meddle_with_weights])
+def test_a_model_notices_that_its_ranks_diverge(pool: Pool, tmp_path: Path, work: Any) -> None:
     target, _ = checkpoints(tmp_path, TOY, 0)
-    for success, error in pool.outcomes(2, meddle, target):
+    for success, error in pool.outcomes(2, work, target):
         assert not success and "rank 1 had other tokens" in error[1]
+
+
+class Elsewhere(TorchExecutor):
+    """A model that is on another device than the first rank's, as far as anybody can see."""
+
+    def __init__(self, model: Llama) -> None:
+        super().__init__(model)
+        self.device = torch.device("meta")
+
+
+def draft_first(ranks: Ranks, target: str, draft: str) -> list[list[str]]:
+    """What the first rank drafts, as each rank has it."""
+    executor = (TorchExecutor if ranks.leads else Elsewhere)(load_model(target))
+
+    def make(by: Any = load_executor) -> Any:
+        strategy = parse_draft(draft)
+        assert strategy is not None
+        strategy.resolve(partial(load_whole, by=by))
+        return strategy
+
+    first = FirstDraft(ranks, make)
+    first.attach(Runner(executor, PagedKVCache(executor.config, 64, 4)))
+    params = SamplingParams(temperature=0.0)
+    row = Sequence(tokens=[1, 2, 1, 2, 1], prompt_length=5, params=params, policy=Exact(), seed=1, k=3)
+    proposed = first.propose([row], [3])
+    return ranks.collect([f"{each.device} {[*each.shape]}" for each in (proposed.tokens_BK, proposed.lengths_B)])
+
+
+def test_a_draft_from_the_first_rank_is_on_each_ranks_own_device(pool: Pool, tmp_path: Path) -> None:
+    target, draft = checkpoints(tmp_path, TOY, 0)
+    found = pool.run(2, draft_first, target, f'"{draft}"')
+    assert found == [["cpu [1, 3]", "cpu [1]"], ["meta [1, 3]", "meta [1]"]]
+
+
+def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[float]]:
+    """Hidden states of a part under torch.compile, whose graphs must hold all that ranks exchange within layers."""
+    executor = load(target, ranks=ranks, plan=plan, gather_logits=True)
+    assert isinstance(executor, TorchExecutor) and isinstance(executor.model, Llama)
+    expected = executor.score(_block(executor)).logits_NV
+    entered, graphs = ranks.progress.entered, []
+
+    def note(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    executor._options["through"] = CompiledLayers(backend=note)
+    with torch.inference_mode():
+        found = executor.score(_block(executor)).logits_NV
+        assert torch.equal(found, expected) and len(graphs) == 3
+        noted = ranks.progress.entered - entered
+        # outside of the layers: what is compared before the forward, the embedding's sum, the logits
+        assert noted == 3, noted
+    return found.tolist()
+
+
+def _block(executor: Executor) -> Batch:
+    cache = PagedKVCache.for_model(executor, 64)
+    cache.resize(0, 5)
+    return Batch([1, 2, 3, 4, 5], [0, 1, 2, 3, 4], cache.batch([0], [0], [5]))
+
+
+@pytest.mark.parametrize("plan", [LLAMA, LLAMA_WHOLE_SUMS])
+def test_what_ranks_exchange_is_part_of_the_compiled_graph(pool: Pool, tmp_path: Path, plan: Any) -> None:
+    target, _ = checkpoints(tmp_path, TOY, 0)
+    assert len(pool.run(2, compiled, target, plan)) == 5
 
 
 def work_together(ranks: Ranks, failing: list[int]) -> str:
@@ -657,8 +799,21 @@ def live(rank: int, size: int, port: int, log: str, what: str) -> None:
             ranks.sum_(torch.ones(8))
             if step == 20 and rank == 1 and what == "fails":
                 raise MemoryError("no memory for this")
-            if step == 20 and rank == 1 and what == "hangs":
+            if step == 20 and rank == 1 and what in ("hangs", "leaves it queued"):
                 time.sleep(60)
+            if step == 20 and what == "leaves it queued":  # as on CUDA, where entering a collective only queues it
+                ranks.progress.entered += 1
+                work = dist.all_reduce(torch.ones(8), async_op=True)
+                ranks.progress.over = work.is_completed
+                time.sleep(60)
+            if step == 20 and what == "is cut off":
+                with ranks.awaited():  # a graph's result, which does not come
+                    time.sleep(60)
+            if step == 20 and what == "has other lengths":
+                ranks.compares_forwards = False  # as on CUDA
+                ranks.note(torch.arange(2 + rank))
+                with ranks.awaited():
+                    time.sleep(60)
             if step == 20 and what == "errs":
                 raise ValueError("the same everywhere")
 
@@ -712,6 +867,9 @@ FAULTS = [
     (4, "fails", None, r"rank 1 .* failed: MemoryError: no memory for this"),
     (2, "decodes alone", None, r"rank 1 .* failed: MemoryError: no memory for this"),
     (2, "hangs", None, r"rank 1 .* hangs: for 1.5 s it has not come to collective 22"),
+    (2, "leaves it queued", None, r"rank 1 .* hangs: for 1.5 s it has not come to collective 22"),
+    (2, "is cut off", None, r"waits for collective 22, which all ranks have come to but which does not end"),
+    (2, "has other lengths", None, r"has other tokens than rank [01], so that collective 22 cannot end"),
 ]
 
 

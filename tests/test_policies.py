@@ -757,6 +757,17 @@ def test_conditions_mean_what_they_say(meaning: Meaning) -> None:
     assert again.evaluate(block).tolist() == [wanted, wanted]
 
 
+def test_pythons_own_words_do_not_combine_conditions() -> None:
+    """They would choose one of the two without a word."""
+    for combine in (
+        lambda: AgreeingWindow(2) and ControlToken(),
+        lambda: AgreeingWindow(2) or ControlToken(),
+        lambda: FLy() and not ControlToken(),
+    ):
+        with pytest.raises(TypeError, match="combine conditions by '&'"):
+            combine()
+
+
 def test_conditions_print_as_expressions() -> None:
     a, b, c = EntropyGate(0.3), AgreeingWindow(6), ~ControlToken()
     assert str(a & b & c) == "entropy(0.3) & window(6) & ~control"

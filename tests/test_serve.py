@@ -177,7 +177,7 @@ def test_stop_strings_penalties_and_biases(client: OpenAI, alone: LLM) -> None:
     wanted = reference(alone, max_tokens=40, **changed).text
     assert "7" not in wanted and wanted != free
     changed["logit_bias"] = {str(token): -100}
-    extra = {"repetition_penalty": 1.0, "min_p": 0.0, "top_k": 0}
+    extra = {"repetition_penalty": 1.0, "min_p": 0.0, "top_k": -1}
     got = client.chat.completions.create(model=MODEL, messages=CHAT, max_tokens=40, **changed, extra_body=extra)
     assert got.choices[0].message.content == wanted
 
@@ -235,7 +235,8 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
     with httpx.Client(base_url=here.url) as http:
         assert http.get("/health").status_code == http.get("/ready").status_code == 200
         assert http.get("/version").json() == {"version": here.service.version}
-        assert http.get("/v1/nothing").json()["error"]["message"] == "Not Found"
+        message = http.post("/chat/completions", json={}).json()["error"]["message"]
+        assert "'/chat/completions'" in message and "/v1/chat/completions, /v1/completions, /v1/models" in message
         assert http.get("/v1/completions").status_code == 405
 
 
@@ -291,6 +292,13 @@ def test_the_rest_of_the_endpoints(here: Running, client: OpenAI) -> None:
         ({"speculation": {"off": True, "k": 3}}, "speculation.off", "k"),
         ({"speculation": {"speed": 9}}, "speculation.speed", "'speed'"),
         ({"model": "gpt-5"}, "model", "gpt-5"),
+        ({"temprature": 1}, "temprature", "(did you mean 'temperature'?)"),
+        ({"policy": "exact"}, "policy", "(did you mean 'speculation'?)"),
+        ({"max_new_tokens": 5}, "max_new_tokens", "(did you mean 'max_tokens'?)"),
+        ({"top_p": 1.5}, "top_p", "got 1.5"),
+        ({"temperature": "0"}, "temperature", "got '0'"),
+        ({"messages": [{"role": "user"}]}, "messages.0", "'user' needs a content"),
+        ({"messages": [*CHAT, {"role": "system", "content": None}]}, "messages.1", "'system' needs a content"),
     ],
 )
 def test_bad_requests_are_named(here: Running, change: dict[str, Any], param: str | None, says: str) -> None:
@@ -358,8 +366,28 @@ def test_broken_bodies_are_400s_and_the_client_raises(here: Running, client: Ope
             error = got.json()["error"]
             assert got.status_code == 400 and error["message"]
             assert error["param"] == ("model" if b"model" in content and "json" in headers["content-type"] else None)
+    assert httpx.post(f"{here.url}/v1/completions").json()["error"]["message"] == "the body is missing"
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.chat.completions.create(model=MODEL, messages=CHAT, temperature=-1)
+
+
+@pytest.mark.parametrize(
+    ("fields", "twice"),
+    [
+        ('"max_tokens": 1, "max_tokens": 2', "max_tokens"),
+        ('"stop": null, "stop": null', "stop"),  # alike, but somebody slipped
+        ('"speculation": {"k": 1, "policy": "exact", "k": 2}', "k"),
+        ('"guided_json": {"type": "object", "properties": {"a": {}, "a": {}}}', "a"),
+        ('"seed": 1, "\\u0073eed": 1', "seed"),
+        ('"\\ud800": 1, "\\ud800": 1', "\ud800"),
+    ],
+)
+def test_what_is_said_twice_is_an_error(here: Running, fields: str, twice: str) -> None:
+    content = f'{{"model": "{MODEL}", "prompt": "Take", {fields}}}'
+    got = httpx.post(f"{here.url}/v1/completions", content=content, headers={"content-type": "application/json"})
+    error = got.json()["error"]
+    assert got.status_code == 400 and error["param"] == twice and error["code"] == "invalid_value"
+    assert f"{twice!r} is given twice" in error["message"]
 
 
 def test_a_million_wrong_entries_make_one_error(here: Running) -> None:

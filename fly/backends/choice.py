@@ -16,9 +16,11 @@ from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH, split
 from fly.backends.cpu.packed import refusal
+from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
 from fly.drafts.base import Loaded
+from fly.errors import short
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
@@ -31,26 +33,33 @@ __all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
 _log = logging.getLogger("fly")
+_AWAY = ["auto", TORCH, "int8"]  # the kernels of other devices
 
 
 def executor_of(model: Any, kernels: str = "auto") -> Executor:
     """What runs ``model`` by the kernels that ``kernels`` stands for (``fly.backends.cpu.chosen``): an executor as it
-    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch.
+    is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
+    the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``).
 
     ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. On the
     CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
-    variant = chosen(kernels)
+    narrow = rounds(kernels, model.device)
+    variant = INT8 if narrow else chosen(kernels)
     if isinstance(model, Executor):
         if kernels != "auto" and variant != model.kernels:
             raise ValueError(f"kernels {kernels!r}: this model was loaded for {model.kernels!r}")
         return model
     decoder: Any = model.model if isinstance(model, Loading) else model
+    if narrow:
+        if not isinstance(decoder, Llama):
+            raise ValueError(f"kernels {kernels!r}: a {type(decoder).__name__} is run as it is")
+        return _on_torch(rounded(model))
     if variant != TORCH:
         if model.device.type != "cpu":
-            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}"
+            reason: str | None = f"compiled kernels run on the CPU, not on {model.device}; choices there: {_AWAY}"
         else:
             kind = type(decoder).__name__
             reason = refusal(decoder) if isinstance(decoder, Llama) else f"there is no compiled code for {kind}"
@@ -88,7 +97,8 @@ def load_executor(
     kernels: str = "auto",
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
-    chosen(kernels)  # what is wrong with them is said before anything is read
+    if not rounds(kernels, resolve_device(device)):
+        chosen(kernels)  # what is wrong with them is said before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
 
 
@@ -112,12 +122,14 @@ def load(
     if isinstance(model, Executor):
         return Loaded(model)
     if not isinstance(model, (str, Path, Checkpoint)):
+        if not isinstance(model, Model):
+            raise ValueError(f"model {short(model)} is no name, path, open checkpoint or loaded model")
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
     if is_head(checkpoint.path):
-        variant, _ = split(chosen(kernels))  # its few weights are not rounded
-        own = None if dtype == "auto" else resolve_dtype(dtype, {})
-        head = load_head(checkpoint.path, own, resolve_device(device))
+        where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
+        variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
+        head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)

@@ -6,19 +6,22 @@ Shape legend: T packed tokens, N places, C hidden width, V vocabulary, F hidden 
 from __future__ import annotations
 
 from collections import abc
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from fly.backends.int8 import INT8
 from fly.executor import Batch, Executor, Head, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
+from fly.models.llama import noting
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
 
 
+@runtime_checkable
 class Model(Protocol):
     """What can be run: ``fly.models.Llama`` is one."""
 
@@ -43,8 +46,14 @@ class TorchExecutor(Executor):
 
     def __init__(self, model: Model, layers: abc.Sequence[int] | None = None) -> None:
         self.model = model
+        if isinstance(model, Llama) and model.rounded:
+            self.kernels = INT8
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
         self._options: dict[str, Any] = {} if layers is None else {"layers": layers}
+
+    @property
+    def weight_bytes(self) -> int:
+        return 1 if self.kernels == INT8 else super().weight_bytes
 
     @property
     def model_name(self) -> str:
@@ -58,7 +67,7 @@ class TorchExecutor(Executor):
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
         taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
-        options = {**self._options, "states": taken} if states else self._options
+        options = {**self._options, "through": noting(taken)} if states else self._options
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None:

@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from fly import __version__
 from fly.cli.bench import bench
 from fly.cli.chat import chat
 from fly.cli.comparison import demo
@@ -27,9 +28,7 @@ app = typer.Typer(
 
 def _show_version(wanted: bool) -> None:
     if wanted:
-        from importlib.metadata import version
-
-        typer.echo(f"fly {version('flyspec')}")
+        typer.echo(f"fly {__version__}")
         raise typer.Exit()
 
 

@@ -169,9 +169,11 @@ def show_stream(
     """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
-    show(request)
-    elapsed = time.perf_counter() - start
-    console.print()
+    try:
+        show(request)
+        elapsed = time.perf_counter() - start
+    finally:
+        console.print()  # what went wrong halfway gets a line of its own
     return request.stats, elapsed
 
 

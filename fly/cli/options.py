@@ -58,8 +58,8 @@ Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Kernels = Annotated[
     str,
     typer.Option(
-        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits; w8a8: "
-        "weights and activations."
+        help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
+        "torchao); w8a8: weights and activations."
     ),
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]

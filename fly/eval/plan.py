@@ -21,6 +21,7 @@ from pydantic import (
 
 from fly.bundled import BUNDLED, usual_draft
 from fly.cache import DEFAULT_BYTES
+from fly.config import read_yaml
 from fly.errors import explain
 from fly.eval.task import Task, load_task
 from fly.policies import AcceptancePolicy, Exact, parse_policy
@@ -213,7 +214,7 @@ class Plan(BaseModel):
         path = Path(path)
         saved = path / "plan.yaml" if path.is_dir() else path
         try:
-            fields = yaml.safe_load(saved.read_text(encoding="utf-8")) or {}
+            fields = read_yaml(saved.read_text(encoding="utf-8")) or {}
         except (OSError, UnicodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else str(error)
             raise ValueError(f"plan {str(path)!r} cannot be read: {reason}") from error

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fly.bundled.tasks import KINDS, SPLITS
 from fly.bundled.tasks import problems as draw_problems
+from fly.config import read_yaml
 from fly.errors import explain, meant
 from fly.eval.scorers import Nothing, Programs, Score, ScorerField, render
 from fly.llm import LLM
@@ -250,7 +251,7 @@ def load_task(text: str, **changes: Any) -> Task:
         known = task_names()
         raise ValueError(f"unknown task {name!r}{meant(name, known)}; choose one of {known}, or a .yaml file of yours")
     try:
-        fields = yaml.safe_load(source)
+        fields = read_yaml(source)
         if not isinstance(fields, dict):
             raise ValueError(f"{name}: a task is a mapping of fields, not {fields!r}")
         for field in ("data", "examples"):

@@ -16,9 +16,12 @@ import jinja2.nodes
 import jinja2.parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from fly.errors import short
+
 __all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking", "conversation", "pick"]
 
 Kind = Literal["text", "reasoning"]
+_SPEAKERS = ("system", "developer", "user")  # who have nothing to say but a content
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # what callers and templates call a message's thinking
 
 
@@ -218,11 +221,27 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates read them: a message's thinking (``reasoning_content``, or ``thinking``, or ``reasoning``)
-    goes by the first two of these names. Raises ``ValueError`` for what is no message."""
+    goes by the first two of these names, and a content that comes in parts (``{"type": "text", ...}``) is one text.
+    Raises ``ValueError`` for what is no message."""
     found = []
-    for message in messages:
+    for number, message in enumerate(messages):
         if not isinstance(message, Mapping):
             raise ValueError(f"message {message!r} is no dictionary with a role and a content")
+        if "role" not in message or (message["role"] in _SPEAKERS and message.get("content") is None):
+            lacks = "content" if "role" in message else "role"
+            raise ValueError(f"message {number} has no {lacks}: {short(dict(message))}")
+        made = {**message, "content": _text(number, message["content"])} if "content" in message else dict(message)
         said = next((message[name] for name in _REASONING if message.get(name) is not None), None)
-        found.append(dict(message) if said is None else {"thinking": said, **message, "reasoning_content": said})
+        found.append(made if said is None else {"thinking": said, **made, "reasoning_content": said})
     return found
+
+
+def _text(number: int, content: object) -> object:
+    """A content that comes in parts of text, as one text."""
+    if not isinstance(content, (list, tuple)):
+        return content
+    for part in content:
+        if not isinstance(part, Mapping) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            form = "{'type': 'text', 'text': ...}"
+            raise ValueError(f"message {number} has a part that is no text: {short(part)}; only {form} is taken")
+    return "".join(part["text"] for part in content)

@@ -11,7 +11,7 @@ before them, is the business of the ``kv`` object, whose ``attend(layer, q, k, v
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from fly.models.config import LlamaConfig
 
-__all__ = ["KV", "DenseCausal", "Llama", "allocate", "skeleton"]
+__all__ = ["KV", "DenseCausal", "Llama", "Through", "allocate", "skeleton"]
 
 
 class KV(Protocol):
@@ -144,7 +144,8 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; query, key and value projections are one matrix (rows q, then k, then v)."""
+    """Grouped-query attention; query, key and value projections are one matrix (rows q, then k, then v). What lies
+    before and after the attention itself is apart from it, since it alone is the cache's business (``KV``)."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -163,15 +164,28 @@ class Attention(nn.Module):
             self.q_norm, self.k_norm = Norm(width, config), Norm(width, config)
         self.normalised = config.traits.query_norm
 
-    def forward(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor, kv: KV) -> Tensor:
+    def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [T, H, D], keys and values [T, G, D]; the first two rotated."""
         qkv = self.qkv_proj(x_TC).unflatten(-1, (-1, self.head_dim))
         rotated = self.heads + self.kv_heads
         qk = qkv[:, :rotated]
         if self.normalised:
-            qk = torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+            qk = self._normalise(qk)
         qk = rotate(qk, cos_T1D, sin_T1D)
-        q_THD, k_TGD, v_TGD = qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
-        return self.o_proj(kv.attend(self.layer, q_THD, k_TGD, v_TGD, self.window, self.scale).flatten(1))
+        return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
+
+    def _normalise(self, qk: Tensor) -> Tensor:
+        """Queries and keys, head by head, each by the weights of its kind."""
+        if not torch.compiler.is_compiling():
+            return torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+        # One norm of all heads is one kernel where two norms are two; in between nothing is rounded.
+        query_H1 = (torch.arange(qk.shape[1], device=qk.device) < self.heads).unsqueeze(1)
+        weight_HD = torch.where(query_H1, self.q_norm.weight, self.k_norm.weight).float() + self.q_norm.offset
+        return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
+
+    def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
+        """[T, H * D] over what ``kv`` holds of this layer."""
+        return kv.attend(self.layer, q_THD, k_TGD, v_TGD, self.window, self.scale).flatten(1)
 
 
 class FeedForward(nn.Module):
@@ -213,12 +227,52 @@ class Layer(nn.Module):
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
         return [self.input_layernorm, self.pre_feedforward_layernorm, *after]
 
-    def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
-        before_attention, before_mlp, *after = self.norms()
-        out_TC = self.self_attn(before_attention(x_TC), *rotary[self.rope], kv)
+    def before(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What is attended with: queries [T, H, D], keys and values [T, G, D]."""
+        return self.self_attn.project(self.input_layernorm(x_TC), cos_T1D, sin_T1D)
+
+    def after(self, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
+        """What the layer makes of ``x_TC`` by what its attention gave (all heads side by side)."""
+        _, before_mlp, *after = self.norms()
+        out_TC = self.self_attn.o_proj(attended_TC)
         x_TC = x_TC + (after[0](out_TC) if after else out_TC)
         out_TC = self.mlp(before_mlp(x_TC))
         return x_TC + (after[1](out_TC) if after else out_TC)
+
+    def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
+        qkv = self.before(x_TC, *rotary[self.rope])
+        return self.after(x_TC, self.self_attn.attend(kv, *qkv))
+
+
+# Takes hidden states [T, C] through layers and the last norm, given the rotary tables of the tokens and the cache.
+Through = Callable[[Sequence[Layer], Norm, Tensor, Sequence[tuple[Tensor, Tensor]], KV], Tensor]
+
+
+def in_turn(
+    layers: Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV
+) -> Tensor:
+    """Layer by layer, operation by operation: a ``Through``."""
+    for layer in layers:
+        x_TC = layer(x_TC, rotary, kv)
+    return norm(x_TC)
+
+
+def noting(states: dict[int, Tensor]) -> Through:
+    """``in_turn`` for a forward whose hidden states are asked for: each number that is a key of ``states`` gets the
+    residual stream [T, C] after so many layers there; 0 is the embedding."""
+
+    def through(
+        layers: Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV
+    ) -> Tensor:
+        for number, layer in enumerate(layers):
+            if number in states:
+                states[number] = x_TC
+            x_TC = layer(x_TC, rotary, kv)
+        if len(layers) in states:
+            states[len(layers)] = x_TC
+        return norm(x_TC)
+
+    return through
 
 
 def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
@@ -228,6 +282,8 @@ def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
 
 class Llama(nn.Module):
     """The decoder; parameter names are Hugging Face's, save for the fused ``qkv_proj`` and ``gate_up_proj``."""
+
+    rounded = False  # whether its matrices are int8 weights (fly.backends.int8)
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -262,11 +318,11 @@ class Llama(nn.Module):
         positions_T: Tensor,
         kv: KV,
         layers: Sequence[int] | None = None,
-        states: dict[int, Tensor] | None = None,
+        through: Through = in_turn,
     ) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
-        layers or those numbered in ``layers`` only. Whose number is a key of ``states`` gets the residual stream [T, C]
-        after so many layers there: 0 is the embedding.
+        layers or those numbered in ``layers`` only. ``through`` takes them there: ``fly.models.compiled`` has another
+        way, of the same values.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
@@ -274,14 +330,8 @@ class Llama(nn.Module):
         x_TC = self.embed_tokens(tokens_T)
         if self.config.traits.scaled_embedding:
             x_TC = x_TC * embedding_scale(self.config, self.dtype)
-        every = self.layers if layers is None else [self.layers[number] for number in layers]
-        for number, layer in enumerate(every):
-            if states is not None and number in states:
-                states[number] = x_TC
-            x_TC = layer(x_TC, rotary, kv)
-        if states is not None and len(every) in states:
-            states[len(every)] = x_TC
-        return self.norm(x_TC)
+        chosen: Any = self.layers if layers is None else [self.layers[number] for number in layers]
+        return through(chosen, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""

@@ -145,10 +145,16 @@ class Loading:
                 f"{checkpoint.path}: tie_word_embeddings is true, but lm_head.weight differs from embed_tokens.weight"
             )
 
-    def whole(self) -> Llama:
-        """The loaded model, without gradients."""
-        self._fill(self.model, borrow=False)
-        return self.model.eval().requires_grad_(False)
+    def whole(self, finish: Callable[[nn.Module], None] | None = None) -> Llama:
+        """The loaded model, without gradients. ``finish`` may change each layer, and a head of its own, as soon as it
+        has its values, before the next has any."""
+        model = self.model
+        if finish is not None:
+            for module in (*model.layers, *([] if model.config.tie_word_embeddings else [model.lm_head])):
+                self._fill(module, borrow=False)
+                finish(module)
+        self._fill(model, borrow=False)
+        return model.eval().requires_grad_(False)
 
     @contextmanager
     def filled(self, module: nn.Module) -> Iterator[None]:
@@ -162,12 +168,13 @@ class Loading:
                 setattr(owner, name, parameter)
 
     def _fill(self, module: nn.Module, borrow: bool) -> list[tuple[nn.Module, str, nn.Parameter]]:
-        """Give a module's parameters memory and values. One that has two names stays one parameter. Returns those that
-        were in their places."""
+        """Give a module's parameters that have none memory and values. One that has two names stays one parameter.
+        Returns those that were in their places."""
         before = [
             (owner, name, parameter)
             for owner in module.modules()
             for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False)
+            if parameter in self._names
         ]
         made: dict[nn.Parameter, nn.Parameter] = {}
         for owner, name, parameter in before:

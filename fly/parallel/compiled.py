@@ -31,8 +31,8 @@ class CompiledPart(PackedLlama):
     It is run forward and logits apart (``PartExecutor``): one call of both would know only this rank's logits, and
     the order in which ranks are added up depends on a value's place among all of a call.
 
-    Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks compare what they
-    are about to compute (``Ranks.check``).
+    Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks note what they are
+    about to compute (``Ranks.note``).
     """
 
     def __init__(self, model: Llama, variant: str, part: Part, ranks: Ranks, gather_logits: bool = False) -> None:
@@ -53,7 +53,7 @@ class CompiledPart(PackedLlama):
                 self._error = error
 
     def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
-        self.ranks.check(tokens_T, positions_T)
+        self.ranks.note(tokens_T, positions_T)
         hidden_TC = super().__call__(tokens_T, positions_T, kv, layers)
         if (error := self._error) is not None:
             self._error = None

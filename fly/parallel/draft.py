@@ -139,6 +139,8 @@ class FirstDraft(DraftStrategy):
         return strategy
 
     def attach(self, target: Runner) -> None:
+        self._device = target.executor.device  # each rank's own
+
         def attach() -> None:
             if self.strategy is not None:
                 self.strategy.attach(target)
@@ -157,23 +159,17 @@ class FirstDraft(DraftStrategy):
             else:
                 parents = None if draft.parents_BK is None else draft.parents_BK.tolist()
                 distribution = None if draft.probs_BKV is None else (draft.probs_BKV.shape, draft.probs_BKV.dtype)
-                sent = (
-                    draft.tokens_BK.tolist(),
-                    draft.lengths_B.tolist(),
-                    parents,
-                    distribution,
-                    str(draft.tokens_BK.device),
-                )
+                sent = draft.tokens_BK.tolist(), draft.lengths_B.tolist(), parents, distribution
         sent = self.ranks.share(sent)
         if isinstance(sent, Exception):
             raise sent
-        tokens, lengths, parents, distribution, device = sent
-        probs_BKV = None
+        tokens, lengths, parents, distribution = sent
+        device, probs_BKV = self._device, None
         if distribution is not None:
-            probs_BKV = (
-                torch.empty(distribution[0], dtype=distribution[1], device=device) if draft is None else draft.probs_BKV
-            )
-            assert probs_BKV is not None
+            if draft is None or draft.probs_BKV is None:
+                probs_BKV = torch.empty(distribution[0], dtype=distribution[1], device=device)
+            else:
+                probs_BKV = draft.probs_BKV.to(device)
             probs_BKV = self.ranks.spread(probs_BKV)
         shape = len(lengths), len(tokens[0]) if tokens else 0
 

@@ -20,10 +20,12 @@ from fly.backends import load_executor
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
+from fly.backends.int8 import rounded, rounds
 from fly.backends.torch import TorchExecutor
 from fly.executor import Executor
-from fly.models import Llama, LlamaConfig, load_model
+from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
+from fly.models.loading import Loading, resolve_device
 from fly.parallel.compiled import CompiledPart, PartExecutor
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import LLAMA, Part, Rule
@@ -48,7 +50,7 @@ def load(
 
     Args:
         gather_logits: give plain logits, gathered at once, instead of ``VocabularyShards``.
-        kernels: what runs it on the CPU, as for ``fly.LLM``. A plan that gathers is run by PyTorch.
+        kernels: what runs it, as for ``fly.LLM``. A plan that gathers is run by PyTorch.
 
     Raises:
         PlanError: the model does not divide by the plan among so many ranks.
@@ -64,8 +66,15 @@ def load(
         parts.append(Part(config, ranks.rank, ranks.size, plan))
         return parts[-1]
 
-    model = ranks.together(lambda: load_model(path, dtype, device, part=part), f"loading {name}")
+    def read() -> Llama:
+        narrow = rounds(kernels, resolve_device(device))
+        loading = Loading(path, dtype, device, part=part)
+        return rounded(loading) if narrow else loading.whole()
+
+    model = ranks.together(read, f"loading {name}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
+    if rounds(kernels, model.device):
+        return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
     variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
@@ -95,9 +104,9 @@ def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = Fa
     """Make ``model``, which holds ``part``, run as one with those of the other ranks. Returns it.
 
     Its ``logits`` are shards of the vocabulary (``VocabularyShards``), or plain if they are to be gathered. Before a
-    forward, ranks compare what they are about to compute (``Ranks.check``).
+    forward, ranks note what they are about to compute (``Ranks.note``).
     """
-    model.register_forward_pre_hook(lambda _, args: ranks.check(args[0], args[1]))
+    model.register_forward_pre_hook(lambda _, args: ranks.note(args[0], args[1]))
     for name, module in model.named_modules():
         if not isinstance(module, (nn.Linear, nn.Embedding)):
             continue

@@ -34,6 +34,43 @@ __all__ = ["Ranks", "Share", "follow", "launch", "launched", "lead", "memory_her
 Share = TypeVar("Share")
 _FOREVER = timedelta(days=365)  # a server may be idle for long; the watch notices what a timeout would
 _VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# Of one tensor into one; where torch has the newer name, the older one warns.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_ODD = -7046029254386353131  # 2^64 divided by the golden ratio, as an int64
+_LONGEST = 1 << 14  # tokens of a forward that a checksum has factors for from the start
+
+
+class Checksum:
+    """A checksum of whole numbers in their order, kept on their device: it grows by what is queued there, so that
+    nothing waits for it, and a CUDA graph can hold it. ``host`` has its value once the host has waited for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        with torch.inference_mode(False):  # what is made inside of that mode can be changed only there
+            self.value = torch.ones(1, dtype=torch.int64, device=device)
+            self.host = torch.zeros(1, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self._make_factors(_LONGEST)
+
+    def _make_factors(self, count: int) -> None:
+        self._factors = torch.arange(1, count + 1, device=self.device) * _ODD | 1  # odd: no number's bits are lost
+
+    def add(self, numbers_T: Tensor) -> None:
+        """Take in numbers of at least 0. Of more than ever before only while no graph is captured, which a run that
+        warms it up sees to."""
+        if len(numbers_T) > len(self._factors):
+            self._make_factors(2 * len(numbers_T))
+        self.value.mul_(_ODD).add_(((numbers_T + 1) * self._factors[: len(numbers_T)]).sum())
+
+    def leave(self) -> None:
+        """Queue the copy that ``host`` gets."""
+        self.host.copy_(self.value, non_blocking=True)
+
+    def read(self) -> int:
+        """The value last left; waits only if the device is still at work."""
+        if self.device.type == "cuda" and not (stream := torch.cuda.current_stream(self.device)).query():
+            stream.synchronize()
+        return int(self.host)
 
 
 class Ranks:
@@ -42,9 +79,14 @@ class Ranks:
     Args:
         group: of torch.distributed, for tensors on the device (NCCL or Gloo); None is every process.
         control: a Gloo group of the same processes, for what the host says; None takes ``group``.
-        check_every: forwards between two comparisons of what ranks are about to compute (0 never compares).
+        check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
 
     ``random`` draws the same on every rank: numbers nobody can foresee, from a key of the first rank.
+
+    What is done with tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) asks
+    nothing of the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with
+    ``capture_error_mode="thread_local"``: another thread asks the device how far it is). Who replays such a graph
+    waits for its result inside of ``awaited``.
     """
 
     def __init__(self, group: Any = None, control: Any = None, check_every: int = 1) -> None:
@@ -54,7 +96,10 @@ class Ranks:
         self.first = dist.get_global_rank(self.group, 0)  # type: ignore[arg-type]
         self.progress = Progress()
         self.watch: Watch | None = None
-        self.check_every, self._forwards = check_every, 0
+        self.check_every, self._steps, self._forwards, self._said = check_every, 0, 0, 0
+        self._checksums: dict[torch.device, Checksum] = {}
+        # Ranks that bring other lengths wait for one another on CUDA; Gloo ends the process by force.
+        self.compares_forwards = dist.get_backend(self.group) == "gloo"
         self.random = random.Random(self.share(secrets.randbits(256)))
 
     @property
@@ -65,23 +110,20 @@ class Ranks:
     def sum_(self, x: Tensor) -> Tensor:
         """``x``, summed over ranks in place: the same bits on every rank."""
         if self.size > 1:
-            x = x if x.is_contiguous() else x.contiguous()
-            with self._inside():
-                dist.all_reduce(x, group=self.group)
+            x = x.contiguous()
+            self._run(dist.all_reduce, x)
         return x
 
     def max_(self, x: Tensor) -> Tensor:
         """``x``, the largest over ranks, in place."""
         if self.size > 1:
-            with self._inside():
-                dist.all_reduce(x, dist.ReduceOp.MAX, group=self.group)
+            self._run(dist.all_reduce, x, op=dist.ReduceOp.MAX)
         return x
 
     def gather(self, x: Tensor) -> Tensor:
         """[ranks, ...]: the ``x`` of every rank, all of one shape."""
         found = x.new_empty(self.size, *x.shape)
-        with self._inside():
-            dist.all_gather(list(found.unbind(0)), x.contiguous(), group=self.group)
+        self._run(_all_gather, found, x.contiguous().unsqueeze(0))
         return found
 
     def join(self, x: Tensor) -> Tensor:
@@ -92,15 +134,14 @@ class Ranks:
         """``x`` of the first rank, written into that of the others, which has its shape and type."""
         if self.size > 1:
             x = x.contiguous()
-            with self._inside():
-                dist.broadcast(x, src=self.first, group=self.group)
+            self._run(dist.broadcast, x, src=self.first)
         return x
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
         """What the first rank gives, on every rank. ``wait``: it may take its time, and nobody is to blame for that."""
         box = [value if self.rank == 0 else None]
         if self.size > 1:
-            with self._inside(count=not wait):
+            with self.awaited(count=not wait):
                 dist.broadcast_object_list(box, src=self.first, group=self.control)
         return box[0]  # type: ignore[return-value]
 
@@ -108,7 +149,7 @@ class Ranks:
         """What every rank gives, on every rank; nobody is to blame for taking long."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
-            with self._inside(count=False):
+            with self.awaited(count=False):
                 dist.all_gather_object(found, value, group=self.control)
         return found
 
@@ -116,7 +157,7 @@ class Ranks:
         """Seconds by the first rank's clock: decisions that hang on time are the same everywhere."""
         now = torch.tensor(time.perf_counter(), dtype=torch.float64)
         if self.size > 1:
-            with self._inside():
+            with self.awaited():
                 dist.broadcast(now, src=self.first, group=self.control)
         return float(now)
 
@@ -158,28 +199,69 @@ class Ranks:
         if isinstance(error, CollectiveError) and self.watch is not None:
             time.sleep(2 * self.watch.heartbeat_timeout)
 
-    def check(self, *tensors_T: Tensor) -> None:
-        """Compare what ranks are about to compute with: every ``check_every``-th time it is called.
+    def note(self, *tensors_T: Tensor) -> None:
+        """Take in what this rank is about to compute with, whole numbers of at least 0, for the next ``agree``. Neither
+        waits nor sends, save on Gloo, where ranks compare it at once.
+
+        Raises ``RankError`` as ``agree``.
+        """
+        if self.size == 1 or not self.check_every:
+            return
+        self._forwards += 1
+        lengths = repr([len(tensor_T) for tensor_T in tensors_T])
+        self.progress.lengths = zlib.crc32(lengths.encode(), self.progress.lengths)
+        (device,) = {tensor.device for tensor in tensors_T}
+        if device not in self._checksums:
+            self._checksums[device] = Checksum(device)
+        checksum = self._checksums[device]
+        for tensor_T in tensors_T:
+            checksum.add(tensor_T)
+        checksum.leave()
+        if self.compares_forwards and not self._forwards % self.check_every:
+            self._compare()
+
+    def agree(self, said: object = None) -> None:
+        """Compare what ranks have computed with since they began, and what each has ``said``, plain values: every
+        ``check_every``-th time it is called. The host has waited for the device, for what came of it all.
 
         Raises ``RankError`` on every rank, naming those that differ from the first.
         """
-        self._forwards += 1
-        if not self.check_every or self._forwards % self.check_every or self.size == 1:
+        if self.size == 1 or not self.check_every:
             return
-        prints = [zlib.crc32(tensor.cpu().numpy().tobytes()) for tensor in tensors_T]
-        mine = torch.tensor([self._forwards, *(tensor.numel() for tensor in tensors_T), *prints])
+        self._steps += 1
+        self._said = zlib.crc32(repr(said).encode(), self._said)
+        if not self._steps % self.check_every:
+            self._compare()
+
+    def _compare(self) -> None:
+        computed = zlib.crc32(repr([checksum.read() for checksum in self._checksums.values()]).encode(), self._said)
+        mine = torch.tensor([self._forwards, computed])
         found = [torch.empty_like(mine) for _ in range(self.size)]
-        with self._inside():
+        with self.awaited():
             dist.all_gather(found, mine, group=self.control)
         if different := [rank for rank, theirs in enumerate(found) if not torch.equal(theirs, found[0])]:
+            count, self._forwards, self._said, self._checksums = self._forwards, 0, 0, {}  # it is said once
             raise RankError(
-                f"ranks diverged: before forward {self._forwards}, {'ranks' if len(different) > 1 else 'rank'} "
+                f"ranks diverged: up to forward {count}, {'ranks' if len(different) > 1 else 'rank'} "
                 f"{', '.join(map(str, different))} had other tokens than rank 0"
             )
 
+    def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
+        """A collective of the device's group. On CUDA it is only queued when this returns."""
+        if torch.compiler.is_compiling():  # what a graph does is noted by whoever waits for it
+            collective(*tensors, group=self.group, **options)
+            return
+        with self.awaited():
+            collective(*tensors, group=self.group, **options)
+        if tensors[0].is_cuda and not torch.cuda.is_current_stream_capturing():
+            event = torch.cuda.Event()
+            event.record()
+            self.progress.over = event.query
+
     @contextmanager
-    def _inside(self, count: bool = True) -> Iterator[None]:
-        """Note that a collective is under way, and whether it failed."""
+    def awaited(self, count: bool = True) -> Iterator[None]:
+        """Around what waits for other ranks, as all of them do: a collective, or the result of a graph that holds some.
+        One that does not come in time is to blame for that, and a ``RuntimeError`` is a ``CollectiveError``."""
         if count:
             self.progress.entered += 1
             self.progress.since = time.monotonic()
@@ -229,7 +311,7 @@ def launch(
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
         collective_timeout: seconds for which a rank waits in a collective before it blames those that do not come.
         on_fault: is given the message before the process ends (in a thread of its own).
-        check_every: forwards between two comparisons of the tokens that ranks compute with.
+        check_every: steps between two comparisons of the tokens that ranks compute with.
 
     Raises:
         ValueError: this process was not started by torchrun, or a timeout is no number of seconds.
@@ -252,7 +334,8 @@ def launch(
         store=dist.PrefixStore(f"group/{attempt}", store),
         rank=rank,
         world_size=size,
-        timeout=_FOREVER,
+        # The watch speaks first; what it cannot end, NCCL does. Gloo's would also end servers that are idle.
+        timeout=timedelta(seconds=2 * collective_timeout) if cuda else _FOREVER,
         device_id=device,
     )
     # Watched from the first collective on: the others may be gone before it.

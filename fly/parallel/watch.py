@@ -35,11 +35,15 @@ class CollectiveError(RuntimeError):
 
 
 class Progress:
-    """How many collectives a rank has entered, and since when it has been inside the last (None: it is not)."""
+    """How many collectives a rank has entered, since when it has been inside the last (None: it is not), and whether
+    what it left to a device is ``over``, where entering one only queues it there (None: nothing was left to one).
+
+    Of what it computes with, ``lengths`` is a checksum that the host knows without waiting for anything."""
 
     def __init__(self) -> None:
-        self.entered = 0
+        self.entered, self.lengths = 0, 0
         self.since: float | None = None
+        self.over: Callable[[], bool] | None = None
 
 
 class Watch:
@@ -72,6 +76,7 @@ class Watch:
         self._who = [json.loads(self._store.get(_key("who", other))) for other in range(size)]
         self._handles = self._open_handles()
         self._left: set[int] = set()
+        self._queued = self._complete = (0, 0.0)  # the last collective, and since when it is seen so
         self._errors = 0
         self._stop = threading.Event()
         self._declared = threading.Lock()
@@ -156,7 +161,8 @@ class Watch:
         last = time.monotonic()
         while not self._stop.is_set():
             try:
-                self._store.set(_key("beat", self.rank), f"{time.monotonic()} {self.progress.entered}")
+                progress = self.progress
+                self._store.set(_key("beat", self.rank), f"{time.monotonic()} {progress.entered} {progress.lengths}")
                 if self._store.check([_key("fault")]):
                     self._end(self._store.get(_key("fault")).decode())
                 now = time.monotonic()
@@ -187,17 +193,46 @@ class Watch:
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                     self._end(message)
 
+    def _waiting(self, now: float) -> tuple[int, float] | None:
+        """The last collective, and since when this rank waits for it: inside of it, or for a device that it was left
+        to, with nothing after it."""
+        entered, since, over = self.progress.entered, self.progress.since, self.progress.over
+        if since is not None:
+            return entered, since
+        with contextlib.suppress(RuntimeError):  # a device that has failed; whoever waits for it says so
+            if over is None or over():
+                self._queued = (0, 0.0)
+                return None
+        if self._queued[0] != entered:
+            self._queued = (entered, now)
+        return self._queued
+
     def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
-        """Whether this rank waits in a collective to which others have not come for too long."""
-        entered, since = self.progress.entered, self.progress.since
-        if since is None or now - since < self.collective_timeout:
+        """Whether this rank waits in a collective to which others have not come for too long, or which all have come to
+        and is not over for as long."""
+        if (waiting := self._waiting(now)) is None or now - waiting[1] < self.collective_timeout:
             return
-        counts = {int(beat.split()[1]): other for other, beat in reversed(said.items()) if beat}
+        entered, since = waiting
+        beats = {other: beat.split() for other, beat in said.items() if beat}
+        counts = {int(beat[1]): other for other, beat in reversed(beats.items())}
         if counts and (least := min(counts)) < entered:
             other = counts[least]
             if other in self._left and now - since < self.collective_timeout + 2 * _LEAVE:
                 return  # it is about to say why
             self.declare(other, f"hangs: for {self.collective_timeout:g} s it has not come to collective {least + 1}")
+        if len(beats) < self.size - 1 or self._left:
+            return
+        if self._complete[0] != entered:
+            self._complete = (entered, now)
+        if now - self._complete[1] < self.collective_timeout:
+            return
+        strange = [other for other, beat in beats.items() if int(beat[2]) != self.progress.lengths]
+        if strange:
+            self.declare(strange[0], f"has other tokens than rank {self.rank}, so that collective {entered} cannot end")
+        self.declare(
+            self.rank,
+            f"waits for collective {entered}, which all ranks have come to but which does not end (is their link cut?)",
+        )
 
 
 def _key(*parts: object) -> str:

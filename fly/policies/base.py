@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.ops import draw
 from fly.policies.binding import Bindable
-from fly.policies.conditions import Block, Condition, expression
+from fly.policies.conditions import Block, Condition, expression, given
 from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
@@ -83,6 +83,14 @@ class AcceptancePolicy(Bindable, ABC):
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         """[B, K] float in [0, 1]: the chance of keeping token j, given that all before it stand."""
 
+    def chances(self, target: Target, draft: Draft) -> Tensor:
+        """``accept_probs``, once it is known to be one number for each drafted token. Raises ``ValueError`` if not: a
+        tensor [B] or [K] would be spread over the others without a word."""
+        found_BK = self.accept_probs(target, draft)
+        if not isinstance(found_BK, Tensor) or found_BK.shape != draft.shape:
+            raise ValueError(f"{self}: accept_probs gave {given(found_BK)}, not a tensor [B, K] of {list(draft.shape)}")
+        return found_BK
+
     def relax(self, target: Target, draft: Draft, agree_BK: Tensor) -> Tensor:
         """[B, K] bool: mismatches excused, given where the lossless core agreed (``agree_BK``, False on padding)."""
         if self.relaxation is None:
@@ -121,7 +129,7 @@ class AcceptancePolicy(Bindable, ABC):
         if not mask_BK.shape[1]:  # nothing to judge, as in every step of autoregressive decoding
             accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
             return Verdict(accepted_B, _next_token(self, target, draft, noise, accepted_B), none_BK, mask_BK)
-        kept_BK = (noise.accept_BK < self.accept_probs(target, draft)) & mask_BK
+        kept_BK = (noise.accept_BK < self.chances(target, draft)) & mask_BK
         block = Block(target, draft, kept_BK)
         if self.relaxation is None:
             excused_BK = self.relax(target, draft, kept_BK)

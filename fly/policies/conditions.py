@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fly.errors import short
 from fly.ops import entropy, log_mass, top
 from fly.policies.binding import Bindable
 from fly.types import Draft, Target
@@ -84,6 +85,13 @@ class Condition(Bindable, ABC):
     def evaluate(self, block: Block) -> Tensor:
         """[B, K] bool. What it says on padding and on agreeing positions does not matter."""
 
+    def says(self, block: Block) -> Tensor:
+        """``evaluate``, once it is known to be a yes or no for each drafted token. Raises ``ValueError`` if not."""
+        said_BK, shape = self.evaluate(block), block.agree_BK.shape
+        if not isinstance(said_BK, Tensor) or said_BK.dtype != torch.bool or said_BK.shape != shape:
+            raise ValueError(f"{self}: evaluate gave {given(said_BK)}, not a bool tensor [B, K] of {list(shape)}")
+        return said_BK
+
     @cached_property
     def label(self) -> str:
         """Its expression, under which it is noted in ``block.clauses``."""
@@ -92,7 +100,7 @@ class Condition(Bindable, ABC):
     def holds(self, block: Block) -> Tensor:
         """``evaluate``, noted in ``block.clauses`` under the condition's expression, once a block."""
         if self.label not in block.clauses:
-            block.clauses[self.label] = self.evaluate(block)
+            block.clauses[self.label] = self.says(block)
         return block.clauses[self.label]
 
     @property
@@ -129,6 +137,12 @@ class Condition(Bindable, ABC):
 
     def __invert__(self) -> Condition:
         return Not(self)
+
+    def __bool__(self) -> bool:
+        raise TypeError(
+            f"{self} is neither true nor false by itself: combine conditions by '&', '|' and '~', not by "
+            "'and', 'or' and 'not'"
+        )
 
     def __str__(self) -> str:
         return expression(self, first=True)  # type: ignore[arg-type]  # subclasses are dataclasses
@@ -216,7 +230,7 @@ class Not(Condition):
     part: Condition
 
     def evaluate(self, block: Block) -> Tensor:
-        return ~self.part.evaluate(block)
+        return ~self.part.says(block)
 
     def holds(self, block: Block) -> Tensor:
         return ~self.part.holds(block) if isinstance(self.part, _Composite) else super().holds(block)
@@ -230,6 +244,11 @@ class Not(Condition):
 
     def __str__(self) -> str:
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
+
+
+def given(value: object) -> str:
+    """What a rule gave where a tensor was wanted, in words."""
+    return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
 def expression(instance: NamedDataclass, first: bool = False) -> str:

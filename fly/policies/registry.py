@@ -193,6 +193,8 @@ def _from_text(text: Text, node: ast.expr) -> Any:
         if not isinstance(part, Condition):
             raise text.error(f"only a condition can be negated, '{part}' is a policy")
         return ~part
+    if isinstance(node, ast.BoolOp) or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+        raise text.error("conditions are combined by '&', '|' and '~', not by 'and', 'or' and 'not'")
     call = node if isinstance(node, ast.Call) else ast.Call(node, [], [])
     name = text.source(call.func)
     return text.call(text.find(name), name, call)

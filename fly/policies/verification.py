@@ -189,7 +189,7 @@ def _try_siblings(
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
         block = target.about(row_N, logits_N2V, probs_N2V, row_numbers)
         coin_N = noise.accept_BK[row_N, node_N]
-        keeps_N = there_N & (coin_N < policy.accept_probs(block, one).squeeze(1))
+        keeps_N = there_N & (coin_N < policy.chances(block, one).squeeze(1))
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
             exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from typing import Any
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from fly.errors import short
 from fly.serve.answers import Completion
 from fly.serve.guard import Guard
 from fly.serve.messages import Part
@@ -28,6 +31,33 @@ from fly.serve.service import Answering, ApiError, Left, Plain, Service
 __all__ = ["Service", "create_app"]
 
 _HERE = Path(__file__).parent
+
+
+class StrictBody(Request):
+    """A request whose JSON says everything once: of a name that an object has twice, nobody knows which was meant."""
+
+    async def json(self) -> Any:
+        return json.loads(await self.body(), object_pairs_hook=_once)
+
+
+class StrictRoute(APIRoute):
+    """An endpoint that reads its body so."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handler = super().get_route_handler()
+
+        async def strict(request: Request) -> Response:
+            return await handler(StrictBody(request.scope, request.receive))
+
+        return strict
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ApiError(400, f"{twice!r} is given twice in one object of the body", twice, "invalid_value")
+    return found
 
 
 class EventStream(Response):
@@ -163,6 +193,7 @@ def create_app(service: Service) -> ASGIApp:
         redirect_slashes=False,  # to whatever the request calls this host
         lifespan=life,
     )
+    app.router.route_class = StrictRoute
     _add_errors(app)
 
     @app.post("/v1/chat/completions", responses=errors, response_class=Plain)
@@ -376,17 +407,26 @@ def _add_errors(app: FastAPI) -> None:
             where = [name] if (name := message.partition(":")[0]).isidentifier() else []
         elif problem["type"] == "extra_forbidden":
             message = f"unknown or unsupported: {where[-1]!r}; known: {', '.join(Part.__annotations__)}"
+        elif problem["type"] == "missing" and not where:
+            message = "the body is missing"
         elif problem["type"] not in _UNKNOWN and where:
-            message = f"{'.'.join(where)}: {message}"
+            value = problem["input"]
+            got = isinstance(value, (int, float, str)) and problem["type"] not in ("value_error", "missing")
+            message = f"{'.'.join(where)}: {message}" + (f", got {short(value)}" if got else "")
         code = "unknown_parameter" if problem["type"] in _UNKNOWN else "invalid_value"
         return ApiError(400, message, ".".join(where) or None, code).response()
 
     @app.exception_handler(StarletteHTTPException)
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: StarletteHTTPException) -> Response:
-        message = str(error.detail)
-        if error.status_code == 400 and (cause := error.__cause__) is not None:  # FastAPI's, of a body
+        message, cause = str(error.detail), error.__cause__
+        if isinstance(cause, ApiError):
+            return cause.response()
+        if error.status_code == 400 and cause is not None:  # FastAPI's, of a body
             message = f"the body cannot be read as JSON: {cause}"
+        if error.status_code == 404:
+            paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, StrictRoute)))
+            message = f"there is nothing at {request.url.path!r}; paths: {paths}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response

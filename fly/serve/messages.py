@@ -15,6 +15,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
+from fly.errors import meant
+
 __all__ = [
     "MOST",
     "Body",
@@ -47,6 +49,7 @@ class Body(BaseModel):
             return data
         if unknown := [name for name in data if name not in known]:
             shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
@@ -84,6 +87,12 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Message:
+        if self.content is None and self.role not in ("assistant", "tool"):
+            raise ValueError(f"a message of the role {self.role!r} needs a content")
+        return self
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates expect it: text in one piece, and nothing that was not said."""

@@ -103,7 +103,7 @@ class Generation(Body):
     model: str
     temperature: Finite | None = Field(None, ge=0)
     top_p: Finite | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0, lt=2**31)
+    top_k: int | None = Field(None, ge=-1, lt=2**31)  # 0 and -1 are off
     min_p: Finite | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     n: int | None = Field(None, ge=1)

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
@@ -26,6 +25,7 @@ from pydantic import ValidationError
 from starlette.requests import HTTPConnection
 from starlette.types import Receive
 
+from fly import __version__
 from fly.errors import explain
 from fly.job import News, Request
 from fly.llm import LLM
@@ -38,8 +38,8 @@ from fly.serve.requests import ChatRequest, CompletionRequest, Generation, Token
 from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
 from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar
-from fly.serve.trial import Trial
 from fly.structured import LIMITS, StructuredError
+from fly.trial import Trial
 from fly.types import StructuredOutput
 from fly.worker import Stopped
 
@@ -109,10 +109,7 @@ class Service:
         llm.worker.interval = settings.stream_interval
         self.context: int = llm.engine.context
         self.created = int(time.time())
-        try:
-            self.version = version("flyspec")
-        except PackageNotFoundError:  # run from a source tree
-            self.version = "0+unknown"
+        self.version = __version__
 
     @property
     def ready(self) -> bool:
@@ -198,9 +195,10 @@ class Service:
             raise ApiError(400, message, "speculation.policy", "invalid_value") from None
         echoes = None
         several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
-        if (count := several * (body.n or 1)) > self.settings.max_n:
+        at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
+        if (count := several * (body.n or 1)) > at_once:  # however often it is tried
             name = "prompt" if (body.n or 1) == 1 else "n"
-            message = f"{name}: {count} completions; at most {self.settings.max_n} at once"
+            message = f"{name}: {count} completions; at most {at_once} at once"
             raise ApiError(400, message, name, "invalid_value")
         calls, prompts = None, list[list[int]]()
         if isinstance(body, ChatRequest):

@@ -66,8 +66,8 @@ class Case:
         return verify(bound(policy, self.target), self.target, self.draft, self.noise)
 
     def chances(self, policy: AcceptancePolicy) -> Tensor:
-        """[B, K], its ``accept_probs``."""
-        return bound(policy, self.target).accept_probs(self.target, self.draft)
+        """[B, K] float, its ``accept_probs``: yes and no are 1 and 0."""
+        return bound(policy, self.target).chances(self.target, self.draft).float()
 
     def correction(self, policy: AcceptancePolicy, j: int) -> Tensor:
         """[B, V], its ``correction`` where token ``j`` was rejected."""

@@ -61,21 +61,27 @@ def run_checks(
     """Add to ``report`` what each check finds out about ``subject``; what is found twice is said once.
 
     A check returns what it measured, or raises: ``ConformanceError`` with a counterexample, or whatever the subject
-    raises. ``advance`` is called after each.
+    raises. ``advance`` is called after each. Where the first one ends in an error of the subject's, that is all: the
+    others would end in it, or in what follows from it.
     """
     seen: dict[str, str] = {}  # what went wrong, and the check in which it was seen first
     for check in checks:
         name, start = title(check), time.perf_counter()
+        where = ""
         try:
             passed, detail = True, check(subject) or ""
         except Exception as error:
-            passed, detail, where = False, str(error), ""
+            passed, detail = False, str(error)
             if not isinstance(error, ConformanceError):
                 detail, where = f"raised {type(error).__name__}: {error}", f" ({origin(error)})"
             first = seen.setdefault(detail, name)
             detail = f"{detail}{where}" if first == name else f"the same as in '{first}'"
+        end = not report.findings and bool(where)
+        detail += "; nothing else was checked" if end else ""
         report.findings.append(Finding(name, passed, detail, time.perf_counter() - start))
         advance()
+        if end:
+            return
 
 
 def title(check: Callable[..., Any]) -> str:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fly.drafts.base import DraftStrategy
+from fly.errors import short
 from fly.executor import Executor
 from fly.ops import first_branch
 from fly.policies import Exact
@@ -94,7 +95,10 @@ class Stage:
 
     def draft(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         self.prime(rows)
-        return self.strategy.propose(rows, max_len)
+        draft: object = self.strategy.propose(rows, max_len)
+        if not isinstance(draft, Draft):
+            raise ValueError(f"{type(self.strategy).__name__} proposed {short(draft)}, not a Draft")
+        return draft
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Proposal]:
         return split(self.draft(rows, max_len), rows, max_len)

@@ -1,4 +1,5 @@
-"""A process that compiles a grammar first, to see whether that ends: the library has limits, but not for everything
+"""How a new grammar is tried: followed for a few tokens, and where others must not wait for it, in a process of its own
+that compiles it first, to see whether that ends. The library has limits, but not for everything
 (``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
 
 The process runs this file by itself, so that it needs neither torch nor the rest of this package.
@@ -9,20 +10,39 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import resource
 import select
 import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any
 
-__all__ = ["Trial"]
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+__all__ = ["Trial", "follow"]
 
 SECONDS, BYTES = 1.0, 256 << 20  # of the processor, and of memory, that one grammar may take
-_AHEAD = 3  # tokens that it is followed: some take more there
+_AHEAD = 3  # tokens that a new grammar is followed: some take more there
 _PATIENCE = 30.0  # seconds after which a process that says nothing, on however busy a machine, is given up
+
+
+def follow(matcher: LLMatcher) -> bool:
+    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there. Returns
+    whether anything begins it."""
+    begins = False
+    for _ in range(_AHEAD):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error():
+            break
+        begins = True
+        if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
+            break
+        matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+        if matcher.is_error() or matcher.is_stopped():
+            break
+    return begins
 
 
 class Trial:
@@ -61,7 +81,7 @@ class Trial:
     def _open(self) -> None:
         self.started += 1
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, "-P", __file__],  # without this folder on its path, whose names are the library's too
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -107,13 +127,7 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
         with contextlib.suppress(Exception):  # whoever compiles it says what is wrong with it
             matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
-            for _ in range(_AHEAD):
-                if matcher.is_error() or matcher.is_stopped():
-                    break
-                mask = matcher.compute_bitmask()
-                if (byte := next((at for at, bits in enumerate(mask) if bits), None)) is None:
-                    break
-                matcher.consume_token(8 * byte + (mask[byte] & -mask[byte]).bit_length() - 1)
+            follow(matcher)
             del matcher
         signal.setitimer(signal.ITIMER_PROF, 0)
         print("done", file=answers, flush=True)
@@ -121,7 +135,9 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
 
 def _limit_memory() -> None:
     """To so many bytes more than there are, where the system can."""
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource  # of Unix alone
+
         with open("/proc/self/statm", encoding="ascii") as sizes:
             now = int(sizes.read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (now + BYTES, now + BYTES))

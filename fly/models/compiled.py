@@ -1,0 +1,79 @@
+"""The layers of a decoder in few kernels: what lies between one attention and the next is one graph of torch.compile.
+
+Attention itself stays a call to the cache, whatever that does (``fly.models.llama.KV``): nothing is traced of it. In
+between, norms, rotation, activation and residuals are one kernel each time a matrix product has been waited for, across
+the border between two layers too. Knows nothing of devices: whoever wants it asks for it.
+
+Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fly.models.llama import KV, Layer, Norm
+
+__all__ = ["CompiledLayers"]
+
+_SHAPES = 256  # numbers of tokens that may come, each compiled by itself
+
+
+def _first(layer: Layer, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return layer.before(x_TC, cos_T1D, sin_T1D)
+
+
+def _between(
+    layer: Layer, following: Layer, x_TC: Tensor, attended_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TC = layer.after(x_TC, attended_TC)
+    return x_TC, *following.before(x_TC, cos_T1D, sin_T1D)
+
+
+def _last(layer: Layer, norm: Norm, x_TC: Tensor, attended_TC: Tensor) -> Tensor:
+    return norm(layer.after(x_TC, attended_TC))
+
+
+class CompiledLayers:
+    """Layers run by three compiled functions: up to the first attention, from each to the next, and after the last. It
+    is a ``fly.models.llama.Through``: ``model(tokens, positions, kv, through=CompiledLayers())``.
+
+    Values are the same but for rounding. Each number of tokens is compiled when it first comes, which takes seconds; so
+    it is for what comes again and again, such as the sizes of CUDA graphs, not for prompts of any length. Layers of one
+    kind share what was compiled. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
+
+    What the model has of hooks on its matrices is part of the graphs, so they must be such as can be traced (sums over
+    ranks are); a layer's own are not called.
+
+    Args:
+        options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+            return torch.compile(function, fullgraph=True, dynamic=False, **options)
+
+        self._first, self._between, self._last = compiled(_first), compiled(_between), compiled(_last)
+
+    def __call__(
+        self,
+        layers: Sequence[Layer],
+        norm: Norm,
+        x_TC: Tensor,
+        rotary: Sequence[tuple[Tensor, Tensor]],
+        kv: KV,
+    ) -> Tensor:
+        if not len(layers):
+            return norm(x_TC)
+        # Past the limit torch would refuse a further number of tokens.
+        with torch._dynamo.config.patch(recompile_limit=_SHAPES, accumulated_recompile_limit=8 * _SHAPES):
+            layer = layers[0]
+            q_THD, k_TGD, v_TGD = self._first(layer, x_TC, *rotary[layer.rope])
+            for number in range(1, len(layers)):
+                attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
+                layer, previous = layers[number], layer
+                x_TC, q_THD, k_TGD, v_TGD = self._between(previous, layer, x_TC, attended_TC, *rotary[layer.rope])
+            return self._last(layer, norm, x_TC, layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD))
