@@ -131,9 +131,9 @@ def load(
         return Loaded(executor_of(model, TORCH))
     checkpoint = open_model(model)
     if is_head(checkpoint.path):
-        variant, _ = split(chosen(kernels))  # its few weights are not rounded
-        own = None if dtype == "auto" else resolve_dtype(dtype, {})
-        head = load_head(checkpoint.path, own, resolve_device(device))
+        where, own = resolve_device(device), None if dtype == "auto" else resolve_dtype(dtype, {})
+        variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
+        head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)

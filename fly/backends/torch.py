@@ -16,6 +16,7 @@ from fly.executor import Batch, Executor, Head, Scores
 from fly.models import Llama
 from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
+from fly.models.llama import noting
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
 
@@ -66,7 +67,7 @@ class TorchExecutor(Executor):
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
         taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
-        options = {**self._options, "states": taken} if states else self._options
+        options = {**self._options, "through": noting(taken)} if states else self._options
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None:

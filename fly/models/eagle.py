@@ -193,7 +193,8 @@ class HeadLayer(nn.Module):
         normed_TC = self.hidden_norm(x_TC)
         x_TC = normed_TC if self.norm_before_residual else x_TC
         both = torch.cat([self.input_layernorm(embedded_TC), normed_TC], -1)
-        x_TC = x_TC + self.self_attn(both, *rotary, kv)
+        attended_TC = self.self_attn.attend(kv, *self.self_attn.project(both, *rotary))
+        x_TC = x_TC + self.self_attn.o_proj(attended_TC)
         return x_TC + self.mlp(self.post_attention_layernorm(x_TC))
 
 

@@ -257,6 +257,24 @@ def in_turn(
     return norm(x_TC)
 
 
+def noting(states: dict[int, Tensor]) -> Through:
+    """``in_turn`` for a forward whose hidden states are asked for: each number that is a key of ``states`` gets the
+    residual stream [T, C] after so many layers there; 0 is the embedding."""
+
+    def through(
+        layers: Sequence[Layer], norm: Norm, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV
+    ) -> Tensor:
+        for number, layer in enumerate(layers):
+            if number in states:
+                states[number] = x_TC
+            x_TC = layer(x_TC, rotary, kv)
+        if len(layers) in states:
+            states[len(layers)] = x_TC
+        return norm(x_TC)
+
+    return through
+
+
 def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
     """What embeddings are multiplied with, rounded as the weights are."""
     return torch.tensor(config.hidden_size**0.5 if config.traits.scaled_embedding else 1.0, dtype=dtype).item()
@@ -301,12 +319,10 @@ class Llama(nn.Module):
         kv: KV,
         layers: Sequence[int] | None = None,
         through: Through = in_turn,
-        states: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
         layers or those numbered in ``layers`` only. ``through`` takes them there: ``fly.models.compiled`` has another
-        way, of the same values. ``states``, for which layers are gone through in turn, takes at each of its keys the
-        residual stream [T, C] after so many layers: 0 is the embedding.
+        way, of the same values.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
@@ -315,16 +331,7 @@ class Llama(nn.Module):
         if self.config.traits.scaled_embedding:
             x_TC = x_TC * embedding_scale(self.config, self.dtype)
         chosen: Any = self.layers if layers is None else [self.layers[number] for number in layers]
-        if states is None:
-            return through(chosen, self.norm, x_TC, rotary, kv)
-        for number, layer in enumerate(chosen):
-            if number in states:
-                states[number] = x_TC
-            x_TC = layer(x_TC, rotary, kv)
-        if len(chosen) in states:
-            states[len(chosen)] = x_TC
-        normed_TC: Tensor = self.norm(x_TC)
-        return normed_TC
+        return through(chosen, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""

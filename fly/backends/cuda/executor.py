@@ -55,13 +55,13 @@ class CudaExecutor(TorchExecutor):
         """[T, V] float32."""
         return self.model.logits(hidden_TC)
 
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None) -> Scores:
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Without a wait. A few tokens of each row are a graph; of more, all that the forward needs of the host goes up
-        at once. Trees, and prompts in caches that FlashAttention does not take, go row by row
+        at once. Hidden states, trees, and prompts in caches that FlashAttention does not take, go row by row
         (``PagedBatch.attend``)."""
         kv = batch.kv
-        if any(mask is not None for mask in kv.masks or ()):
-            return super().score(batch, places)
+        if states or any(mask is not None for mask in kv.masks or ()):
+            return super().score(batch, places, states)
         if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
             logits_NV = score_few(self, batch, places, self._works_of(kv.cache))
             return Scores(logits_NV)
