@@ -137,7 +137,6 @@ class _Call:
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
         self.begin = self.last = time.perf_counter()
-        self.spare = plan.spare_seconds
 
     def most(self, b: int) -> int:
         """Tokens to draft for a row at most."""
@@ -184,7 +183,7 @@ class _Call:
         done.synchronize()
         if self.error is not None:
             return False
-        emitted, ended = self._take_in()
+        ended = self._take_in()
         now = time.perf_counter()
         took, self.last = now - self.last, now
         later = self.spent[0].rounds > 0
@@ -192,16 +191,15 @@ class _Call:
         drafting = 0.0 if self.plan.draft_kv is None else start.elapsed_time(drafted) / 1e3
         more = Spent(before.rounds + 1, before.whole + took, before.target + all_ - drafting, before.draft + drafting)
         self.spent = (self.spent[0], more) if later else (more, self.spent[1])
-        self.spare += later * (emitted * self.plan.token_seconds - took)
         return not ended and self._goes_on(now)
 
-    def _take_in(self) -> tuple[int, bool]:
-        """Read what came of a round, as far as the next one depends on it: how many tokens, and whether a row ended."""
+    def _take_in(self) -> bool:
+        """Read what came of a round, as far as the next one depends on it: and say whether a row ended."""
         assert self.decide.download is not None
         found = self.decide.download.host
         values = found.tolist()
         self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
-        total, ended = 0, False
+        ended = False
         for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
             own = values[self.places[b][0]]
             count, accepted, following = own[:3]
@@ -212,10 +210,9 @@ class _Call:
             self.fed[b] = len(text), drafted
             new = [*drafted[:accepted], following]
             self.left[b] -= len(new)
-            total += len(new)
             ended = ended or self.left[b] < 1 or any(token in row.stop_ids for token in new)
             text += new
-        return total, ended
+        return ended
 
     def _settle(self) -> None:
         """Turn what was read last into decisions, while the device is busy with the next round."""
@@ -230,8 +227,6 @@ class _Call:
         """Whether another round may begin, and there is room for it."""
         plan, rounds = self.plan, self.spent[0].rounds + self.spent[1].rounds
         if rounds >= plan.rounds or now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0]):
-            return False
-        if plan.token_seconds and self.spare < 0:
             return False
         wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
         return all(most <= room for most, room in zip(wanted, self.rooms))
@@ -260,7 +255,7 @@ class _Call:
     def told(self) -> Rounds:
         self._settle()
         cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
-        return Rounds(self.decisions, cached, self.drafter_has, self.spent, self.error)
+        return Rounds(self.decisions, cached, self.drafter_has, self.spent, error=self.error)
 
 
 def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
