@@ -194,7 +194,7 @@ class _Call:
         return not ended and self._goes_on(now)
 
     def _take_in(self) -> bool:
-        """Read what came of a round, as far as the next one depends on it: and say whether a row ended."""
+        """Read what came of a round, as far as the next one depends on it, and say whether a row ended."""
         assert self.decide.download is not None
         found = self.decide.download.host
         values = found.tolist()
