@@ -606,7 +606,7 @@ def draft_first(ranks: Ranks, target: str, draft: str) -> list[list[str]]:
 
 def test_a_draft_from_the_first_rank_is_on_each_ranks_own_device(pool: Pool, tmp_path: Path) -> None:
     target, draft = checkpoints(tmp_path, TOY, 0)
-    found = pool.run(2, draft_first, target, f'"{draft}"')
+    found = pool.run(2, draft_first, target, f'model("{draft}")')
     assert found == [["cpu [1, 3]", "cpu [1]"], ["meta [1, 3]", "meta [1]"]]
 
 
