@@ -202,7 +202,7 @@ def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
     twin = rounded_to_int8(reference) if variant in INT8 else rounded_to_w8a8(reference, stored)
     for row, logits in zip(rows, paged(model, rows, cuts)):
         # a norm of what was computed makes its rounding larger too
-        close(logits, dense_logits(twin, row), tolerance, slack=2.0 if config.traits.query_norm else 1.0)
+        close(logits, dense_logits(twin, row), tolerance, slack=3.0 if config.traits.query_norm else 2.0)
 
 
 @given(n=st.integers(1, 140), k=st.integers(1, 9), seed=st.integers(0, 99), scale=st.floats(1e-6, 1e6))
