@@ -26,8 +26,8 @@ from fly.policies import parse_policy
 _LEGEND = (
     "τ: tokens a round, with an interval over problems. It is right up to the end of each recorded block; where the "
     "next begins, and what it holds, is taken from the text of exact decoding (beyond: share of tokens that stood "
-    "there within a block). by block: the mean over the recorded blocks as they are. nats: what relaxed tokens cost in "
-    "a thousand tokens, each -ln of the target's probability of it. speed: over autoregression, deciding free: "
+    "there within a block). nats: what relaxed tokens cost in a thousand tokens, "
+    "each -ln of the target's probability of it. speed: over autoregression, deciding free: "
     "τ / (K̄·c + v)."
 )
 
@@ -148,7 +148,6 @@ def _print(
 def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:
     columns: dict[str, Callable[[Replay], str]] = {
         "τ": lambda each: _interval(each.tau),
-        "by block": lambda each: f"{each.blocks:.2f}",
         "over exact": lambda each: f"{each.tau.value / each.exact:.3f}×",
         "relaxed": lambda each: f"{each.relaxed:.1%}",
         "nats": lambda each: f"{each.nats:.1f}",
