@@ -380,8 +380,8 @@ def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup:
         def share(name: str, length: int = length, least: float = least) -> str:
             return f"{reading[name][length].high * least / length:.0%}"
 
-        columns |= {f"prompt of {length:,}\ntokens/s": shown, f"fly over\nthis, {length}": over}
-        columns[f"of matmul\n{length}"] = share
+        columns |= {f"{length}\ntokens/s": shown, f"{length}\nfly over": over}
+        columns[f"{length}\nof matmul"] = share
     return table(
         "Reading a prompt of random tokens, to the first token after it", list(reading), columns, text=("library",)
     )
