@@ -19,7 +19,7 @@ from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
 from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.suffix import SuffixDraft
-from fly.drafts.tree import RecyclingDraft
+from fly.drafts.tree import TreeDraft
 from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
@@ -580,8 +580,11 @@ def test_trees_are_refused() -> None:
 
 
 def test_strategies_that_say_they_draw_trees_are_refused_at_once() -> None:
-    for make in (lambda: RelayDraft([(RecyclingDraft(), 2)]), lambda: UnionDraft([NGramDraft(), RecyclingDraft()])):
-        with pytest.raises(ValueError, match="RecyclingDraft proposes trees"):
+    for make in (
+        lambda: RelayDraft([(TreeDraft("fly-draft"), 2)]),
+        lambda: UnionDraft([NGramDraft(), TreeDraft("fly-draft")]),
+    ):
+        with pytest.raises(ValueError, match="TreeDraft proposes trees"):
             make()
 
 

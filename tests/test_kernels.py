@@ -830,7 +830,7 @@ def test_skipped_layers_draft_at_once_as_well(variant: str) -> None:
 
 
 @built
-@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-draft", "tree(fly-draft)", "recycling", "skip(skip=[1])"])
+@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-draft", "tree(fly-draft)", "skip(skip=[1])"])
 @pytest.mark.parametrize("k", [1, 7])
 def test_exact_speculation_is_autoregression_bit_for_bit_in_bfloat16(draft: str, k: int) -> None:
     """Token for token with its log-probability, whatever proposes and in whatever batch."""

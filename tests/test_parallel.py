@@ -309,7 +309,6 @@ STRATEGIES = [
     "ngram+{draft}",
     "tree({draft}, nodes=6, depth=3)",
     "union(ngram, {draft})",
-    "recycling",
     "skip(skip=[0], k=4)",
 ]
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import abc
 
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from fly import LLM, SamplingParams, Why
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad_trees
-from fly.drafts.tree import RecyclingDraft, TreeDraft, _static_tree
+from fly.drafts.tree import TreeDraft
 from fly.ops import depths
 from fly.policies import AcceptancePolicy, AgreeingWindow, EntropyGate, Exact, FLy, Room, verify
 from fly.request import Sequence
@@ -264,49 +263,14 @@ def test_a_draft_models_tree_holds_its_likeliest_paths(texts: list[list[int]], m
     assert allocator.num_free == allocator.num_blocks
 
 
-def test_recycling_proposes_what_the_target_found_likely() -> None:
-    strategy = RecyclingDraft(nodes=4, depth=2, width=2, decay=0.3)
-    row = make_row([0, 5])
-    assert int(strategy.propose([row], [3]).lengths_B) == 0
-    logits = torch.zeros(1, 2, VOCAB)
-    logits[0, 0, [7, 8]] = torch.tensor([2.0, 1.0])  # after 5
-    logits[0, 1, [5, 9]] = torch.tensor([2.0, 1.0])  # after 7
-    strategy.observe([row], Draft(torch.tensor([[7]]), torch.tensor([1])), Target(logits))
-    draft = strategy.propose([row], [3])
-    n = int(draft.lengths_B)
-    assert draft.parents_BK is not None
-    assert draft.tokens_BK[0, :n].tolist() == [7, 5, 8, 9]  # 8 was never followed
-    assert draft.parents_BK[0, :n].tolist() == [-1, 0, -1, 0]
-    assert int(strategy.propose([row], [1]).lengths_B) == 2  # one level only
-
-
-@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5), st.sampled_from([0.1, 0.35, 0.7]))
-def test_the_static_tree_is_the_likeliest(nodes: int, depth: int, width: int, decay: float) -> None:
-    tree = _static_tree(nodes, depth, width, decay)
-    ranks: list[tuple[int, ...]] = []
-    for parent, rank in tree:
-        assert parent < len(ranks)
-        ranks.append((*(ranks[parent] if parent >= 0 else ()), rank))
-    chance = {
-        path: ((1 - decay) ** len(path)) * decay ** sum(path)
-        for level in range(1, depth + 1)
-        for path in itertools.product(range(min(width, nodes)), repeat=level)
-        if sum(path) + len(path) <= nodes + 1
-    }
-    best = sorted(chance.values(), reverse=True)[: len(tree)]
-    assert sorted((chance[path] for path in ranks), reverse=True) == pytest.approx(best)
-
-
-@pytest.mark.parametrize("make", [lambda: TreeDraft(run(SMALL), nodes=9, depth=3), lambda: RecyclingDraft(20, 4, 3)])
-def test_tree_strategies_leave_the_text_alone(make: object) -> None:
-    strategy = make()  # type: ignore[operator]
+def test_trees_leave_the_text_alone() -> None:
+    strategy = TreeDraft(run(SMALL), nodes=9, depth=3)
     llm = LLM(LARGE, draft=strategy, k=6, cache_tokens=512, block_size=4)
     params = SamplingParams(temperature=0.0, max_tokens=40)
     texts = [[1, 2, 3], [4], [5, 6]]
     wanted = [out.token_ids for out in llm.generate(texts, params, k=0)]
-    for _ in range(2):  # Token Recycling knows more the second time
-        outs = llm.generate(texts, params)
-        assert [out.token_ids for out in outs] == wanted
+    outs = llm.generate(texts, params)
+    assert [out.token_ids for out in outs] == wanted
     assert sum(out.stats.accepted for out in outs) > 10
     for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks

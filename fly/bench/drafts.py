@@ -31,7 +31,6 @@ STRATEGIES = (
     "fly-tiny",
     "ngram",
     "suffix",
-    "recycling",
     "skip",
     "model(fly-draft, confidence=0.4)",
     "tree(fly-draft)",

@@ -11,7 +11,7 @@ from fly.drafts.registry import draft_types, parse_draft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.translate import TranslatedDraft
-from fly.drafts.tree import RecyclingDraft, TreeDraft
+from fly.drafts.tree import TreeDraft
 
 __all__ = [
     "AdaptiveDraft",
@@ -21,7 +21,6 @@ __all__ = [
     "Eagle3Draft",
     "LayerSkipDraft",
     "NGramDraft",
-    "RecyclingDraft",
     "RelayDraft",
     "SingleDraft",
     "SuffixDraft",

@@ -23,7 +23,7 @@ from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
-from fly.drafts.tree import RecyclingDraft, TreeDraft
+from fly.drafts.tree import TreeDraft
 from fly.expressions import CLASS_PATH, Registry, Text, hints_of
 from fly.models.eagle import is_head
 from fly.policies import AcceptancePolicy, parse_policy
@@ -40,7 +40,6 @@ STRATEGIES = Registry(
     ours={
         "ngram": NGramDraft,
         "suffix": SuffixDraft,
-        "recycling": RecyclingDraft,
         "model": SingleDraft,
         "tree": TreeDraft,
         "eagle3": Eagle3Draft,
@@ -52,6 +51,7 @@ STRATEGIES = Registry(
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
+    gone={"recycling": "it won nowhere: of what needs no model use 'suffix', or 'ngram+CHECKPOINT'"},
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",

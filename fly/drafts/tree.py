@@ -8,21 +8,20 @@ from __future__ import annotations
 import heapq
 from collections import abc
 from dataclasses import dataclass, field
-from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fly.constraints import constrain
-from fly.drafts.base import DraftStrategy, pad_trees
+from fly.drafts.base import pad_trees
 from fly.drafts.model import SingleDraft
 from fly.executor import Executor
 from fly.ops import top
 from fly.request import Sequence
-from fly.types import Draft, Target
+from fly.types import Draft
 
-__all__ = ["RecyclingDraft", "Tree", "TreeDraft"]
+__all__ = ["Tree", "TreeDraft"]
 
 
 @dataclass
@@ -135,77 +134,3 @@ class TreeDraft(SingleDraft):
                     followed[b].append(node)
                     place[b][node] = len(followed[b])
         return pad_trees([tree.best(self.nodes) for tree in trees], device)
-
-
-class RecyclingDraft(DraftStrategy):
-    """Token Recycling (arXiv 2408.08696): remember which tokens the target found likeliest after each token, the last
-    time it came up, and propose a static tree of them.
-
-    A table of ``width`` successors for every token of the vocabulary is filled from all logits that verification
-    computes anyway, and shared by all requests. The tree takes the ``nodes`` places that are likeliest if the r-th
-    successor is right with a probability that falls by ``decay`` from one to the next, ``depth`` levels at most. (The
-    paper gives one fixed tree of 80 nodes in 6 levels; this is the rule by which such trees are made.)
-
-    Deterministic, and of the target's own making: needs no model, no prompt in common, and one look into a table.
-    """
-
-    learns = True
-
-    def __init__(self, nodes: int = 40, depth: int = 6, width: int = 8, decay: float = 0.35) -> None:
-        for name, value in (("nodes", nodes), ("depth", depth), ("width", width)):
-            if value < 1:
-                raise ValueError(f"{name} {value} must be at least 1")
-        if not 0 < decay < 1:
-            raise ValueError(f"decay {decay} must be in (0, 1)")
-        self.nodes, self.depth, self.width = nodes, depth, width
-        self.spare = nodes
-        self._shape = _static_tree(nodes, depth, width, decay)
-        self._after: dict[int, list[int]] = {}
-
-    def executors(self) -> list[Executor]:
-        return []
-
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        return pad_trees([self._tree(row, most) for row, most in zip(rows, max_len)])
-
-    def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        likeliest_BJW = top(target.logits_BKV, self.width).indices.tolist()
-        for row, drafted, likeliest in zip(rows, draft.chains, likeliest_BJW):
-            for token, successors in zip([row.tokens[-1], *drafted], likeliest):
-                self._after[token] = successors
-
-    def _tree(self, row: Sequence, most: int) -> tuple[list[int], list[int]]:
-        tokens: list[int] = []
-        parents: list[int] = []
-        number = {-1: -1}  # of the shape's tokens that have one here
-        depth = {-1: 0}
-        for node, (parent, rank) in enumerate(self._shape):
-            if parent not in number or depth[parent] >= most:
-                continue
-            before = row.tokens[-1] if parent < 0 else tokens[number[parent]]
-            successors = self._after.get(before, ())
-            if rank < len(successors) and (parent < 0 or before not in row.stop_ids):
-                number[node], depth[node] = len(tokens), depth[parent] + 1
-                tokens.append(successors[rank])
-                parents.append(number[parent])
-        return tokens, parents
-
-
-def _static_tree(nodes: int, depth: int, width: int, decay: float) -> list[tuple[int, int]]:
-    """The likeliest places of a tree, each as its parent's number and its rank among its siblings."""
-    chance = [(1 - decay) * decay**rank for rank in range(width)]
-    order = count()  # ties go to what was found first
-    heap = [(-chance[0], next(order), -1, 0, 1)]  # chance of the path, parent, rank, level
-    found: list[tuple[int, int]] = []
-    reach: list[float] = []
-    while heap and len(found) < nodes:
-        negative, _, parent, rank, level = heapq.heappop(heap)
-        number = len(found)
-        found.append((parent, rank))
-        reach.append(-negative)
-        if rank + 1 < width:
-            above = reach[parent] if parent >= 0 else 1.0
-            heapq.heappush(heap, (-above * chance[rank + 1], next(order), parent, rank + 1, level))
-        if level < depth:
-            heapq.heappush(heap, (negative * chance[0], next(order), number, 0, level + 1))
-    return found
