@@ -201,9 +201,8 @@ class AdaptiveDraft(Wrapper):
                 load.drafting.add(size, drafting / rounds, plain)
             load.scoring.add(size, scoring, plain)
             for row, some in zip(rows, drafts):
-                for drafted, accepted in some[
-                    : len(some) - bool(row.finish_reason)
-                ]:  # the end cuts off what would stand
+                tell = some[:-1] if row.finish_reason else some  # the end cuts off what would stand
+                for drafted, accepted in tell:
                     load.rates.add(drafted, accepted)
             if total := sum(n for some in drafts for n, _ in some):
                 load.share += (verified / total - load.share) / _LATEST

@@ -13,10 +13,11 @@ from torch import Tensor
 
 from fly.executor import DraftSpec
 from fly.ops import entropy
+from fly.policies import AcceptancePolicy
 from fly.request import Sequence
 from fly.types import Guarantee
 
-__all__ = ["REACH", "REACH_EXCUSED", "Certainty", "check_chance", "reach_of"]
+__all__ = ["Certainty", "check_chance", "reach_of", "usual_reach"]
 
 # Near the best on code and on arithmetic for drafts of a tenth to a third of the target's cost: for rows under a
 # lossless rule, and under others, where tokens stand more often than the draft model's chances say (docs/results).
@@ -29,12 +30,17 @@ def check_chance(name: str, chance: float | None) -> None:
         raise ValueError(f"{name} {chance} must be in [0, 1]")
 
 
+def usual_reach(reach: float | None, policy: AcceptancePolicy) -> float:
+    """``reach``, or what is usual under ``policy`` where that is None."""
+    if reach is not None:
+        return reach
+    return REACH if policy.guarantee is Guarantee.LOSSLESS else REACH_EXCUSED
+
+
 def reach_of(rows: abc.Sequence[Sequence], reach: float | None, worth: float) -> tuple[float, ...]:
-    """``DraftSpec.reach`` of each row: ``reach``, or what is usual for its rule where that is None; or what pays, where
-    that is known (``worth``)."""
-    lossless = worth or (REACH if reach is None else reach)
-    other = worth**2 or (REACH_EXCUSED if reach is None else reach)
-    return tuple(lossless if row.policy.guarantee is Guarantee.LOSSLESS else other for row in rows)
+    """``DraftSpec.reach`` of each row: what pays, where that is known (``worth``), else ``usual_reach``."""
+    pays = {True: worth, False: worth**2}  # under rules that excuse mismatches tokens stand more often
+    return tuple(pays[row.policy.guarantee is Guarantee.LOSSLESS] or usual_reach(reach, row.policy) for row in rows)
 
 
 @dataclass

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fly.drafts import SingleDraft, parse_draft
-from fly.drafts.stops import REACH, REACH_EXCUSED
+from fly.drafts.stops import usual_reach
 from fly.eval.plan import Plan, Way
 from fly.eval.records import read_records
 from fly.eval.replay import Blocks, Replay, Unknown
@@ -100,10 +100,7 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
         return None
     if ours.confidence or ours.reach != 0:
         return None
-    reach = theirs.reach
-    if reach is None:
-        reach = REACH if lossless else REACH_EXCUSED
-    return min(way.k, theirs.k or way.k), theirs.confidence, reach
+    return min(way.k, theirs.k or way.k), theirs.confidence, usual_reach(theirs.reach, way.policy)
 
 
 def _drafter(text: str) -> SingleDraft | None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.ops import Top, argmax, entropy, log_mass, pick, top
+from fly.ops.partial import ATTRIBUTES, at_index
 
 __all__ = ["Known", "Unknown"]
 
@@ -77,7 +78,7 @@ class Known(Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _ATTRIBUTES:
+        if function in ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         found = NotImplemented
@@ -96,26 +97,8 @@ class Known(Tensor):
         return f"Known({self.kind}, {list(self.shape)}, {self.parts[0].shape[-1] - 1} likeliest)"
 
 
-_ATTRIBUTES = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-} | {Tensor.size, Tensor.dim, Tensor.__len__, Tensor.numel, Tensor.is_floating_point, Tensor.element_size}
-
-
 def _at(x: Known, index: Any) -> Any:
-    """Positions with the whole vocabulary, or one token at each of them."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if len(parts) == x.dim() and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
-        *positions, tokens = torch.broadcast_tensors(*parts)
-        return _pick(x.like(lambda part: part[tuple(positions)]), tokens)
-    taken = 0
-    for part in parts:
-        if isinstance(part, Tensor) and part.dtype == torch.bool:
-            taken += part.dim()
-        elif isinstance(part, (int, slice, Tensor, list)):
-            taken += 1
-        else:  # an ellipsis, a new dimension
-            return NotImplemented
-    return NotImplemented if taken >= x.dim() else x.like(lambda part: part[index])
+    return at_index(x.dim(), index, x.like, _pick)
 
 
 def _flatten(x: Known, start_dim: int = 0, end_dim: int = -1) -> Any:

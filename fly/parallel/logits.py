@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from fly.ops import Top, vocabulary
+from fly.ops.partial import ATTRIBUTES, at_index
 from fly.parallel.ranks import Ranks
 
 __all__ = ["VocabularyShards"]
@@ -45,6 +46,10 @@ class VocabularyShards(Tensor):
             self.whole = self.ranks.join(self.shard)
         return self.whole
 
+    def like(self, change: Callable[[Tensor], Tensor]) -> VocabularyShards:
+        """The same of every rank's share."""
+        return VocabularyShards(change(self.shard), self.ranks)
+
     @property
     def start(self) -> int:
         """The first token of this rank's share."""
@@ -55,7 +60,7 @@ class VocabularyShards(Tensor):
         cls, function: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if function in _ATTRIBUTES:
+        if function in ATTRIBUTES:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         first = args[0] if args and isinstance(args[0], VocabularyShards) else None
@@ -77,26 +82,8 @@ class VocabularyShards(Tensor):
         return f"VocabularyShards({list(self.shape)}, {self.start} to {self.start + self.shard.shape[-1]} here)"
 
 
-_ATTRIBUTES = {
-    getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "requires_grad", "is_cuda", "layout")
-} | {Tensor.size, Tensor.dim, Tensor.__len__, Tensor.numel, Tensor.is_floating_point, Tensor.element_size}
-
-
 def _at(x: VocabularyShards, index: Any) -> Any:
-    """Positions with the whole vocabulary, or one token at each of them."""
-    parts = index if isinstance(index, tuple) else (index,)
-    if len(parts) == x.dim() and all(isinstance(part, Tensor) and part.dtype == torch.int64 for part in parts):
-        *positions, tokens = torch.broadcast_tensors(*parts)
-        return _pick(VocabularyShards(x.shard[tuple(positions)], x.ranks), tokens)
-    taken = 0
-    for part in parts:
-        if isinstance(part, Tensor) and part.dtype == torch.bool:
-            taken += part.dim()
-        elif isinstance(part, (int, slice, Tensor, list)):
-            taken += 1
-        else:  # an ellipsis, a new dimension
-            return NotImplemented
-    return NotImplemented if taken >= x.dim() else VocabularyShards(x.shard[index], x.ranks)
+    return at_index(x.dim(), index, x.like, _pick)
 
 
 def _flatten(x: VocabularyShards, start_dim: int = 0, end_dim: int = -1) -> Any:
