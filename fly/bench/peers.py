@@ -320,7 +320,12 @@ def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, opti
     levels = LLM(plain, f"ngram+{draft}", **options)
     surely = LLM(plain, SingleDraft(draft, confidence=SURE, reach=0.0, **options))
     sure, most = f" (to {SURE})", max(k, MOST_SURE)
-    found = [Setting("exact", fast, k), Setting("exact, n-gram", lookup, k), Setting("exact" + sure, surely, most)]
+    found = [
+        Setting("exact", fast, k),
+        Setting("exact, n-gram", lookup, k),
+        Setting("exact, multi-level", levels, k),
+        Setting("exact" + sure, surely, most),
+    ]
     if policy != Exact():
         name = rule_name(policy)
         found += [Setting(name, fast, k, policy), Setting(f"{name}, multi-level", levels, k, policy)]
