@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types format results clean
+.PHONY: demo test lint types format docs results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
@@ -21,6 +21,10 @@ types: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The reference, from the docstrings and without a network: open build/docs/index.html.
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -m pdoc --docformat google --output-directory build/docs fly
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers
