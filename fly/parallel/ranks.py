@@ -121,13 +121,13 @@ class Ranks:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """[ranks, ...]: the ``x`` of every rank, all of one shape."""
+        """The ``x`` of every rank, all of one shape: [ranks, ...]."""
         found = x.new_empty(self.size, *x.shape)
         self._run(_all_gather, found, x.contiguous().unsqueeze(0))
         return found
 
     def join(self, x: Tensor) -> Tensor:
-        """[..., ranks * W]: the last dimensions [..., W] of all ranks, side by side."""
+        """The last dimensions [..., W] of all ranks, side by side: [..., ranks * W]."""
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
 
     def spread(self, x: Tensor) -> Tensor:

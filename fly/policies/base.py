@@ -49,8 +49,8 @@ class Bound:
 
 
 class AcceptancePolicy(Bindable, ABC):
-    """Which drafted tokens may stand. Subclasses are frozen dataclasses of hyper-parameters: pure, no state,
-    every row decided by itself, vectorised over the batch, no host synchronisation.
+    """Decides which drafted tokens are kept. Subclasses are frozen dataclasses of parameters: pure, without state, each
+    row decided by itself, vectorised over the batch, without waits of the host.
 
     A subclass gives ``accept_probs``; it may excuse mismatches (``relax``, or a ``relaxation`` made of
     conditions) and change the distribution of the correction (``residual``). ``verify`` does the rest.
@@ -81,7 +81,7 @@ class AcceptancePolicy(Bindable, ABC):
 
     @abstractmethod
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """[B, K] float in [0, 1]: the chance of keeping token j, given that all before it stand."""
+        """The chance of keeping token j, given that all tokens before it are kept: [B, K] float in [0, 1]."""
 
     def chances(self, target: Target, draft: Draft) -> Tensor:
         """``accept_probs``, once it is known to be one number for each drafted token. Raises ``ValueError`` if not: a

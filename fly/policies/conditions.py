@@ -43,7 +43,7 @@ class Block:
     clauses: dict[str, Tensor] = field(default_factory=dict)
 
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """[B, K]: ``measure(rows_N, positions_N)`` [N] at mismatches; elsewhere False or 0 on the CPU.
+        """``measure(rows_N, positions_N)`` [N] at mismatches, in a tensor [B, K]; elsewhere False or 0 on the CPU.
 
         For conditions that read the whole vocabulary. On the CPU only the mismatches are read; an accelerator reads
         every position, since asking it where they are would make it wait.

@@ -186,7 +186,7 @@ class _Drafts:
             self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)
 
     def look_up(self, table: list[Tensor]) -> Tensor:
-        """[N, M, V]: what a table says at each place."""
+        """The entry of a table at each place: [N, M, V]."""
         return torch.stack([table[depth][number_N] for depth, number_N in zip(self.depths, self.numbers)], dim=1)
 
 
