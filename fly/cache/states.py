@@ -1,4 +1,4 @@
-"""Hidden states of cached tokens, for whoever drafts by them. Knows nothing of models.
+"""Hidden states of cached tokens, for heads that draft by them. Knows nothing of models.
 
 Shape legend: N consecutive tokens of a row, F hidden states side by side.
 """
@@ -15,7 +15,7 @@ from fly.request import Sequence
 
 __all__ = ["HiddenStates"]
 
-_MOST = 8192  # tokens of a row whose hidden states stay where nobody drafts by them
+_MOST = 8192  # tokens of a row whose hidden states are kept while no drafter uses them
 
 
 class HiddenStates:

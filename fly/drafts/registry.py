@@ -88,8 +88,8 @@ def parse_draft(
       its directory or GGUF file, or its name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds
       spaces, brackets, quotes, commas or one of ``+ = :``; a directory that holds a draft head is ``eagle3`` of it;
     - ``a+b+c`` is a cascade, cheapest first: each drafts for the next;
-    - a parameter that takes a strategy (by its annotation) reads its argument as one, a parameter that takes a policy
-      as a policy; to all others a bare word is a string, as in ``model(fly-draft)``;
+    - a parameter annotated as a strategy reads its argument as a strategy, one annotated as a policy as a policy; for
+        all others a bare word is a string, as in ``model(fly-draft)``;
     - a class whose first parameter is a sequence of strategies takes them as positional arguments,
       ``union(ngram, fly-draft)``; what belongs to each goes with it in brackets, ``relay((ngram, 4), (fly-draft, 8))``.
 
@@ -98,7 +98,7 @@ def parse_draft(
         dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names
             that the text does not give.
 
-    Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
+    Raises ``ValueError`` (``CheckpointError`` if a checkpoint cannot be used) naming the part that is wrong, and the
     choices.
     """
     if text.strip() == "none":
