@@ -1,4 +1,4 @@
-"""How few tokens a text can have, told from its length alone. No tensors here."""
+"""The least number of tokens that a text can have, from its length alone. No tensors here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Processes that run one program together: launch, the few collectives a forward needs, and agreement.
 
-All ranks do the same things in the same order; what chance or the clock decides comes from the first. Knows nothing
+All ranks do the same things in the same order; what depends on chance or the clock comes from the first. Knows nothing
 of models, policies or HTTP.
 """
 
@@ -81,7 +81,7 @@ class Ranks:
         control: a Gloo group of the same processes, for what the host says; None takes ``group``.
         check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
 
-    ``random`` draws the same on every rank: numbers nobody can foresee, from a key of the first rank.
+    ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
 
     What is done with tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) asks
     nothing of the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with

@@ -32,9 +32,9 @@ def _log_config() -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal. On the first SIGTERM or SIGINT it is no longer ready and refuses new requests (503), but
-    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over. A second signal ends the
-    process at once, with status 1 if requests were ``lost`` by it, else 0."""
+    """Serves until a signal. After the first SIGTERM or SIGINT it refuses new requests (503), but finishes those it
+    has; it ends when they have their answers, or after ``drain_timeout``. A second signal ends the process at once,
+    with status 1 if requests were ``lost``, else 0."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings
