@@ -20,9 +20,9 @@ __all__ = ["Output", "Piece", "Reader"]
 # Colours that also work on dark pages: the text keeps its own colour, on a tinted background.
 _STYLES = {
     Why.MATCH: ("background:rgba(40,170,80,.22)", "drafted, and the target's own choice"),
-    Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, excused by the policy"),
-    Why.CORRECTION: ("background:rgba(220,50,50,.26)", "the target's, for a draft it rejected"),
-    Why.BONUS: ("background:rgba(0,150,200,.22)", "the target's, after a draft that stood"),
+    Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, kept only by the relaxed rule"),
+    Why.CORRECTION: ("background:rgba(220,50,50,.26)", "the target's own, in place of a rejected token"),
+    Why.BONUS: ("background:rgba(0,150,200,.22)", "the target's own, after a fully kept draft"),
 }
 _BOX = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 

@@ -49,7 +49,7 @@ class Vocabulary:
         Raises ``ValueError`` if the model has no tokenizer.
         """
         if self._spelled is None:
-            raise ValueError("this model has no tokenizer, so nobody knows what its tokens stand for; use token ids")
+            raise ValueError("this model has no tokenizer, so it is unknown what its tokens stand for; use token ids")
         spelled = self._spelled() if callable(self._spelled) else self._spelled
         return [*spelled[: self.size], *[b""] * (self.size - len(spelled))]
 

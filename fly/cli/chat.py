@@ -26,7 +26,7 @@ from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import SamplingParams
 
-MOST = 1024  # tokens of an answer, where nobody says
+MOST = 1024  # default tokens of an answer
 
 
 @alone
@@ -145,7 +145,7 @@ class Conversation:
                 break
             except KeyboardInterrupt:
                 self._tell("stopped")
-            except Exception as error:  # a slip, or somebody's plug-in: the conversation goes on
+            except Exception as error:  # a mistake, or an error of a plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                 errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)

@@ -38,9 +38,9 @@ from fly.types import SamplingParams, StructuredOutput
 # eyes without colour.
 STYLES = {
     "match": ("green", "drafted, and the target's own choice"),
-    "relaxed": ("bold yellow underline", "drafted, excused by the policy"),
-    "correction": ("red", "the target's, for a draft it rejected"),
-    "bonus": ("cyan", "the target's, after a draft that stood"),
+    "relaxed": ("bold yellow underline", "drafted, kept only by the relaxed rule"),
+    "correction": ("red", "the target's own, in place of a rejected token"),
+    "bonus": ("cyan", "the target's own, after a fully kept draft"),
 }
 
 

@@ -219,7 +219,7 @@ class SingleDraft(DraftStrategy):
             return Draft.empty(len(rows), self.executor.device)
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
-        self._attach_below()  # where nobody attached this level itself
+        self._attach_below()  # if this level was not attached itself
         going = [rows[b] for b in active]
         spec = self.spec(going)
         if not (self._one_call and self._is_one_model(going, spec)):

@@ -95,7 +95,7 @@ class Recording:
     logit_T: Tensor  # float32, the target's raw logit of each drafted token
     rank_T: Tensor  # int32, how many tokens the target found likelier
     target: Said  # [P]
-    draft: Said | None  # [T]; None where no model drafted, or nobody could ask it
+    draft: Said | None  # [T]; None if no model drafted, or its output is unknown
 
     def save(self, path: Path) -> None:
         """Write it; a file that a kill cut short never has the name."""

@@ -1,4 +1,4 @@
-"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that a kill does not harm."""
+"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that survives a kill."""
 
 from __future__ import annotations
 

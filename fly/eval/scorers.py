@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 class Programs:
     """Runs programs in one sandbox per limit of time and memory, each started when it is first needed; a context
-    manager. ``allowed``: whether somebody asked for real programs to be run."""
+    manager. ``allowed``: whether the user allowed real programs."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed

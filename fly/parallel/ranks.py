@@ -138,7 +138,7 @@ class Ranks:
         return x
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
-        """What the first rank gives, on every rank. ``wait``: it may take its time, and nobody is to blame for that."""
+        """The first rank's value, on every rank. ``wait``: it may take long, which is not an error."""
         box = [value if self.rank == 0 else None]
         if self.size > 1:
             with self.awaited(count=not wait):
@@ -146,7 +146,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def collect(self, value: Share) -> list[Share]:
-        """What every rank gives, on every rank; nobody is to blame for taking long."""
+        """Every rank's value, on every rank; taking long is not an error."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
             with self.awaited(count=False):
@@ -248,7 +248,7 @@ class Ranks:
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
         """A collective of the device's group. On CUDA it is only queued when this returns."""
-        if torch.compiler.is_compiling():  # what a graph does is noted by whoever waits for it
+        if torch.compiler.is_compiling():  # what a graph does is noted where it is waited for
             collective(*tensors, group=self.group, **options)
             return
         with self.awaited():
@@ -275,7 +275,7 @@ class Ranks:
 
 def memory_here() -> dict[str, int]:
     """Bytes this process has of its own now (``own``), the most it ever had resident, mapped files included (``peak``),
-    and the most it ever took of its accelerator (``device``); 0 where nobody knows."""
+    and the most it ever took of its accelerator (``device``); 0 if unknown."""
     said: dict[str, str] = {}
     with contextlib.suppress(OSError):
         said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))

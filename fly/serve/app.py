@@ -1,5 +1,5 @@
-"""The HTTP application: endpoints, errors, streams. It never waits for the engine but in coroutines, and leaves what
-takes time (tokenizers, templates, policies) to threads.
+"""The HTTP application: endpoints, errors, streams. It waits for the engine in coroutines only, and leaves slow work
+(tokenizers, templates, policies) to threads.
 """
 
 from __future__ import annotations

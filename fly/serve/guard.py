@@ -71,7 +71,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # whoever left was not answered
+        name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
         head = scope["method"] == "HEAD"
 
         async def answer(message: Message) -> None:

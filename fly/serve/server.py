@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
                 port=settings.port,
                 log_level=log_level,
                 access_log=False,
-                timeout_keep_alive=75,  # longer than load balancers keep a connection that nobody uses
+                timeout_keep_alive=75,  # longer than load balancers keep an unused connection
                 timeout_graceful_shutdown=5,  # for what is left after draining: readers that do not read
             )
         )
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
                     listener.listen(2048)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for connection in list(self.crowd.waiting):  # whoever has asked for nothing yet gets nothing
+        for connection in list(self.crowd.waiting):  # a connection without a request gets no answer
             connection.give_up()
         await super().shutdown(sockets)
 
