@@ -131,7 +131,7 @@ def naive_relay(
     lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
     stop=stops,
 )
-def test_each_stage_goes_on_from_what_stands(
+def test_each_stage_continues_the_stages_before_it(
     batch: list[tuple[list[int], int]], modulus: int, lengths: list[int], stop: tuple[int, ...]
 ) -> None:
     def says(step: int) -> Callable[[Sequence, int], list[int]]:
@@ -531,7 +531,7 @@ def test_a_sampled_text_has_the_targets_distribution(
     assert sum(terms) < freedom + 4 * (2 * freedom) ** 0.5  # chi-square, four deviations
 
 
-def test_members_hear_of_everything() -> None:
+def test_members_observe_every_block() -> None:
     for combine in (lambda a, b: RelayDraft([(a, 1), (b, 1)]), lambda a, b: UnionDraft([a, b])):
         one, two = Scripted(constant(1)), Scripted(constant(2, 3), vocab=VOCAB)
         strategy: DraftStrategy = combine(one, two)
