@@ -49,7 +49,7 @@ MaxContext = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
+        help="The draft: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
         "given, fly-draft for fly-target, none for any other."
     ),
 ]

@@ -29,7 +29,7 @@ def train_head_command(
         str | None,
         typer.Option(help="Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all."),
     ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="The most prompts. [default: all; of a task 2000]")] = None,
+    count: Annotated[int | None, typer.Option(min=1, help="The most prompts. Default: all; of a task 2000.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of the target's answers; 0 is greedy.")] = 0.0,
     width: Annotated[
