@@ -215,7 +215,7 @@ class Conversation:
         self._tell(f"k {self.k}" + (" (there is no draft: /draft)" if self.llm.draft is None and self.k else ""))
 
     def _draft(self, text: str) -> None:
-        """TEXT: who proposes, as 'none', 'ngram', 'fly-draft' or 'ngram+fly-draft'. What is cached is made anew."""
+        """TEXT: who proposes, as 'none', 'ngram', 'fly-draft' or 'model(fly-draft)'. What is cached is made anew."""
         if text:
             setup = self.setup.model_copy(update={"draft": text})
             own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}

@@ -143,6 +143,9 @@ def evaluate(
         typer.Option(min=1, help="How many problems of each task. [default: 48, of a plan: all]", show_default=False),
     ] = None,
     max_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the tasks' own limits.")] = None,
+    together: Annotated[
+        int | None, typer.Option(min=1, help="Problems decoded at a time. [default: 1]", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; a run that is in it goes on. Without it nothing is kept.")
     ] = None,
@@ -169,6 +172,7 @@ def evaluate(
         "temperatures": temperature,
         "seeds": seed,
         "max_tokens": max_tokens,
+        "together": together,
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,

@@ -46,7 +46,7 @@ MaxContext = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
+        help="Who proposes: 'none', a checkpoint (which prompt lookup drafts for), or a strategy ('fly drafts'); if not "
         "given, fly-draft for fly-target, none for any other."
     ),
 ]

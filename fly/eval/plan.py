@@ -106,8 +106,8 @@ class Plan(BaseModel):
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
     at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
-    ``max_tokens`` holds instead of the tasks' own. ``record`` keeps the blocks of exact speculation, at temperature 0,
-    for ``fly replay``.
+    ``max_tokens`` holds instead of the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
+    blocks of exact speculation, at temperature 0, for ``fly replay``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,6 +122,7 @@ class Plan(BaseModel):
     tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
     limit: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
+    together: int = Field(default=1, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     run_code: bool = False
@@ -158,6 +159,8 @@ class Plan(BaseModel):
     def _can_be_recorded(self) -> Plan:
         if self.record and 0.0 not in self.temperatures:
             raise ValueError(f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out")
+        if self.record and self.together > 1:
+            raise ValueError(f"record: blocks are recorded one problem at a time, not {self.together} together")
         return self
 
     @field_validator("drafts")

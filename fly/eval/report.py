@@ -112,11 +112,13 @@ class Table:
     refusals: bool  # whether right means refused
     best_exact: str | None
     cases: list[Case]
+    together: int  # problems decoded at a time
 
     @property
     def title(self) -> str:
         group = f" · {self.group}" if self.group else ""
-        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems"
+        few = f", {self.together} at a time" if self.together > 1 else ""
+        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems{few}"
 
 
 @dataclass
@@ -188,6 +190,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     refusals=tasks[name]["scorer"] == "refusal",
                     best_exact=best,
                     cases=[] if group else _cases(plan, records, part, cases),
+                    together=plan.together,
                 )
             )
     return found

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from itertools import groupby
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -43,21 +44,21 @@ class Turn:
 
 
 def turns_of(plan: Plan) -> Iterator[Turn]:
-    """All completions of a plan, in order. The ways take turns at each problem, so that a busy moment of the machine
-    falls on all of them alike; who comes first goes round. At temperature 0 seeds change nothing, and the first is
-    enough."""
+    """All completions of a plan, in order. The ways take turns at each problem (or each few that are decoded together),
+    so that a busy moment of the machine falls on all of them alike; who comes first goes round. At temperature 0 seeds
+    change nothing, and the first is enough."""
     tasks, ways = plan.loaded_tasks(), plan.ways
-    for number in range(max(limit for _, limit in tasks.values())):
+    for part, first in enumerate(range(0, max(limit for _, limit in tasks.values()), plan.together)):
         for task, limit in tasks.values():
-            if number >= limit:
-                continue
-            problem = task.problems[number]
+            few = list(enumerate(task.problems[:limit]))[first : first + plan.together]
             for temperature in plan.temperatures:
                 for seed in plan.seeds if temperature else plan.seeds[:1]:
-                    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                        for turn in range(len(problem.turns)):
-                            key = Key(task.name, problem.id, turn, seed, temperature, way.label)
-                            yield Turn(key, number, task, problem, way)
+                    for way in ways[part % len(ways) :] + ways[: part % len(ways)]:
+                        for turn in range(max((len(problem.turns) for _, problem in few), default=0)):
+                            for number, problem in few:
+                                if turn < len(problem.turns):
+                                    key = Key(task.name, problem.id, turn, seed, temperature, way.label)
+                                    yield Turn(key, number, task, problem, way)
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
@@ -149,42 +150,52 @@ def decode_run(
     settings = _settings(plan, [turn.way for turn in todo], ranks)
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
     for setting in settings.values():
-        complete(setting, [0, 1, 2, 3], warm, clocked=True)
+        complete(setting, [[0, 1, 2, 3]] * plan.together, [warm] * plan.together, clocked=True)
     base = next(iter(settings.values())).llm
     around = environment(base, plan.model)
     with nullcontext() if ranks is not None and not ranks.leads else Appender(folder / "records.jsonl") as file:
         if file is not None and around["id"] not in records.environments:
             file.write(around)
             records.environments[around["id"]] = around
-        for turn in todo:
-            key, task = turn.key, turn.task
-            setting = settings[key.way]
-            before = [records.completions[key._replace(turn=n)]["text"] for n in range(key.turn)]
-            prompt = task.prompt_ids(setting.llm, turn.problem, before)
-            params = SamplingParams(
-                temperature=key.temperature,
-                top_p=plan.top_p,
-                top_k=plan.top_k,
-                seed=_row_seed(key),
-                max_tokens=plan.max_tokens or task.max_tokens,
-                stop=task.stop,
-            )
+        for _, group in groupby(todo, lambda turn: (turn.number // plan.together, turn.key._replace(problem=""))):
+            turns = list(group)
+            key, setting = turns[0].key, settings[turns[0].key.way]
+            prompts = [_prompt(turn, records, setting.llm) for turn in turns]
+            params = [
+                SamplingParams(
+                    temperature=key.temperature,
+                    top_p=plan.top_p,
+                    top_k=plan.top_k,
+                    seed=_row_seed(turn.key),
+                    max_tokens=plan.max_tokens or turn.task.max_tokens,
+                    stop=turn.task.stop,
+                )
+                for turn in turns
+            ]
             for allocator in setting.llm.scheduler.allocators():
                 allocator.forget()  # or the next way would find the prompt in the cache
-            records_blocks = plan.record and key.temperature == 0 and turn.way.exact
+            records_blocks = plan.record and key.temperature == 0 and turns[0].way.exact
             try:
                 with recorded(setting.llm) if records_blocks else nullcontext() as recorder:
-                    done = complete(setting, prompt, params, clocked=True)
+                    completions = complete(setting, prompts, params, clocked=True)
             except ValueError as error:
-                place = f"task {task.name!r}, problem {turn.problem.id}"
+                named = ", ".join(turn.problem.id for turn in turns)
+                place = f"task {key.task!r}, problem {named}"
                 raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
-            record = _record(turn, done, around["id"], setting.llm)
-            if recorder is not None:
-                record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
-            records.completions[key] = record
-            if file is not None:
-                file.write(record)
-            advance(record)
+            for turn, prompt, done in zip(turns, prompts, completions):
+                record = _record(turn, done, around["id"], setting.llm)
+                if recorder is not None:
+                    record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
+                records.completions[turn.key] = record
+                if file is not None:
+                    file.write(record)
+                advance(record)
+
+
+def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
+    """A turn's prompt, with what was answered before."""
+    before = [records.completions[turn.key._replace(turn=n)]["text"] for n in range(turn.key.turn)]
+    return turn.task.prompt_ids(llm, turn.problem, before)
 
 
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:

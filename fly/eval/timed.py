@@ -1,4 +1,4 @@
-"""One completion with a clock: how long its prompt took, its rounds, and of these the models."""
+"""Completions with a clock: how long their prompts took, their rounds, and of these the models."""
 
 from __future__ import annotations
 
@@ -142,15 +142,17 @@ class Times(Summed):
 
 
 class _Timed(Job):
-    """Notes when its first token came, and sets clocks to 0 there."""
+    """Notes when all its requests had a token, and sets clocks to 0 there."""
 
     def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
         super().__init__(requests)
         self._clocks, self.first = clocks, 0.0
+        self._waiting = set(range(len(requests)))
 
     def note(self, index: int, tokens: list[Token]) -> None:
         super().note(index, tokens)
-        if not self.first:
+        self._waiting.discard(index)
+        if not self.first and not self._waiting:
             self.first = time.perf_counter()
             for clock in self._clocks:
                 clock.seconds, clock.judged = 0.0, 0
@@ -164,27 +166,38 @@ class Completion(NamedTuple):
     drafts: list[tuple[int, int]]  # of each round with one: its tokens, and how many of them stand
 
 
-def complete(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> Completion:
-    """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
+def complete(
+    setting: Setting, prompts: abc.Sequence[list[int]], params: abc.Sequence[SamplingParams], clocked: bool = False
+) -> list[Completion]:
+    """Decode prompts together, as ``LLM.generate`` does; with clocks around the models where ``clocked``. The times are
+    shared among them by the tokens that each was given, so that tokens over seconds is what all of them had together.
+    """
     llm = setting.llm
     with ExitStack() as stack:
         clocks: list[Clock] = []
         if clocked:
             runners = [llm.engine.runner, *draft_runners(llm.draft)]
             clocks = [stack.enter_context(_clocked(runner)) for runner in runners]
-        job = _Timed(llm.requests([prompt], params, setting.policy, setting.k), clocks)
+        job = _Timed(llm.requests([*prompts], [*params], setting.policy, setting.k), clocks)
         begin = time.perf_counter()
         llm.worker.run(job)
         end = time.perf_counter()
-    times = Times(job.first - begin, end - job.first)
+    seconds = [job.first - begin, end - job.first]
     if clocks:
-        times.target, times.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
-        times.judged = clocks[0].judged
-    (request,) = job.requests
-    return Completion(request.output(), times, list(request.row.drafts))
+        seconds += [clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])]
+    outputs = [request.output() for request in job.requests]
+    tokens = max(1, sum(len(output.token_ids) for output in outputs))
+    rounds = sum(output.stats.rounds for output in outputs)
+    found = []
+    for request, output in zip(job.requests, outputs):
+        times = Times(*(part * len(output.token_ids) / tokens for part in seconds))
+        if clocks and rounds:
+            times.judged = round(clocks[0].judged * output.stats.rounds / rounds)
+        found.append(Completion(output, times, list(request.row.drafts)))
+    return found
 
 
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
-    """The output and the times of ``complete``."""
-    output, times, _ = complete(setting, prompt, params, clocked)
+    """The output and the times of ``complete``, of one prompt alone."""
+    ((output, times, _),) = complete(setting, [prompt], [params], clocked)
     return output, times
