@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, abc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fly
 from fly.cache import BlockAllocator
@@ -19,11 +17,9 @@ from fly.drafts.base import pad
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
 from fly.drafts.union import UnionDraft
-from fly.ops import Stream, derive, draw, uniforms
 from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
 from fly.runner import Runner
-from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama, run

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
-from itertools import groupby
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
