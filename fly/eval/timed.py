@@ -182,15 +182,14 @@ def complete(
         begin = time.perf_counter()
         llm.worker.run(job)
         end = time.perf_counter()
-    seconds = [job.first - begin, end - job.first]
-    if clocks:
-        seconds += [clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])]
+    target, draft = (sum(clock.seconds for clock in some) for some in (clocks[:1], clocks[1:]))
     outputs = [request.output() for request in job.requests]
     tokens = max(1, sum(len(output.token_ids) for output in outputs))
     rounds = sum(output.stats.rounds for output in outputs)
     found = []
     for request, output in zip(job.requests, outputs):
-        times = Times(*(part * len(output.token_ids) / tokens for part in seconds))
+        share = len(output.token_ids) / tokens
+        times = Times((job.first - begin) * share, (end - job.first) * share, target * share, draft * share)
         if clocks and rounds:
             times.judged = round(clocks[0].judged * output.stats.rounds / rounds)
         found.append(Completion(output, times, list(request.row.drafts)))
