@@ -270,7 +270,7 @@ def test_times_of_a_completion_are_its_parts() -> None:
 
 
 def test_the_prediction_is_the_formula() -> None:
-    llm = strategy_of("fly-draft")
+    llm = strategy_of("model(fly-draft)")
     stats = Stats(generated=61, rounds=10, emitted=60, drafted=70)
     rounds = Rounds(Setting("exact", llm, 7), stats, [Times(0.1, 1.0, 0.5, 0.2)])
     forwards = [forward(2.0), forward(3.0, tokens=6), forward(5.0, tokens=10)]
@@ -279,7 +279,7 @@ def test_the_prediction_is_the_formula() -> None:
     assert predict(rounds, forwards, draft) == pytest.approx(6.0 / (7 * c + v) / 2.0)
     plain = Rounds(Setting("autoregressive", llm, 0), Stats(rounds=10, emitted=10), [Times(0.1, 1.0, 0.5)])
     assert predict(plain, forwards, draft) == pytest.approx(1 / 2.0)
-    for name in ("ngram+fly-draft", "ngram"):
+    for name in ("fly-draft", "ngram"):
         assert predict(Rounds(Setting(name, strategy_of(name), 7), stats, [Times(0.1, 1.0)]), forwards, draft) is None
     with pytest.raises(ValueError, match="outside 1 to 6"):
         predict(rounds, forwards[:2], draft)
@@ -399,8 +399,8 @@ def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path
     pytest.importorskip("matplotlib")
     record = tmp_path / "speed.json"
     options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", tmp_path / "speed.png")
-    text = run("bench", "speed", "--model", "fly-draft", "--draft", "fly-tiny", "--shape", "64x1x100", *options)
-    for heading in ("Limits", "Forwards of fly-draft", "Forwards of fly-tiny", "Forwards of 64x1x100", "Rounds"):
+    text = run("bench", "speed", "--model", "fly-draft", "--draft", "model(fly-tiny)", "--shape", "64x1x100", *options)
+    for heading in ("Limits", "Forwards of fly-draft", "Forwards of model(fly-tiny)", "Forwards of 64x1x100", "Rounds"):
         assert heading in text
     assert "…" not in text  # tables fit a terminal
     figures = json.loads(record.read_text())
