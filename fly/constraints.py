@@ -1,4 +1,4 @@
-"""What a request lets each place of a draft say: penalties, biases, bans and its form. Knows nothing of models.
+"""What a request allows at each place of a draft: penalties, biases, bans and its form. Knows nothing of models.
 
 Shape legend: B rows, J positions of a row, V vocabulary.
 """

@@ -41,8 +41,8 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
     the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``).
 
-    ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. On the
-    CPU that is logged, once for each reason.
+    ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or a model that is no
+    ``Llama``. On the CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """

@@ -46,7 +46,7 @@ STRATEGIES = (
 """What ``fly bench drafts`` measures if nothing else is asked for; the first is the draft that others are held to."""
 
 RANDOM, WRONG = "random, T 1.5", "always wrong"
-"""The texts that nobody can predict, and the drafter that never does."""
+"""Texts that cannot be predicted, and the drafter that never predicts."""
 
 PROMISE = 0.98
 """Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
@@ -145,8 +145,8 @@ class Promise:
 class Misleading(Wrapper):
     """A strategy of chains that is always wrong and costs what another does: what that one proposes, by other tokens.
 
-    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to whoever judges them, and the
-    strategy below goes on from its own.
+    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to the rule that judges them, and
+    the strategy below goes on from its own.
     """
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:

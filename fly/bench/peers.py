@@ -137,7 +137,7 @@ def measure_matches(
     """Let every contender decode every prompt, ``rows`` of them together, ``turns`` times over, in turns of a few
     prompts after a warm-up.
 
-    A few, since whoever comes next finds the caches of the processor full of another's weights, and for a moment its
+    A few, since the next library finds the caches of the processor full of another's weights, and for a moment its
     threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
     completion, or every ``rows`` of them.
     """

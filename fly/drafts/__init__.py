@@ -1,4 +1,4 @@
-"""Draft strategies: who proposes."""
+"""Draft strategies, which propose tokens."""
 
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, pad, pad_trees

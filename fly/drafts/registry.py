@@ -92,8 +92,8 @@ def parse_draft(
     - a checkpoint's name stands for the model as it drafts best: prompt lookup drafts for it, and it stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``); ``model(name)`` is the model and nothing else;
     - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and nobody for the first;
-    - a parameter that takes a strategy (by its annotation) reads its argument as one, a parameter that takes a policy
-      as a policy; to all others a bare word is a string, as in ``model(fly-draft)``;
+    - a parameter annotated as a strategy reads its argument as a strategy, one annotated as a policy as a policy; for
+      all others a bare word is a string, as in ``model(fly-draft)``;
     - a class whose first parameter is a sequence of strategies takes them as positional arguments,
       ``union(ngram, fly-draft)``.
 
@@ -102,7 +102,7 @@ def parse_draft(
         dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names
             that the text does not give.
 
-    Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
+    Raises ``ValueError`` (``CheckpointError`` if a checkpoint cannot be used) naming the part that is wrong, and the
     choices.
     """
     if text.strip() == "none":

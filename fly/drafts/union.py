@@ -48,7 +48,7 @@ class _Average:
             length = self.length + self.rate * (length - self.length)
         accepted = common_prefix(proposed, emitted)
         acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
-        if accepted < min(len(proposed), len(emitted)):  # a mismatch; else nobody knows how the rest would have done
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; else it is unknown how the rest would have done
             acceptance *= 1 - self.rate
         return replace(self, acceptance=acceptance, length=length)
 
@@ -65,18 +65,18 @@ class _Round:
 class UnionDraft(Wrapper):
     """For each row the best proposal of several strategies, given cheapest first.
 
-    It keeps, for each strategy, averages of how its proposals did: their length, and how many of their tokens were
-    then emitted, whether the proposal was used or not. A row has averages of its own, which start from those over
-    all rows; these start at ``prior``, high, so that everything is tried. The best proposal is the one with the most
-    expected accepted tokens, the cheapest among equals; a strategy is not even asked for a row if it cannot be
-    expected to offer more than a cheaper one already does. What a strategy costs counts by its place alone.
+    It keeps, for each strategy, averages of how its proposals did: their length, and how many of their tokens were then
+    emitted, whether the proposal was used or not. A row has averages of its own, which start from those over all rows;
+    these start at ``prior``, high, so that everything is tried. The best proposal is the one with the most expected
+    accepted tokens, the cheapest among equals. A strategy is not even asked for a row if it is not expected to offer
+    more than a cheaper one already does. The cost of a strategy counts only by its place in the order.
 
-    Drawn tokens never decide. To look at them and then drop them would change their distribution, and with it that of
-    the text. So a proposal with a distribution stands once it is drawn (above temperature 0), and whether to draw it is
-    decided before: if more is expected of that strategy than is offered so far, and than of any that comes later.
-    Deterministic proposals are free to be compared.
+    Drawn tokens never decide: looking at them and then dropping them would change their distribution, and so that of
+    the text. So a proposal with a distribution is used once it is drawn (above temperature 0), and whether to draw it
+    is decided before: if more is expected of that strategy than is offered so far, and than of any later one.
+    Deterministic proposals can be compared freely.
 
-    With a relaxed policy what was emitted leans to the proposal that was used, and so do the averages.
+    With a relaxed policy the emitted text leans to the proposal that was used, and so do the averages.
 
     Args:
         rate: weight of the newest token in the averages, above 0 and at most 1.

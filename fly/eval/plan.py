@@ -34,7 +34,7 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 def rule_name(rule: AcceptancePolicy) -> str:
-    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    """A short name for a table: without parameters, and shortened if it is composed."""
     return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
 
 
@@ -76,7 +76,7 @@ def _one_or_several(kind: Any) -> Any:
 
 
 class _Extra(BaseModel):
-    """A way beside the product; what it leaves out is the plan's first."""
+    """A way beside the product; fields that it leaves out are the plan's first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -87,7 +87,7 @@ class _Extra(BaseModel):
 
 class Asked(BaseModel):
     """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` is how many of its
-    problems; any other field is one of the task's own that is to be other than in its file."""
+    problems; any other field replaces the task's own field of this name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -105,8 +105,8 @@ class Plan(BaseModel):
 
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
-    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
-    ``max_tokens`` holds instead of the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
+    at every temperature with every seed. ``limit`` is how many problems of each task, unless the task says otherwise;
+    ``max_tokens`` replaces the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
     blocks of exact speculation, at temperature 0, for ``fly replay``.
     """
 
@@ -142,7 +142,7 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _somebody_drafts(cls, values: Any) -> Any:
-        """Where nobody is named: fly-target's draft, or for another model prompt lookup."""
+        """The default draft: fly-target's draft, or for another model prompt lookup."""
         if not isinstance(values, dict) or values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
@@ -195,7 +195,7 @@ class Plan(BaseModel):
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
-        """Every task by its name, and how many of its problems are to be decoded.
+        """Every task by its name, and how many of its problems to decode.
 
         Raises ``ValueError`` if two have one name, or one cannot be loaded.
         """

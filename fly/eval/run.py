@@ -1,4 +1,4 @@
-"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that a kill does not harm."""
+"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that survives a kill."""
 
 from __future__ import annotations
 
@@ -67,12 +67,12 @@ def remaining(plan: Plan, records: Records) -> list[Turn]:
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder one of this plan, or see that it is.
+    """Make the folder one of this plan, or check that it is.
 
     More problems of the same tasks, and more tasks, may be asked for; and code may be run now that was not.
 
-    Raises ``ValueError`` naming every setting that is another than when the run began: what was decoded by one and what
-    by the other would be mixed up.
+    Raises ``ValueError`` naming every setting that has changed since the run began, since results of both would be
+    mixed up.
     """
     fields = plan.model_dump(mode="json")
     loaded = plan.loaded_tasks()
@@ -284,8 +284,8 @@ def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
 
 
 def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: None) -> int:
-    """Say of every last completion that has no score yet whether it is right, where the task says what is; and of code
-    only where the plan lets it run. Returns how many are left unscored for that."""
+    """Score every completion that has no score yet, if its task has a scorer, and programs only if the plan lets them
+    run. Returns how many are left unscored for that."""
     tasks, records, left = plan.loaded_tasks(), read_records(folder), 0
     problems = {(name, problem.id): problem for name, (task, _) in tasks.items() for problem in task.problems}
     with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:
