@@ -86,12 +86,13 @@ def results(made: Any) -> list[Tensor]:
 
 
 class Gpu(TorchDispatchMode):
-    """The device. ``waits`` are lines of the project where the host waited, ``launches`` by operation."""
+    """The device. ``waits`` are lines of the project where the host waited while the device had nothing to do,
+    ``launches`` by operation; ``glances`` are how often the host waited while it had."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits, self.launches = list[str](), Counter[str]()
-        self.graphs = self.events = 0
+        self.graphs = self.events = self.glances = 0
         self.capturing: Graph | None = None
         self.pinned: set[int] = set()
         self.pending: list[tuple[Tensor, Tensor]] = []  # copies to the host that are under way
@@ -306,7 +307,15 @@ def emulated() -> Iterator[Gpu]:
 
         def record(self) -> None:
             gpu.events += 1
-            self.at = gpu.events
+            self.at, self.launched = gpu.events, gpu.launches.total()
+
+        def query(self) -> bool:
+            """Who asks until it is over, as the host does, waits; but the device does not, if it has more to do."""
+            if gpu.launches.total() == self.launched:
+                gpu.wait("a look with nothing else to do")
+            gpu.glances += 1
+            gpu.arrive()
+            return True
 
         def synchronize(self) -> None:
             gpu.wait("event")

@@ -15,12 +15,15 @@ from hypothesis import strategies as st
 
 from fly.backends import executor_of
 from fly.backends.cuda import attention, rounds
+from fly.backends.cuda.chain import looked_up
 from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.work import Work
 from fly.backends.torch import TorchExecutor
 from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
+from fly.drafts.ngram import Index
 from fly.engine import Engine
 from fly.executor import Executor
 from fly.models import Llama
@@ -65,7 +68,7 @@ def device(flash: bool = True) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
         for module in (attention, rounds):
             patch.setattr(module, "flash_takes", lambda cache: flash)
-        patch.setattr("fly.backends.cuda.work.flash_takes", lambda cache: flash)
+        patch.setattr("fly.backends.cuda.table.flash_takes", lambda cache: flash)
         patch.setattr("fly.backends.cuda.executor.flash_takes", lambda cache: flash)
         yield gpu
 
@@ -167,17 +170,23 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
             assert told(row) == told(other)
 
 
-KINDS = [("near", False), ("near", True), (None, True), (None, False)]
+KINDS = [("near", False, {}), ("near", True, {}), ("near", True, {"reach": 0.2}), (None, True, {}), (None, False, {})]
+
+
+def works_of(engine: Engine) -> list[Work]:
+    """What was made for whole rounds."""
+    (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+    return [work for work in works.made.made.values() if work.shape.pages and work.shape.draft_pages]
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("drafting", "lookup"), KINDS)
+@pytest.mark.parametrize(("drafting", "lookup", "stop"), KINDS)
 def test_a_round_is_one_wait_and_a_few_launches(
-    drafting: str | None, lookup: bool, temperature: float, count: int
+    drafting: str | None, lookup: bool, stop: dict[str, Any], temperature: float, count: int
 ) -> None:
     with device() as gpu:
-        engine = engine_of(there, drafting, lookup)
+        engine = engine_of(there, drafting, lookup, **stop)
         engine.stretch = 1e-9
         rows = [
             row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=300)
@@ -186,10 +195,64 @@ def test_a_round_is_one_wait_and_a_few_launches(
         decode(engine, rows, 4)
         for _ in range(3):
             gpu.waits.clear(), gpu.launches.clear()
+            gpu.glances = 0
             engine.step(rows)
             assert [place for place in gpu.waits if "event" not in place] == [] and len(gpu.waits) == 1
             # draft, score and decide; the state and, at times, pages or copies go up, and the result comes down
-            assert gpu.launches["graph"] == 2 + (drafting is not None) and gpu.launches.total() <= 7
+            further = 0
+            if stop or (lookup and drafting is not None):  # a graph a forward, with a number of where it stands
+                further = max(work.chain.forwards for work in works_of(engine) if work.chain is not None) - 1
+            assert further < rows[0].k and gpu.glances <= further
+            assert gpu.launches["graph"] == 2 + (drafting is not None) + further
+            assert gpu.launches.total() <= 7 + (drafting is not None and count) + 2 * further
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_draft_takes_no_more_forwards_than_it_needs_and_one(lookup: bool) -> None:
+    """Where it stops by itself, or copied tokens stand: as many as step by step on the CPU."""
+    needed: list[int] = []
+
+    class Counted(SingleDraft):
+        def propose(self, rows: Any, max_len: Any) -> Any:
+            needed.append(0)
+            return super().propose(rows, max_len)
+
+        def _advance(self, *arguments: Any) -> Any:
+            needed[-1] += 1
+            return super()._advance(*arguments)
+
+    k, stop = 12, {} if lookup else {"reach": 0.3}
+    prompt = [1, 2, 3, 4, 5, 6] * 3
+    for temperature in (0.0, 0.8):
+        needed.clear()
+        level: DraftStrategy = Counted(on_cpu(DRAFTS["near"]), NGramDraft(3, 1, 4) if lookup else None, **stop)
+        plain = Engine(Runner(on_cpu(TARGET), PagedKVCache.for_model(on_cpu(TARGET), 6000)), level)
+        plain.stretch, level._one_call = 0, False  # type: ignore[attr-defined]
+        want, row = (row_of(prompt, k=k, temperature=temperature, max_tokens=120) for _ in range(2))
+        decode(plain, [want])
+        with device():
+            engine, taken = engine_of(there, "near", lookup, **stop), []
+            engine.stretch = 1e-9
+            engine.step([row])
+            while not row.finish_reason:
+                engine.step([row])
+                taken += [work.chain.forwards for work in works_of(engine)[-1:] if work.chain is not None]
+        assert told(row) == told(want)
+        assert all(most <= own <= most + 1 for own, most in zip(taken, needed))
+        assert temperature or sum(taken) < 0.7 * k * len(taken)
+
+
+@given(st.data())
+def test_prompt_lookup_on_the_device_is_that_of_the_host(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
+    longest = data.draw(st.integers(1, 5))
+    shortest, most = data.draw(st.integers(1, longest)), data.draw(st.integers(1, 7))
+    text_RS = torch.randint(0, 3, (len(texts), 24), generator=torch.Generator().manual_seed(0))  # what comes after
+    for row_S, text in zip(text_RS, texts):
+        row_S[: len(text)] = torch.tensor(text)
+    copied_RW, found_R = looked_up(text_RS, torch.tensor([len(text) for text in texts]), longest, shortest, most)
+    for text, tokens, found in zip(texts, copied_RW.tolist(), found_R.tolist()):
+        assert (tokens if found else []) == Index(longest, shortest).copied(text, most)
 
 
 def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
@@ -232,10 +295,10 @@ def test_pages_go_up_only_where_they_changed() -> None:
         (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
         (work,) = (each for each in works.made.made.values() if each.shape.pages and each.shape.draft_pages)
         while not row.finish_reason and row.generated < 390:
-            before = work._tables
+            before = work.table.loaded
             gpu.launches.clear()
             engine.step([row])
-            changed += work._tables is not before
+            changed += work.table.loaded is not before
         assert changed <= 4  # of two caches, with what is reserved ahead
 
 

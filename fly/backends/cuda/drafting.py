@@ -6,13 +6,14 @@ Shape legend: B rows, D of them above temperature 0, K longest draft, V vocabula
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from fly.backends.cuda.graphs import upload
-from fly.backends.cuda.rounds import Works, catch_up, pages, size
-from fly.backends.cuda.work import Cuts, Model, Shape, fixed, line, numbers_of, padding
+from fly.backends.cuda.rounds import Works, catch_up, pages
+from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.executor import Batch, Drafted, DraftSpec
 from fly.request import Sequence as Row
 from fly.sampling import BatchSampling
@@ -36,7 +37,9 @@ def draft(
     order = [b for own in (drawn, cold) for b in (*own, *[-1] * (size(len(own)) - len(own)))]
     k, stops = size(max(most)), size(max(len(row.stop_ids) for row in rows))
     how = Cuts.of(sampling)
-    shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec), how, 0, pages(kv, k), alone=True)
+    shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec, True), how, 0, pages(kv, k), alone=True)
+    if shape.copies:
+        shape = replace(shape, text=text_size(max(len(row.tokens) for row in rows) + k + shape.copies + 1))
     work = works.work(shape, model, kv.cache, model, kv.cache)
     late = [b for b, row in enumerate(rows) if kv.starts[b] < len(row.tokens) - 2]
     catch_up(model, kv, late, [kv.starts[b] for b in late], [rows[b].tokens for b in late])
@@ -48,8 +51,9 @@ def draft(
             counts = [len(row.tokens), most[b] + 1, most[b], 2**31, seeds[b] if seeds else 0, 0, 0, lacks]
             reach = spec.reach[b] if spec.reach else 0.0
             lines[at] = line(row.tokens[-2:], counts, 0.0, numbers[b], row.stop_ids, stops, reach)
-    work.load(lines, None, kv, order)
-    work.begin()
+    work.table.load(lines, None, kv, order)
+    work.know([rows[b].tokens if b >= 0 else [] for b in order])
+    work.begin(max(most))
     tokens_RK, count_R, probs_DKV = work.proposal
     values = torch.cat([tokens_RK, count_R.unsqueeze(1)], 1).cpu().tolist()
     found: list[list[int]] = [[] for _ in rows]
@@ -77,9 +81,9 @@ def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: W
         line([0, tokens[0]], [start + 1, 1, 0, 0, 0, 0, 0, 0], 0.0, numbers_of(None, 1)[0], (), 0)
         for tokens, start in zip(new, kv.starts)
     ]
-    work.load(lines + [padding(0)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
+    work.table.load(lines + [padding(0)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
     work.copy([tokens[1:] for tokens in new] + [[]] * empty)
-    work.begin()
+    work.begin(0)
     work.finish()
     at = [row * (k + 1) + n for row, count in enumerate(kv.counts) for n in range(count)]
     chosen = at if places is None else [at[place] for place in places]

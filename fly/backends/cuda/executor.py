@@ -46,7 +46,7 @@ class CudaExecutor(TorchExecutor):
         self.captures = Captures()
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any) -> Tensor:
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor:
         """Final hidden states [T, C]."""
         found: Tensor = self.model(tokens_T, positions_T, kv, **self._options)
         return found

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,24 +15,19 @@ import torch
 from fly.backends.cuda.attention import flash_takes
 from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
+from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.backends.cuda.waits import host_wait
-from fly.backends.cuda.work import Cuts, Decide, Group, Model, Shape, Work, fixed, line, numbers_of, padding
+from fly.backends.cuda.work import Decide, Group, Work
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
 from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
+__all__ = ["LONGEST", "Works", "catch_up", "pages", "take_rounds"]
 
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 LONGEST = 128  # tokens of a draft in one graph
 _LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
-
-
-def size(n: int) -> int:
-    """The next of a few sizes, so that few graphs serve all batches."""
-    return next((size for size in _SIZES if size >= n), n) if n else 0
 
 
 class Works:
@@ -103,7 +99,8 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     call = _Call(plan, lot, work, decide, copies)
     if drafter is not None:
         call.catch_up(drafter)
-    work.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    work.table.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    work.know(call.placed())
     while call.round(works):
         pass
     return call.told()
@@ -172,7 +169,7 @@ class _Call:
             if self.decide.run.why_not is not None:
                 self.decide.history = self._histories()
             start.record()
-            self.work.begin()
+            self.work.begin(max(map(self.most, range(len(self.texts)))))
             drafted.record()
             self.work.finish()
             self.decide.begin(done)
@@ -204,9 +201,8 @@ class _Call:
             own = values[self.places[b][0]]
             count, accepted, following = own[:3]
             drafted = own[3 : 3 + count]
-            if self.plan.draft_kv is not None and (most := self.most(b)) > 0:
-                # its last token was not fed, unless it stopped before the last forward; what is rejected is gone
-                self.drafter_has[b] = len(text) + min(count - (count == most), accepted)
+            if self.plan.draft_kv is not None and self.most(b) > 0:
+                self.drafter_has[b] = len(text) + min(count - 1, accepted)  # its last token was not fed
             self.fed[b] = len(text), drafted
             new = [*drafted[:accepted], following]
             self.left[b] -= len(new)
@@ -252,8 +248,13 @@ class _Call:
             first += group.rows
         return found
 
+    def placed(self) -> list[list[int]]:
+        """The text in each place."""
+        return [self.texts[b] if b >= 0 else [] for b in self.lot.order]
+
     def told(self) -> Rounds:
         self._settle()
+        self.work.knows(self.placed())
         cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
         return Rounds(self.decisions, cached, self.drafter_has, self.spent, error=self.error)
 
@@ -263,7 +264,12 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     drawn = sum(group.rows for group in lot.groups if group.drawn)
     stops = size(max(len(row.stop_ids) for row in plan.rows))
     own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
-    return Shape(drawn, len(lot.order), k, stops, fixed(plan.spec), Cuts.of(plan.sampling), own, drafts)
+    spec = fixed(plan.spec, plan.drafter is not None)
+    shape = Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
+    if not shape.copies:
+        return shape
+    longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))
+    return replace(shape, text=text_size(longest + k + shape.copies + 1))
 
 
 def pages(kv: PagedBatch, k: int) -> int:
