@@ -27,14 +27,17 @@ from fly.drafts.ngram import Index
 from fly.engine import Engine
 from fly.executor import Executor
 from fly.models import Llama
+from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
 from fly.request import Sequence
 from fly.runner import Runner
+from fly.structured import Grammars
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated
 from tests.test_drafts import perturbed
+from tests.test_structured import save_tokenizer
 from tests.toys import random_llama
 
 VOCAB = 23
@@ -335,6 +338,72 @@ def test_what_rows_ask_to_be_told_takes_three_waits(asked: dict[str, Any]) -> No
     for row, other in zip(rows, want):
         for mine, theirs in zip(row.logprobs, other.logprobs):
             assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+ASKS: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
+    {"logit_bias": {5: 2.0, 7: -100.0, 1: 0.5}},
+    {"min_tokens": 25, "stops": (2, 3, 9)},
+    {"repetition_penalty": 0.8, "logit_bias": {2: 1.0}, "min_tokens": 9, "stops": (5,)},
+    {},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_what_rows_ask_of_their_tokens_takes_three_waits(lookup: bool, temperature: float) -> None:
+    """Penalties, biases and bans: the draft is one call, which keeps to them as on the CPU."""
+    rows = [
+        row_of([1, 2, 3, 1, 2, 3, b], POLICIES[b % 2], 5, b, temperature=temperature, **dict(asked))
+        for b, asked in enumerate(ASKS)
+    ]
+    want = [row.sample(row.seed) for row in rows]
+    plain = engine_of(on_cpu, "near", lookup, reach=0.02)
+    decode(plain, want)
+    with device() as gpu:
+        engine = engine_of(there, "near", lookup, reach=0.02)
+        decode(engine, rows, 4)
+        going = [row for row in rows if not row.finish_reason]
+        for _ in range(2):  # the first may be of fewer rows than those before, which are sampled otherwise
+            gpu.waits.clear()
+            engine.step(going)
+        assert len(gpu.waits) <= 3 and not any(row.finish_reason for row in going)
+        decode(engine, rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
+    assert sum(row.stats.accepted for row in rows) > 0
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """Of a vocabulary of 18 letters, and two tokens that are none."""
+    directory = tmp_path_factory.mktemp("letters")
+    end = save_tokenizer(directory, list("abcdefghijklmnopqr")) - 2
+    return Grammars(Tokenizer(directory), VOCAB, [end])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_form_takes_three_waits_at_temperature_0(grammars: Grammars, temperature: float) -> None:
+    """The draft learns what it may begin with, and once more where it left the form; texts are those of the CPU."""
+    forms = ["[a-r]*", "([a-f][g-r]?){40}", "(ab?|[c-r]+[ab])*", "[a-r]{2,30}"]
+
+    def asked(number: int) -> Sequence:
+        params = {"structured": {"regex": forms[number]}, "temperature": temperature}
+        row = row_of([1, 2, 3 + number], Exact(), 5, number, max_tokens=60, stops=(18,), **params)
+        row.matcher = grammars.matcher(row.params)
+        return row
+
+    rows, want = ([*map(asked, range(4)), row_of([4, 5], k=5)] for _ in range(2))
+    decode(engine_of(on_cpu, "near"), want)
+    with device() as gpu:
+        engine, most = engine_of(there, "near"), 0
+        decode(engine, rows, 4)
+        while going := [row for row in rows if not row.finish_reason]:
+            gpu.waits.clear()
+            engine.step(going)
+            most = max(most, len(gpu.waits))
+        assert most <= 3 or temperature
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    assert sum(row.stats.accepted for row in rows[:4]) > 0.8 * sum(row.stats.accepted for row in want[:4]) > 0
 
 
 def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:

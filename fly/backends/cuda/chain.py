@@ -8,6 +8,7 @@ J = W + 1 places of a forward, N new tokens of a row, X = K + J columns, V vocab
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -75,6 +76,9 @@ class Chain:
             self.probs_DXV = torch.zeros(shape.drawn, columns, vocab_size, device=device)
         self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
         self.says = None if shape.says is None else Says(shape.rows, shape.says, vocab_size, device)
+        self.allowed_RW: Tensor | None = None  # bytes, a bit for each token that a row's first may be
+        if shape.forms:
+            self.allowed_RW = torch.zeros(shape.rows, -(-vocab_size // 8), dtype=torch.uint8, device=device)
         self.watch = Watch(shape.k) if shape.paced else None
         self.all = Part(self._all, captures)
         self.first = Part(self._first, captures)
@@ -99,6 +103,14 @@ class Chain:
         k = self.shape.k
         probs_DKV = None if self.probs_DXV is None else self.probs_DXV[:, :k]
         return Proposal(self.tokens_RX[:, :k], self.count_R, probs_DKV)
+
+    def allow(self, masks: Sequence[bytearray | None]) -> None:
+        """What the first token of each row may be: a bit for each, or None where it may be any."""
+        assert self.allowed_RW is not None
+        width = self.allowed_RW.shape[1]
+        joined = b"".join(b"\xff" * width if mask is None else mask[:width].ljust(width, b"\0") for mask in masks)
+        bits_RW = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(masks), width)
+        self.allowed_RW.copy_(bits_RW.pin_memory(), non_blocking=True)
 
     def follow(self, part: Part[Any]) -> None:
         """``part`` reads what was drafted."""
@@ -161,6 +173,11 @@ class Chain:
         logits_RJV = model.logits(hidden_RNC[:, -copies - 1 :].flatten(0, 1)).unflatten(0, (-1, copies + 1))
         if self.says is not None:
             logits_RJV = self.says.on(logits_RJV.squeeze(1), table, self.count_R).unsqueeze(1)
+        if first and self.allowed_RW is not None:
+            bits_RW8 = self.allowed_RW.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=table.device)
+            banned_RV = ((bits_RW8 & 1) == 0).flatten(1)[:, : logits_RJV.shape[2]]
+            banned_RJV = F.pad(banned_RV.unsqueeze(1), (0, 0, 0, copies))  # only of its own token
+            logits_RJV = logits_RJV.masked_fill(banned_RJV, -torch.inf)
         own_RJ, seen_RJV, at_RJ = argmax(logits_RJV), None, count_R1 + torch.arange(copies + 1, device=table.device)
         if drawn:
             assert self.probs_DXV is not None

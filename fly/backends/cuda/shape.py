@@ -132,6 +132,7 @@ class Shape:
     alone: bool = False  # whether only the draft is asked for, by seeds of its own
     text: int = 0  # tokens of a row that the device knows
     says: int | None = None  # what requests say of single tokens (``Says``): of how many ids at most; None is nothing
+    forms: bool = False  # whether the first token of a draft is to keep to what is allowed
     compiled: bool = False  # whether the layers are compiled
 
     @property
