@@ -27,6 +27,7 @@ import fly
 
 __all__ = ["Gpu", "emulated"]
 
+_COMPILE = torch.compile
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 HERE = os.path.dirname(fly.__file__)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
@@ -92,6 +93,8 @@ class Gpu(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits, self.launches = list[str](), Counter[str]()
+        self.real: dict[str, Any] = {}  # what of ``torch.cuda`` was there before
+        self.compiled = Counter[tuple[str, bool]]()  # calls of compiled functions, and whether a graph was captured
         self.graphs = self.events = self.glances = 0
         self.capturing: Graph | None = None
         self.pinned: set[int] = set()
@@ -232,6 +235,36 @@ class Gpu(TorchDispatchMode):
         return out, out, out
 
 
+class Compiled:
+    """``torch.compile``: traced for real, so that a graph break is an error, and one operation from then on."""
+
+    def __init__(self, gpu: Gpu, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        assert options["fullgraph"] and options["dynamic"] is False
+        self.gpu, self.name = gpu, function.__name__
+        self.run = _COMPILE(function, backend="eager", **options)
+        self.twins: dict[int, torch.nn.Parameter] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        self.gpu.compiled[self.name, self.gpu.capturing is not None] += 1
+        return self.gpu.launch(_Step(self._on_values, []), self.name, args, {}, True)
+
+    def _on_values(self, *args: Any) -> Any:
+        parts = [part for x in args if isinstance(x, torch.nn.Module) for part in x.modules()]
+        there = [dict(part._parameters) for part in parts]
+        real = mock.patch.multiple(torch.cuda, **self.gpu.real)  # there is no device to what is traced
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), real:
+            for part, own in zip(parts, there):
+                for name, weight in own.items():
+                    if isinstance(weight, OnGpu):
+                        twin = torch.nn.Parameter(weight.value, requires_grad=False)
+                        part._parameters[name] = self.twins.setdefault(id(weight), twin)
+            try:
+                return self.run(*args)
+            finally:
+                for part, own in zip(parts, there):
+                    part._parameters.update(own)
+
+
 class _Step:
     """An operation of our own."""
 
@@ -333,8 +366,10 @@ def emulated() -> Iterator[Gpu]:
     }  # fmt: skip
     lifts = torch._C._only_lift_cpu_tensors()
     with ExitStack() as stack:
+        gpu.real = {name: getattr(torch.cuda, name) for name in there}
         for name, stub in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
+        stack.enter_context(mock.patch.object(torch, "compile", lambda function, **how: Compiled(gpu, function, how)))
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         stack.enter_context(gpu)

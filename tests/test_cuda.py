@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import Unsupported
 
 from fly.backends import executor_of
-from fly.backends.cuda import attention, rounds
+from fly.backends.cuda import attention, fused, rounds
 from fly.backends.cuda.chain import looked_up
 from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.waits import host_wait
@@ -25,7 +26,7 @@ from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
 from fly.drafts.ngram import Index
 from fly.engine import Engine
-from fly.executor import Executor
+from fly.executor import Executor, TokenByToken
 from fly.models import Llama
 from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, derived
@@ -444,6 +445,76 @@ def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
     for other in want:
         decode(engine_of(on_cpu, "near"), [other])
     assert [told(each) for each in (row, *rows, *crowded)] == [told(each) for each in want]
+
+
+def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced whole (a graph break would be an error), and never for a prompt; texts are the same."""
+    monkeypatch.setattr(rounds, "OFTEN", 5)
+    monkeypatch.setattr(fused, "refusal", lambda: None)
+    torch._dynamo.reset()
+    deep, small = (random_llama(seed, **{**SIZES, "layers": 3}) for seed in (3, 4))
+    row, other, want, alike = (row_of([1, 2, 3 + n % 2], POLICIES[n % 2], max_tokens=120) for n in range(4))
+
+    def engine_on(run: Callable[[Llama], Executor]) -> Engine:
+        executor = run(deep)
+        drafts = SingleDraft(run(small), cache_tokens=6000, reach=0.05)
+        return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)), drafts)
+
+    plain = engine_on(on_cpu)
+    decode(plain, [want]), decode(plain, [alike])
+    with device() as gpu:
+        engine = engine_on(there)
+        engine.stretch = 1e-9
+        for each in (row, other):
+            before = gpu.compiled.copy()
+            engine.step([each])
+            assert gpu.compiled == before  # of a prompt
+            decode(engine, [each])
+        names = {name for name, _ in gpu.compiled}
+        assert names == {"_first", "_between", "_last"} and all(work.shape.compiled for work in works_of(engine)[-1:])
+        assert gpu.compiled["_between", True] > 0  # captured, and launched no more
+        assert gpu.compiled["_between", True] == 2 * gpu.compiled["_first", True]
+        assert sum(gpu.compiled.values()) < 60
+        slow = engine.runner.executor.deterministic()
+        assert isinstance(slow, TokenByToken) and isinstance(slow.inner, CudaExecutor) and not slow.inner.compiles
+    assert [told(row), told(other)] == [told(want), told(alike)]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_layers_that_cannot_be_compiled_go_on_as_they_were(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __call__(self, *_: Any) -> Any:
+            raise Unsupported("no such kernel\nand more of that")
+
+    monkeypatch.setattr(rounds, "OFTEN", 3)
+    monkeypatch.setattr(fused, "refusal", lambda: "no compiler is here" if missing else None)
+    monkeypatch.setattr(fused, "CompiledLayers", Broken)
+    fused._say_once.cache_clear()
+    want, row = (row_of([1, 2, 3], max_tokens=100) for _ in range(2))
+    decode(engine_of(on_cpu, "near"), [want])
+    with device():
+        engine = engine_of(there, "near")
+        engine.stretch = 1e-9
+        decode(engine, [row])
+    assert told(row) == told(want)
+    said = [record.getMessage() for record in caplog.records if "layers are not compiled" in record.getMessage()]
+    assert len(said) == 1 + (not missing)  # of each model
+    assert said[0].endswith("no compiler is here" if missing else "Unsupported for 2 tokens: no such kernel")
+
+
+def test_what_layers_need_to_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert fused.refusal() == "Triton is not installed"
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert "compute capability 7.0" in str(fused.refusal())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
+    assert "no C compiler" in str(fused.refusal())
+    monkeypatch.setattr(fused.shutil, "which", lambda name: name)
+    assert fused.refusal() is None
 
 
 def test_a_rule_that_raises_discards_its_round() -> None:

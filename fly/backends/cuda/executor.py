@@ -15,12 +15,25 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.drafting import draft, score_few
+from fly.backends.cuda.fused import Fused
 from fly.backends.cuda.graphs import Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, by_policy
+from fly.executor import (
+    Answer,
+    Batch,
+    Drafted,
+    DraftSpec,
+    Executor,
+    Question,
+    RoundPlan,
+    Rounds,
+    Scores,
+    TokenByToken,
+    by_policy,
+)
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.request import Sequence
@@ -41,15 +54,31 @@ class CudaExecutor(TorchExecutor):
     always takes K forwards. Trees, other strategies, penalties, forms and log-probabilities take the plain way.
     """
 
-    def __init__(self, model: Any, layers: abc.Sequence[int] | None = None) -> None:
+    def __init__(self, model: Any, layers: abc.Sequence[int] | None = None, fuses: bool = True) -> None:
         super().__init__(model, layers)
-        self.captures = Captures()
+        self.captures, self._fused = Captures(), Fused() if fuses else None
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor:
-        """Final hidden states [T, C]."""
-        found: Tensor = self.model(tokens_T, positions_T, kv, **self._options)
-        return found
+        """Final hidden states [T, C]; ``compiled``: by compiled layers, where these can be had."""
+
+        def run(**through: Any) -> Tensor:
+            found: Tensor = self.model(tokens_T, positions_T, kv, **self._options, **through)
+            return found
+
+        hidden_TC = None
+        if compiled and self._fused is not None:
+            hidden_TC = self._fused.hidden(len(tokens_T), lambda layers: run(through=layers))
+        return run() if hidden_TC is None else hidden_TC
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its layers can be compiled here."""
+        return self._fused is not None and self._fused.there
+
+    def deterministic(self) -> Executor:
+        """By layers that are never compiled: which operations a token takes must not hang on how often others came."""
+        return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), fuses=False))
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, V] float32."""

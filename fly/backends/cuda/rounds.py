@@ -5,6 +5,7 @@ Shape legend: R rows with padding, X columns of what is downloaded.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,9 +25,13 @@ from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["LONGEST", "Works", "catch_up", "pages", "take_rounds"]
+__all__ = ["LONGEST", "OFTEN", "Works", "catch_up", "pages", "take_rounds"]
 
+_log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
+# Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
+# first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
+OFTEN = 2000
 _LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
 
 
@@ -36,6 +41,7 @@ class Works:
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
         self.made: Kept[tuple[Shape, int], Work] = Kept(32, _ALL_LOGITS, lambda work: work.logit_bytes)
+        self._often: set[Shape] = set()
         self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
         self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
 
@@ -47,7 +53,14 @@ class Works:
         drafter: Model | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> Work:
-        """The memory and graphs for batches of this shape."""
+        """The memory and graphs for batches of this shape; what came often gets new ones, of compiled layers."""
+        plain = shape, id(draft_cache)
+        if (found := self.made.made.get(plain)) is not None and found.rounds >= OFTEN and target.compiles:
+            del self.made.made[plain]
+            self._often.add(shape)
+            _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
+        if shape in self._often:
+            shape = replace(shape, compiled=True)
 
         def make() -> Work:
             return Work(shape, target, cache, drafter, draft_cache, self.captures)
