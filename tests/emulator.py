@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fly
 
-__all__ = ["Gpu", "emulated"]
+__all__ = ["Gpu", "emulated", "exchanged"]
 
 _COMPILE = torch.compile
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
@@ -204,8 +205,11 @@ class Gpu(TorchDispatchMode):
             later = False  # of usual memory, the host waits all the same
         if not later and source.numel():
             self.wait(f"copy to {'the device' if up else 'the host'}")
-        elif self.capturing is not None:
+        elif self.capturing is not None and (up or args[0].untyped_storage()._cdata not in self.pinned):
             raise RuntimeError("a copy between host and device while a graph is captured")
+        elif self.capturing is not None:
+            self.capturing.steps.append((self.come, (args[0], args[1].value), {}, []))
+            return args[0]
         self.launches[name] += 1
         values, named = tree_map(value_of, args), tree_map(value_of, kwargs)
         if up:
@@ -222,6 +226,12 @@ class Gpu(TorchDispatchMode):
         else:
             host.copy_(made)
         return host
+
+    def come(self, host: Tensor, value: Tensor) -> tuple[()]:
+        """A copy to the host that is part of a graph."""
+        self.pending.append((host, value.to(host.dtype, copy=True)))
+        host.fill_(97)
+        return ()
 
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``varlen_attn`` over pages."""
@@ -317,6 +327,44 @@ class Python(TorchFunctionMode):
         return made
 
 
+class Stream:
+    """``torch.cuda.Stream``, which has done nothing until somebody waits."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def query(self) -> bool:
+        return not self.gpu.pending
+
+    def synchronize(self) -> None:
+        self.gpu.wait("stream")
+
+
+@contextmanager
+def exchanged(gpu: Gpu) -> Iterator[None]:
+    """While it lasts, processes of one group exchange what is on their emulated devices, inside of graphs too."""
+    from fly.parallel import ranks
+
+    def collective(module: Any, name: str) -> Any:
+        real = getattr(module, name)
+
+        def run(*tensors: Any, **options: Any) -> None:
+            def exchange(*values: Tensor) -> Tensor:
+                with torch._C.DisableTorchFunction(), _disable_current_modes():
+                    real(*values, **options)
+                return values[0]
+
+            if isinstance(tensors[0], OnGpu):
+                gpu.launch(_Step(exchange, [tensors[0]]), name, tensors, {}, True)
+            else:
+                real(*tensors, **options)
+
+        return mock.patch.object(module, name, run)
+
+    with collective(dist, "all_reduce"), collective(dist, "broadcast"), collective(ranks, "_all_gather"):
+        yield
+
+
 @contextmanager
 def emulated() -> Iterator[Gpu]:
     """While it lasts there is a CUDA device."""
@@ -361,6 +409,7 @@ def emulated() -> Iterator[Gpu]:
         "get_device_capability": lambda *_: (9, 0), "mem_get_info": lambda *_: (80 << 30, 80 << 30),
         "CUDAGraph": lambda: Graph(gpu), "Event": Event, "graph_pool_handle": lambda: (0, 0),
         "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: gpu.capturing is not None, "current_stream": lambda *_: Stream(gpu),
         "is_initialized": lambda: True, "set_device": lambda *_: None,
         "synchronize": lambda *_: gpu.wait("synchronize"),
     }  # fmt: skip

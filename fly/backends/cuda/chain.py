@@ -67,12 +67,15 @@ class Chain:
         self.shape, self.copies, vocab_size = shape, shape.copies, model.config.vocab_size
         columns = shape.k + self.copies + 1  # what a forward says beyond what stands is written over by the next one
         self.tokens_RX = torch.zeros(shape.rows, columns, dtype=torch.int64, device=device)
+        self.most_R = torch.zeros(shape.rows, dtype=torch.int64, device=device)
         self.count_R = torch.zeros(shape.rows, dtype=torch.int64, device=device)
         self.going_R = torch.zeros(shape.rows, dtype=torch.bool, device=device)
         self.reached_R = torch.ones(shape.rows, dtype=torch.float32, device=device)
         self.left_1 = torch.zeros(1, dtype=torch.int64, device=device)  # tokens that may still be drafted for a row
         self.probs_DXV: Tensor | None = None
+        self.coins_DX: Tensor | None = None
         if shape.drawn:
+            self.coins_DX = torch.zeros(shape.drawn, columns, device=device)
             self.probs_DXV = torch.zeros(shape.drawn, columns, vocab_size, device=device)
         self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
         self.says = None if shape.says is None else Says(shape.rows, shape.says, vocab_size, device)
@@ -83,7 +86,7 @@ class Chain:
         self.all = Part(self._all, captures)
         self.first = Part(self._first, captures)
         self.more = Part(self._more, captures)
-        self.forwards = 0  # of the last draft
+        self.captures, self.forwards = captures, 0  # forwards of the last draft
 
     def run(self, longest: int) -> Proposal:
         """Draft, at most ``longest`` tokens for any row."""
@@ -96,7 +99,7 @@ class Chain:
             while self.forwards < min(longest, self.shape.k):
                 self.watch.leave(self.forwards - 1, self.left_1)
                 # one forward is under way, and ends all that has one token left
-                if self.forwards > 1 and self.watch.seen(self.forwards - 2) < 2:
+                if self.forwards > 1 and self._seen(self.watch, self.forwards - 2) < 2:
                     break
                 self.more()
                 self.forwards += 1
@@ -123,6 +126,10 @@ class Chain:
             at_R = (length_R + accepted_R).clamp_max(self.text_RS.shape[1] - 1)
             self.text_RS.scatter_(1, at_R.unsqueeze(1), next_R.unsqueeze(1))
 
+    def _seen(self, watch: Watch, forward: int) -> int:
+        with self.captures.awaited():
+            return watch.seen(forward)
+
     def _all(self) -> None:
         self._first()
         for _ in range(1, self.shape.k):
@@ -131,7 +138,10 @@ class Chain:
     def _first(self) -> None:
         self.count_R.zero_()
         self.reached_R.fill_(1.0)
-        self.going_R.copy_(self._most() > 0)
+        self.most_R.copy_(self._most())
+        self.going_R.copy_(self.most_R > 0)
+        if self.coins_DX is not None:
+            self._draw_coins()
         if self.says is not None:
             assert self.text_RS is not None
             self.says.begin(self.text_RS, self.table.column(Column.LENGTH))
@@ -152,7 +162,7 @@ class Chain:
         table, model, shape, copies, drawn = self.table, self.model, self.shape, self.copies, self.shape.drawn
         cache = self._cache()
         assert cache is not None
-        most_R, count_R1 = self._most(), self.count_R.unsqueeze(1)
+        most_R, count_R1 = self.most_R, self.count_R.unsqueeze(1)
         length_R = table.column(Column.LENGTH) + self.count_R  # with what is drafted so far
         if first:
             new_RN = table.state_RC[:, Column.BEFORE : Column.LAST + 1]
@@ -180,9 +190,9 @@ class Chain:
             logits_RJV = logits_RJV.masked_fill(banned_RJV, -torch.inf)
         own_RJ, seen_RJV, at_RJ = argmax(logits_RJV), None, count_R1 + torch.arange(copies + 1, device=table.device)
         if drawn:
-            assert self.probs_DXV is not None
+            assert self.probs_DXV is not None and self.coins_DX is not None
             seen_RJV = table.sampling(slice(drawn)).on(logits_RJV[:drawn]).dense()
-            own_DJ = draw(seen_RJV.flatten(0, 1), self._coins(at_RJ[:drawn])).view(drawn, -1)
+            own_DJ = draw(seen_RJV.flatten(0, 1), self.coins_DX.gather(1, at_RJ[:drawn]).flatten()).view(drawn, -1)
             own_RJ = torch.cat([own_DJ, own_RJ[drawn:]])
             row_D1 = torch.arange(drawn, device=table.device).unsqueeze(1) * self.probs_DXV.shape[1]
             self.probs_DXV.flatten(0, 1).index_copy_(0, (row_D1 + at_RJ[:drawn]).flatten(), seen_RJV.flatten(0, 1))
@@ -212,10 +222,14 @@ class Chain:
         if self.watch is not None:
             self.left_1.copy_(torch.where(self.going_R, most_R - self.count_R, 0).amax(0, keepdim=True))
 
-    def _coins(self, at_DJ: Tensor) -> Tensor:
-        """[D * J] uniforms of the tokens that are drawn at these places of the draft."""
+    def _draw_coins(self) -> None:
+        """Uniforms of all tokens that may be drawn."""
+        assert self.coins_DX is not None
+        at_DX = torch.arange(self.coins_DX.shape[1], device=self.table.device).expand_as(self.coins_DX)
         length_D = self.table.column(Column.LENGTH)[: self.shape.drawn]
         seed_D = self.table.column(Column.SEED)[: self.shape.drawn]
         seed_D = seed_D if self.shape.alone else derived(seed_D, length_D)
-        seed_DJ, position_DJ = seed_D.unsqueeze(1).expand_as(at_DJ), length_D.unsqueeze(1) + at_DJ
-        return uniforms(seed_DJ.flatten(), position_DJ.flatten(), Stream.SAMPLE, 1).squeeze(1)
+        seed_DX, position_DX = seed_D.unsqueeze(1).expand_as(at_DX), length_D.unsqueeze(1) + at_DX
+        self.coins_DX.copy_(
+            uniforms(seed_DX.flatten(), position_DX.flatten(), Stream.SAMPLE, 1).view(self.coins_DX.shape)
+        )

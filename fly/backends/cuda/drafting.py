@@ -72,7 +72,8 @@ def draft(
             chain.allow([masks[b] if b >= 0 else None for b in order])
         work.begin(max(most))
         tokens_RK, count_R, _ = work.proposal
-        values = torch.cat([tokens_RK, count_R.unsqueeze(1)], 1).cpu().tolist()
+        with works.captures.awaited():
+            values = torch.cat([tokens_RK, count_R.unsqueeze(1)], 1).cpu().tolist()
         for b, own in zip(order, values):
             if b >= 0:
                 found[b] += own[: own[-1]]

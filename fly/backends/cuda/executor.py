@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -16,7 +17,7 @@ from torch import Tensor
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.drafting import draft, score_few
 from fly.backends.cuda.fused import Fused
-from fly.backends.cuda.graphs import Captures, sent, upload
+from fly.backends.cuda.graphs import Awaited, Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
 from fly.backends.torch import TorchExecutor
@@ -50,13 +51,23 @@ class CudaExecutor(TorchExecutor):
 
     Rounds of chains by one draft model, by prompt lookup or without a draft are graphs: of the draft's forwards, of the
     target's, and of what the policies decide. A rule that a graph cannot hold runs between them operation by operation
-    (``fly.backends.cuda.waits``). Prompt lookup below a draft model changes no token of it, and is left out: a graph
-    always takes K forwards. Trees, other strategies, penalties, forms and log-probabilities take the plain way.
+    (``fly.backends.cuda.waits``). Trees, other strategies, penalties, forms and log-probabilities take the plain way.
+
+    Args:
+        fuses: whether layers may be compiled.
+        awaited: entered around each wait, of a model that this process shares with others: then rounds are counted, not
+            timed, since all take the same.
     """
 
-    def __init__(self, model: Any, layers: abc.Sequence[int] | None = None, fuses: bool = True) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: abc.Sequence[int] | None = None,
+        fuses: bool = True,
+        awaited: Awaited = nullcontext,
+    ) -> None:
         super().__init__(model, layers)
-        self.captures, self._fused = Captures(), Fused() if fuses else None
+        self.captures, self._fused = Captures(awaited), Fused() if fuses else None
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
     def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor:
@@ -78,7 +89,10 @@ class CudaExecutor(TorchExecutor):
 
     def deterministic(self) -> Executor:
         """By layers that are never compiled: which operations a token takes must not hang on how often others came."""
-        return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), fuses=False))
+        return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), False, self.captures.awaited))
+
+    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+        return CudaExecutor(self.model, layers, self._fused is not None, self.captures.awaited)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, V] float32."""
@@ -133,7 +147,8 @@ class CudaExecutor(TorchExecutor):
             part, names = self._decided(policy, own, proposed, seeds, starts)
             parts.append(part)
             labels.append(names)
-        whole = torch.cat([part.flatten() for part in parts]).cpu()
+        with self.captures.awaited():
+            whole = torch.cat([part.flatten() for part in parts]).cpu()
         found: dict[int, Decision] = {}
         for (policy, numbers), part, names in zip(
             groups.items(), whole.split([part.numel() for part in parts]), labels
@@ -153,7 +168,9 @@ class CudaExecutor(TorchExecutor):
         if draft.parents_BK is not None:
             return super().decide(policy, target, draft, seeds, starts)
         packed, names = self._decided(policy, target, draft, seeds, starts)
-        return _told(packed.cpu(), policy, draft.shape[1], names)
+        with self.captures.awaited():
+            here = packed.cpu()
+        return _told(here, policy, draft.shape[1], names)
 
     def _decided(
         self,

@@ -6,15 +6,17 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Captures", "Download", "Kept", "Part", "Watch", "sent", "upload"]
+__all__ = ["Awaited", "Captures", "Download", "Kept", "Part", "Watch", "sent", "upload"]
 
 _log = logging.getLogger("fly")
 _NAP = 2e-5  # seconds; forwards take ten times as long
+Awaited = Callable[[], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 
@@ -85,10 +87,14 @@ class Kept(Generic[_K, _T]):
 
 
 class Captures:
-    """The memory that graphs share, which run one after the other, and how many were captured."""
+    """The memory that graphs share, which run one after the other, and how many were captured.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        awaited: entered around each wait for what graphs give: other processes may have to do their part of it.
+    """
+
+    def __init__(self, awaited: Awaited = nullcontext) -> None:
+        self.count, self.awaited = 0, awaited
         self._pool: Any = None
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -32,6 +33,7 @@ LONGEST = 128  # tokens of a draft in one graph
 # Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
 # first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
 OFTEN = 2000
+_TOGETHER = 4  # rounds that processes which share a model take in one call
 _LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
 
 
@@ -144,6 +146,7 @@ class _Call:
         kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
         self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
         self.error: BaseException | None = None
+        self.together = work.captures.awaited is not nullcontext  # with other processes, whose clocks are others
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
         self.begin = self.last = time.perf_counter()
@@ -190,7 +193,8 @@ class _Call:
         except Exception as raised:  # a rule's own: the round is discarded
             done.record()
             self.error = raised
-        done.synchronize()
+        with self.work.captures.awaited():
+            done.synchronize()
         if self.error is not None:
             return False
         ended = self._take_in()
@@ -235,7 +239,8 @@ class _Call:
     def _goes_on(self, now: float) -> bool:
         """Whether another round may begin, and there is room for it."""
         plan, rounds = self.plan, self.spent[0].rounds + self.spent[1].rounds
-        if rounds >= plan.rounds or now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0]):
+        late = now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0])
+        if rounds >= plan.rounds or (late and not self.together) or (self.together and rounds >= _TOGETHER):
             return False
         wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
         return all(most <= room for most, room in zip(wanted, self.rooms))
