@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
+from fly.constraints import constrains
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, uniforms
@@ -47,6 +48,7 @@ __all__ = [
     "Spent",
     "TokenByToken",
     "Wrapped",
+    "by_policy",
 ]
 
 
@@ -259,6 +261,11 @@ class Executor(ABC):
         """
         return None
 
+    def may_extend(self, row: Sequence) -> bool:
+        """Whether ``extend`` keeps to what ``row`` asks of its text: penalties, bans, a form. The default does for rows
+        that ask for nothing."""
+        return not constrains(row)
+
     def rounds(
         self,
         rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
@@ -281,8 +288,10 @@ class Executor(ABC):
         """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
         return False
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
-        """``values`` where the logits are, int64."""
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
+        """``values`` where the logits are, int64, or of the type that they have as a tensor."""
+        if isinstance(values, Tensor):
+            return values.to(self.device)
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
@@ -313,12 +322,9 @@ class Executor(ABC):
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
             return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
-        groups: dict[AcceptancePolicy, list[int]] = {}
-        for b, row in enumerate(rows):
-            groups.setdefault(row.policy, []).append(b)
         found: dict[int, Decision] = {}
-        for policy, numbers in groups.items():
-            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+        for policy, numbers in by_policy(rows).items():
+            index_B = self.numbers(numbers)
             part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
             own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
             found |= zip(numbers, self.decide(policy, part, proposed, *own))
@@ -343,6 +349,14 @@ class Executor(ABC):
 
     def enter_thread(self) -> None:
         """Called once on the thread that will make all calls, before the first."""
+
+
+def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
+    """The numbers of the rows that have each policy."""
+    groups: dict[AcceptancePolicy, list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.policy, []).append(b)
+    return groups
 
 
 class Head(Executor):
@@ -406,7 +420,7 @@ class Wrapped(Executor):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self.inner.score(batch, places, *([states] if states else []))
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
         return self.inner.numbers(values)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:

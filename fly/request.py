@@ -68,8 +68,12 @@ class Form(Protocol):
         draft: list[int],
         parents: abc.Sequence[int],
         raw_JV: Tensor | None = None,
+        numbers: abc.Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
         """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
+
+    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
+        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
 
     def check(self, place: int) -> None:
         """Raises ``ValueError`` if a text that is kept up to ``place``, as last asked about, cannot go on."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from fly.models.eagle import is_head, load_head
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
-__all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
+__all__ = ["LoadExecutor", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -92,6 +92,16 @@ def _on_torch(model: Model | Loading) -> Executor:
 
         return CudaExecutor(model)
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
+
+
+def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
+    """What runs the part of a model that this process holds of it, on PyTorch; ``awaited`` is entered around each wait
+    for what others have to do their part of."""
+    if model.device.type == "cuda":
+        from fly.backends.cuda.executor import CudaExecutor
+
+        return CudaExecutor(model, awaited=awaited)
+    return TorchExecutor(model)
 
 
 def load_executor(
