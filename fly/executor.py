@@ -37,6 +37,7 @@ __all__ = [
     "Drafted",
     "Executor",
     "Given",
+    "Growth",
     "Head",
     "Lookup",
     "Question",
@@ -86,8 +87,35 @@ class Lookup:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
+    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
+    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
+
+    widths: tuple[int, ...]
+    follow: int
+    nodes: int
+
+    @staticmethod
+    def even(depth: int, width: int, nodes: int) -> Growth:
+        """Of so many levels (or as many as so many nodes can make), all of one width."""
+        depth = min(depth, nodes)
+        return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
+
+    @property
+    def spare(self) -> int:
+        """Tokens that it may store in one of the two caches beside those of a row: the tree, or what is followed."""
+        level, followed = 1, 0
+        for width in self.widths[:-1]:
+            level = min(level * width, self.follow)
+            followed += level
+        return max(self.nodes, followed)
+
+
+@dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely ones or drawn ones, up to the first it is not sure of.
+    """How a model drafts: token after token, the most likely ones or drawn ones, up to the first it is not sure of; or
+    a tree of its likeliest ones (``tree``), which stops nowhere and is drawn from nothing.
 
     ``lookup`` changes no token: it lets a forward be fed a copy of what followed the last time the text looked like
     this, and go on from the first token that is another.
@@ -99,6 +127,7 @@ class DraftSpec:
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     says: bool = False  # whether the logits of the most likely tokens are asked for too
+    tree: Growth | None = None
 
     @property
     def stops(self) -> bool:
@@ -132,12 +161,13 @@ class Question(NamedTuple):
     choices: list[int]  # the target's most likely token at each place
     logits_1JV: Tensor
     probs_1KV: Tensor | None  # what the draft was drawn from, where it was
+    parents: list[int] | None = None  # of a tree
 
 
 class Answer(NamedTuple):
     """What stands of a ``Question``'s block."""
 
-    accepted: int
+    path: abc.Sequence[int]  # numbers of the drafted tokens that stand
     next_token: int
 
 
@@ -147,7 +177,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round, at most; one fewer than are left, where that is less
+    k: int  # tokens to draft a round (levels of a tree), at most; one fewer than are left, where that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -278,8 +308,8 @@ class Executor(ABC):
         """
         return None
 
-    def joins(self, drafter: Executor) -> bool:
-        """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        """Whether ``rounds`` may be taken in which ``drafter`` drafts by ``spec``."""
         return False
 
     def numbers(self, values: abc.Sequence[int]) -> Tensor:

@@ -126,8 +126,8 @@ class CudaExecutor(TorchExecutor):
             return None
         return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
 
-    def joins(self, drafter: Executor) -> bool:
-        return isinstance(drafter, CudaExecutor) and drafter.device == self.device
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None
 
     def rounds(
         self,
