@@ -38,6 +38,7 @@ __all__ = [
     "Drafted",
     "Executor",
     "Given",
+    "Growth",
     "Head",
     "Lookup",
     "Question",
@@ -88,8 +89,35 @@ class Lookup:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
+    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
+    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
+
+    widths: tuple[int, ...]
+    follow: int
+    nodes: int
+
+    @staticmethod
+    def even(depth: int, width: int, nodes: int) -> Growth:
+        """Of so many levels (or as many as so many nodes can make), all of one width."""
+        depth = min(depth, nodes)
+        return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
+
+    @property
+    def spare(self) -> int:
+        """Tokens that it may store in one of the two caches beside those of a row: the tree, or what is followed."""
+        level, followed = 1, 0
+        for width in self.widths[:-1]:
+            level = min(level * width, self.follow)
+            followed += level
+        return max(self.nodes, followed)
+
+
+@dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of.
+    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
+    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
 
     ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
     drafting goes on from the first token that differs.
@@ -101,6 +129,7 @@ class DraftSpec:
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     says: bool = False  # whether the logits of the most likely tokens are asked for too
+    tree: Growth | None = None
 
     @property
     def stops(self) -> bool:
@@ -134,12 +163,13 @@ class Question(NamedTuple):
     choices: list[int]  # the target's most likely token at each place
     logits_1JV: Tensor
     probs_1KV: Tensor | None  # the distributions that the draft was drawn from, if it was drawn
+    parents: list[int] | None = None  # of a tree
 
 
 class Answer(NamedTuple):
     """What is kept of a ``Question``'s block."""
 
-    accepted: int
+    path: abc.Sequence[int]  # numbers of the drafted tokens that stand
     next_token: int
 
 
@@ -149,7 +179,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round, at most; fewer if fewer are left
+    k: int  # tokens (or levels of a tree) to draft a round, at most; one fewer than are left, if that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -284,8 +314,8 @@ class Executor(ABC):
         """
         return None
 
-    def joins(self, drafter: Executor) -> bool:
-        """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        """Whether ``rounds`` may be taken in which ``drafter`` drafts by ``spec``."""
         return False
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.executor import Answer, Batch, Drafted, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
+from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
@@ -57,8 +57,8 @@ class Clock(Wrapped):
         self.judged += len(decisions)
         return decisions
 
-    def joins(self, drafter: Executor) -> bool:
-        return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter)
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        return self.inner.joins(drafter.inner if isinstance(drafter, Clock) else drafter, spec)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))

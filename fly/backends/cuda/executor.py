@@ -208,8 +208,8 @@ class CudaExecutor(TorchExecutor):
         asks = row.params.penalises or row.params.min_tokens > 0
         return not row.bad and (row.matcher is None or (row.greedy and not asks))
 
-    def joins(self, drafter: Executor) -> bool:
-        return isinstance(drafter, CudaExecutor) and drafter.device == self.device
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None
 
     def rounds(
         self,
