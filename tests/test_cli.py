@@ -101,7 +101,7 @@ def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tm
         ("--policy", "qqqqq", "'qqqqq' is unknown; policies"),
     ],
 )
-def test_a_slip_of_the_pen_is_told_what_was_meant(options: tuple[str, str, str]) -> None:
+def test_a_typing_error_gets_a_suggestion(options: tuple[str, str, str]) -> None:
     *given, told = options
     result = run("generate", "a", *given)
     assert result.exit_code == 2 and told in words(result.output)
@@ -268,7 +268,7 @@ def test_bad_input_is_one_line_that_names_it(arguments: list[str], said: list[st
         (["bench", "plan", "--target", "llama-3.1-8b"], ["tau", "draft-tau"]),
     ],
 )
-def test_what_is_no_finite_number_is_told_so(command: list[str], options: list[str], value: str) -> None:
+def test_a_number_that_is_not_finite_is_refused(command: list[str], options: list[str], value: str) -> None:
     for option in options:
         result = run(*command, f"--{option}", f"5={value}" if option == "logit-bias" else value)
         said = words(re.sub("[│╭╮╰╯─]", "", result.output))
@@ -310,7 +310,7 @@ def test_configuration_files(tmp_path: Path) -> None:
         Config.read(shipped)
 
 
-def test_a_model_is_told_of(tmp_path: Path) -> None:
+def test_a_model_is_described(tmp_path: Path) -> None:
     told = words(run("models", str(resolve_checkpoint("fly-target"))).output)
     assert "llama (LlamaForCausalLM)" in told and "1024 tokens" in told and "BF16" in told and "GB in bfloat16" in told
     model = random_llama(layers=3, vocab_size=99, intermediate=64)

@@ -188,5 +188,19 @@ def test_the_index_lists_every_page(index: Path, pages: list[Path]) -> None:
     assert {page.resolve() for page in pages} - {index} <= listed
 
 
+def test_no_docstring_reads_as_a_link_definition() -> None:
+    """Markdown leaves out a line such as ``[B, K]: ...``, and so would the reference."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    left_out = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "fly").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented)
+        for line in (ast.get_docstring(node) or "").splitlines()
+        if re.match(r" {0,3}\[[^]]+\]:", line)
+    ]
+    assert not left_out
+
+
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150

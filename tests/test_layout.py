@@ -55,7 +55,7 @@ def test_the_page_of_the_layout_has_every_room_in_this_order() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
-def test_a_room_imports_only_rooms_that_stand_before_it(path: Path) -> None:
+def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
     own = room(module(path))
     if own in PACKAGE or path.name == "__main__.py":
         return
@@ -96,7 +96,7 @@ def test_no_room_above_the_backends_knows_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["executor", "runner", "engine", "account", "drafts", "sampling", "types"])
-def test_nobody_probes_what_a_model_can(name: str) -> None:
+def test_no_module_probes_what_a_model_can_do(name: str) -> None:
     for path, text in FILES.items():
         if room(module(path)) == name:
             assert not re.search(r"\bhasattr\(|\bgetattr\((?!self\b)", text), path

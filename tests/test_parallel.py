@@ -1060,7 +1060,7 @@ def test_a_step_reads_what_the_plan_divides(config: LlamaConfig) -> None:
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([2, 4]))
-def test_figures_of_stand_ins_foretell_a_model_that_is_none(data: st.DataObject, size: int, itemsize: int) -> None:
+def test_figures_of_stand_ins_predict_another_model(data: st.DataObject, size: int, itemsize: int) -> None:
     """Where forwards take what a machine of any figures makes them take, the figures explain a forward not seen."""
     config = data.draw(divisible_configs())
     config = LlamaConfig.model_validate({**config.model_dump(), "hidden_size": 256, "intermediate_size": 512})

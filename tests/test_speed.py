@@ -484,7 +484,7 @@ def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.Monkey
     assert only["right"] is None
 
 
-def test_a_large_shape_has_fewer_prompts_and_tokens_unless_told(
+def test_a_large_shape_has_fewer_prompts_and_tokens_by_default(
     quick_limits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert usual_amount(99_999_999) == (24, 400)
