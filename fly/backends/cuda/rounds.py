@@ -22,6 +22,7 @@ from fly.backends.cuda.waits import host_wait
 from fly.backends.cuda.work import Decide, Group, Work
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
+from fly.drafts.ways import Ways
 from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
@@ -33,6 +34,8 @@ LONGEST = 128  # tokens of a draft in one graph
 # Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
 # first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
 OFTEN = 2000
+_LOOKUP = 1.08  # how much longer a forward of a draft model of 1B takes with prompt lookup, for some 30 short kernels
+_RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
 _TOGETHER = 4  # rounds that processes which share a model take in one call
 _LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
 
@@ -44,6 +47,7 @@ class Works:
         self.captures = captures
         self.made: Kept[tuple[Shape, int], Work] = Kept(32, _ALL_LOGITS, lambda work: work.logit_bytes)
         self._often: set[Shape] = set()
+        self.lookup = Ways()  # whether prompt lookup pays below a draft model, in forwards a drafted token
         self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
         self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
 
@@ -100,7 +104,12 @@ class _Lot(NamedTuple):
 
 def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Works) -> Rounds | None:
     """``Executor.rounds``. None where the batch would need too much memory."""
-    copies = drafter is None and plan.spec.lookup is not None
+    copies, way = drafter is None and plan.spec.lookup is not None, -1
+    if drafter is not None and plan.spec.lookup is not None:
+        way, most = works.lookup.choose()
+        plan.rounds = min(plan.rounds, most)
+        if not way:
+            plan.spec = replace(plan.spec, lookup=None)
     lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
     k = size(k) if drafter is not None or copies else 0
     shape = _shape(plan, lot, k)
@@ -118,7 +127,18 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     work.know(call.placed())
     while call.round(works):
         pass
+    if way >= 0 and call.drafted:
+        rounds = sum(each.rounds for each in call.spent)
+        works.lookup.add(way, call.forwards * _forward_cost(shape), call.drafted, rounds)
     return call.told()
+
+
+def _forward_cost(shape: Shape) -> float:
+    """How long a forward of the drafter takes, beside one of a row's last token alone. By arithmetic, not by the clock:
+    processes that share a model decide alike."""
+    if not shape.copies:
+        return 1.0
+    return _LOOKUP * max(shape.rows * (shape.copies + 1), _RIDGE) / max(shape.rows, _RIDGE)
 
 
 def catch_up(
@@ -145,6 +165,7 @@ class _Call:
         self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
         kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
         self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
+        self.forwards = self.drafted = 0  # by the drafter, and tokens of all rows
         self.error: BaseException | None = None
         self.together = work.captures.awaited is not nullcontext  # with other processes, whose clocks are others
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
@@ -214,10 +235,12 @@ class _Call:
         values = found.tolist()
         self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
         ended = False
+        self.forwards += 0 if self.work.chain is None else self.work.chain.forwards
         for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
             own = values[self.places[b][0]]
             count, accepted, following = own[:3]
             drafted = own[3 : 3 + count]
+            self.drafted += count
             if self.plan.draft_kv is not None and self.most(b) > 0:
                 self.drafter_has[b] = len(text) + min(count - 1, accepted)  # its last token was not fed
             self.fed[b] = len(text), drafted
