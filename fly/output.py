@@ -99,7 +99,8 @@ class Output:
         provenance: why each token stands (``fly.Token``).
         stats: what speculation did for it (``fly.Stats``).
         policy: what decided.
-        guarantee: what the policy promises, and its ``bound`` where that is ``BOUNDED``.
+        guarantee: what the policy promises, and its ``bound`` where that is ``BOUNDED``; ``HEURISTIC`` if the target
+            could leave early.
         bound: see there; else None.
         others: further completions, where ``n`` asked for some.
         reasoning: of a conversation with a model that thinks before it answers, that thinking; ``text`` is what came

@@ -19,6 +19,7 @@ from fly.cli.options import (
     Device,
     DraftOption,
     Dtype,
+    Exits,
     HeartbeatTimeout,
     K,
     Kernels,
@@ -96,6 +97,7 @@ def generate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
     ] = False,
