@@ -4,8 +4,8 @@ Each row of a batch leaves by itself, with all its new tokens at once. What it s
 Of the layers that it skips, keys and values are made from its hidden state at the exit, so that later tokens find
 some there (as in CALM, arXiv 2207.07061, section 3.4).
 
-Shape legend: T packed tokens, N tokens of the rows that may still leave, E candidates a token, C hidden width,
-V vocabulary, F hidden states side by side.
+Shape legend: T packed tokens, N tokens of the rows that may still leave, U tokens looked through, X these and a drafted
+one, E candidates a token, C hidden width, V vocabulary, F hidden states side by side.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections import abc
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fly.backends.torch import TorchExecutor
@@ -30,10 +31,10 @@ class EarlyExit(Wrapped):
     """A Llama on PyTorch's kernels that leaves early by ``exits``.
 
     A row may leave where logits after all its new tokens are asked for, which are few then; a prompt goes through all
-    layers. Candidates of a token are the likeliest of some frequent ones at the first look, and the token that was
-    drafted after it. A row leaves where the predictors say so of each of its tokens, up to the first after which
-    another candidate is likelier than the drafted one, and where of all the vocabulary the likeliest is a candidate
-    there. Later tokens of a draft do not matter then; of a tree, all do.
+    layers. Candidates of a token are the likeliest of some frequent ones and of what was drafted after it. A row leaves
+    where the predictors say so of each of its tokens, up to the first after which another candidate is likelier than
+    the drafted one, and where of all the vocabulary the likeliest is a candidate there. Later tokens of a draft do not
+    matter then; of a tree, all do.
 
     Raises ``ValueError`` for another model, other kernels, or exits for a target of other sizes.
     """
@@ -50,6 +51,7 @@ class EarlyExit(Wrapped):
         super().__init__(inner)
         self.model, self.exits = inner.model, exits.to(inner.device)
         self.weight_UC = self.model.lm_head.weight.detach()[self.exits.ids_U].contiguous()
+        self.looked_through = frozenset(self.exits.ids_U.tolist())
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
         return self.inner.with_layers(layers)
@@ -90,7 +92,8 @@ class _Forward:
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
     ) -> None:
-        self.model, self.exits, self.weight_UC, self.tokens = owner.model, owner.exits, owner.weight_UC, batch.tokens
+        self.model, self.exits, self.tokens = owner.model, owner.exits, batch.tokens
+        self.weight_UC, self.looked_through = owner.weight_UC, owner.looked_through
         self.kv: PagedBatch = batch.kv
         self.states: dict[int, Tensor] = dict.fromkeys(states, torch.empty(0))
         self.logits: dict[int, Tensor] = {}
@@ -102,8 +105,8 @@ class _Forward:
             chain = batch.kv.masks is None or batch.kv.masks[number] is None
             self.rows.append(_Row(number, at, at + count, may_leave, chain))
             at += count
-        self.candidates: dict[int, Tensor] = {}  # by token [E], and how likely they were at the last look
-        self.likely: dict[int, Tensor] = {}
+        # By row, what the last look saw: logits of the tokens it looked through and of the drafted ones.
+        self.earlier: dict[int, Tensor] = {}
 
     def __call__(
         self,
@@ -154,33 +157,27 @@ class _Forward:
 
     def _look(self, look: int, norm: Norm, x_TC: Tensor) -> set[int]:
         """Numbers of the rows that leave; their logits are noted."""
-        tokens, places, at = list[int](), list[int](), 0
+        asked, places, at = list[_Row](), list[int](), 0
         for row in self.rows:
             count = row.stop - row.start
             if row.may_leave:
-                tokens += range(row.start, row.stop)
+                asked.append(row)
                 places += range(at, at + count)
             at += count
-        if not tokens:
+        if not asked:
             return set()
         hidden_NC = norm(x_TC if len(places) == len(x_TC) else x_TC[places])
-        if look == 0:
-            ids_NE, logits_NE = self._first(hidden_NC, tokens)
-            before_NE: Tensor | None = None
-        else:
-            ids_NE = torch.stack([self.candidates[t] for t in tokens])
-            logits_NE = (self.model.lm_head.weight[ids_NE] @ hidden_NC.unsqueeze(-1)).squeeze(-1).float()
-            before_NE = torch.stack([self.likely[t] for t in tokens])
-        features_NF, likely_NE = self.exits.features(logits_NE, before_NE)
-        sure = (self.exits.chance(look, features_NF) >= self.exits.config.thresholds[look]).tolist()
-        best = ids_NE.gather(1, logits_NE.argmax(-1, keepdim=True)).squeeze(1).tolist()
-        self.candidates |= zip(tokens, ids_NE)
-        self.likely |= zip(tokens, likely_NE)
+        ids_NX, logits_NX = self._seen(hidden_NC, asked)
+        logits_NE, at_NE = logits_NX.topk(self.exits.config.candidates, -1)
+        ids_NE, earlier_NE = ids_NX.gather(1, at_NE), None
+        if look:
+            earlier_NE = torch.cat([self.earlier[row.number] for row in asked]).gather(1, at_NE)
+        chance_N = self.exits.chance(look, self.exits.features(logits_NE, earlier_NE))
+        sure, best = (chance_N >= self.exits.config.thresholds[look]).tolist(), ids_NE[:, 0].tolist()
         left, n = set(), 0
-        for row in self.rows:
-            if not row.may_leave:
-                continue
+        for row in asked:
             count = row.stop - row.start
+            self.earlier[row.number] = logits_NX[n : n + count]
             following = self.tokens[row.start + 1 : row.stop]
             parted = (j for j, (token, likeliest) in enumerate(zip(following, best[n:])) if token != likeliest)
             matter = next(parted, count - 1) + 1 if row.chain else count
@@ -193,17 +190,19 @@ class _Forward:
             n += count
         return left
 
-    def _first(self, hidden_NC: Tensor, tokens: list[int]) -> tuple[Tensor, Tensor]:
-        """Candidates [N, E] and their logits."""
-        found_NU = (hidden_NC @ self.weight_UC.T).float()
-        logits_NE, at_NE = found_NU.topk(self.exits.config.candidates, -1)
-        ids_NE = self.exits.ids_U[at_NE]
-        after = {t: self.tokens[t + 1] for row in self.rows if row.chain for t in range(row.start, row.stop - 1)}
-        drafted = [(n, after[t]) for n, t in enumerate(tokens) if t in after]
+    def _seen(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
+        """Ids [N, U + 1] and logits of the tokens looked through, and last of what was drafted after each token, where
+        that is none of them (else -inf)."""
+        ids_U, count = self.exits.ids_U, len(hidden_NC)
+        logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
+        ids_NX = F.pad(ids_U.expand(count, -1), (0, 1))
+        after = []
+        for row in rows:
+            following = self.tokens[row.start + 1 : row.stop] if row.chain else []
+            after += following + [-1] * (row.stop - row.start - len(following))
+        drafted = [(n, token) for n, token in enumerate(after) if token >= 0 and token not in self.looked_through]
         if drafted:
-            n_D, token_D = torch.tensor(drafted, device=ids_NE.device).unbind(1)
-            own_D = (self.model.lm_head.weight[token_D] * hidden_NC[n_D]).sum(-1).float()
-            missing_D = (ids_NE[n_D] != token_D.unsqueeze(1)).all(-1)
-            ids_NE[n_D[missing_D], -1] = token_D[missing_D]
-            logits_NE[n_D[missing_D], -1] = own_D[missing_D]
-        return ids_NE, logits_NE
+            n_D, token_D = torch.tensor(drafted, device=ids_U.device).unbind(1)
+            ids_NX[n_D, -1] = token_D
+            logits_NX[n_D, -1] = (self.model.lm_head.weight[token_D] * hidden_NC[n_D]).sum(-1).float()
+        return ids_NX, logits_NX

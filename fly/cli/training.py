@@ -120,7 +120,7 @@ def train_exit_command(
         _numbers("--layers", layers), candidates, vocabulary, agreement=agreement, places=places, steps=steps, seed=seed
     )
     with _bars() as bars:
-        llm, given, data = _answered(
+        _, given, data = _answered(
             bars, out, model, prompts, task, count, max_tokens, 0.0, seed, dtype, device, kernels
         )
         looking = bars.add_task("looking at the answers", total=min(places, sum(len(one.answer) for one in given)))

@@ -34,7 +34,7 @@ class ExitConfig(BaseModel):
     vocab_size: int = Field(gt=1)
     layers: tuple[int, ...] = Field(min_length=1)  # it looks after so many of the target's layers, ascending
     candidates: int = Field(default=4, gt=1)
-    looked_through: int = Field(gt=1)  # tokens among which the first look finds candidates
+    looked_through: int = Field(gt=1)  # frequent tokens among which candidates are found
     width: int = Field(default=64, gt=0)  # of a network
     thresholds: tuple[float, ...]  # at each look the chance from which on it says yes; above 1 is never
 
@@ -55,7 +55,7 @@ class ExitConfig(BaseModel):
 
 
 class Exits(nn.Module):
-    """A network of two layers for each look. ``ids_U``: the tokens among which the first look finds candidates."""
+    """A network of two layers for each look. ``ids_U``: the tokens among which candidates are found."""
 
     ids_U: Tensor
     mean_LF: Tensor
@@ -74,15 +74,13 @@ class Exits(nn.Module):
         self.register_buffer("scale_LF", torch.ones(len(config.layers), features))
 
     @staticmethod
-    def features(logits_NE: Tensor, before_NE: Tensor | None) -> tuple[Tensor, Tensor]:
-        """What a look goes by, [N, F]: the candidates' logits, their probabilities among themselves, and what these
-        have changed by since the last look (``before_NE``; None at the first), the likeliest first. Also those
-        probabilities, in the candidates' own order."""
+    def features(logits_NE: Tensor, earlier_NE: Tensor | None) -> Tensor:
+        """What a look goes by, [N, F]: the candidates' logits, likeliest first, their probabilities among themselves,
+        and what these have changed by since the last look, whose logits of them are ``earlier_NE`` (None at the
+        first)."""
         probs_NE = logits_NE.softmax(-1)
-        shift_NE = torch.zeros_like(probs_NE) if before_NE is None else probs_NE - before_NE
-        order_NE = probs_NE.argsort(-1, descending=True)
-        parts = [column_NE.gather(-1, order_NE) for column_NE in (logits_NE, probs_NE, shift_NE)]
-        return torch.cat(parts, -1), probs_NE
+        before_NE = probs_NE if earlier_NE is None else earlier_NE.softmax(-1)
+        return torch.cat([logits_NE, probs_NE, probs_NE - before_NE], -1)
 
     def chance(self, look: int, features_NF: Tensor) -> Tensor:
         """[N] how likely it is that the target's choice is settled."""

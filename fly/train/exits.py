@@ -117,7 +117,12 @@ def train_exits(
         raise ValueError(f"{len(used)} answers are too few to train on, and to try it on others")
     tests, lessons = (tuple(torch.cat(parts, 1) for parts in zip(*found[held_out])) for held_out in (True, False))
     exits.cpu()
-    _learn(exits, lessons[0], lessons[1], plan)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # products so small take longer on several
+    try:
+        _learn(exits, lessons[0], lessons[1], plan)
+    finally:
+        torch.set_num_threads(threads)
     looks, passed = _calibrate(exits, tests[0], tests[1], plan)
     exits.config = config.model_copy(update={"thresholds": tuple(look.threshold for look in looks)})
     save_exits(exits, directory)
@@ -139,16 +144,14 @@ def _seen(executor: TorchExecutor, exits: Exits, one: Answer) -> tuple[Tensor, T
     choice_N = scores.logits_NV.argmax(-1)
     states_NLC = scores.states_TF[places].unflatten(-1, (len(layers), -1))
     features, settled = [], []
-    ids_NE = likely_NE = None
+    earlier_NU = None
     for look in range(len(layers)):
-        hidden_NC = model.norm(states_NLC[:, look])
-        logits_NV = model.logits(hidden_NC)
-        if ids_NE is None:
-            ids_NE = exits.ids_U[logits_NV[:, exits.ids_U].topk(exits.config.candidates, -1).indices]
-        found_NF, likely_NE = exits.features(logits_NV.gather(1, ids_NE), likely_NE)
-        best_N = logits_NV.argmax(-1)
-        features.append(found_NF)
-        settled.append((best_N == choice_N) & (ids_NE == best_N.unsqueeze(1)).any(-1))
+        logits_NV = model.logits(model.norm(states_NLC[:, look]))
+        logits_NU = logits_NV[:, exits.ids_U]
+        logits_NE, at_NE = logits_NU.topk(exits.config.candidates, -1)
+        features.append(exits.features(logits_NE, None if earlier_NU is None else earlier_NU.gather(1, at_NE)))
+        best_N, earlier_NU = logits_NV.argmax(-1), logits_NU
+        settled.append((best_N == choice_N) & (exits.ids_U[at_NE] == best_N.unsqueeze(1)).any(-1))
     return torch.stack(features), torch.stack(settled)
 
 
@@ -209,10 +212,11 @@ def exit_card(
 Early exits for `{target}` with {parameters:,} parameters, written by `fly train-exit`: `LLM("{target}", exits="DIR")`,
 or `--exits DIR`. The text is then no longer the target's own: this is heuristic, under any acceptance rule.
 
-{data} Candidates are the {config.candidates} likeliest of {config.looked_through} frequent tokens at the first look,
-and the drafted token. Thresholds are the lowest at which {plan.agreement:g} of the held-out places that leave have the
-whole target's choice. Held-out places, all their answers' tokens given, go through {passed:.1%} of the
-{config.num_hidden_layers} layers; tokens of one draft leave together, so drafts go through more.
+{data}
+Candidates are the {config.candidates} likeliest of {config.looked_through} frequent tokens and the drafted one.
+Thresholds are the lowest at which {plan.agreement:g} of the held-out places that leave have the whole target's choice.
+Held-out places, with all tokens before them given, go through {passed:.1%} of the {config.num_hidden_layers} layers;
+the tokens of one draft leave together, so drafts go through more.
 
 | after layers | settled | threshold | leave, of those left | of these agree |
 | ---: | ---: | ---: | ---: | ---: |
