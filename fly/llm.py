@@ -179,9 +179,7 @@ class LLM(Calls):
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
         if exits is not None:
             if deterministic or ranks is not None:
-                raise ValueError(
-                    f"exits {str(exits)!r}: a target that leaves early is neither deterministic nor shared"
-                )
+                raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
             executor = early(executor, exits)
         if deterministic:
             executor = executor.deterministic()

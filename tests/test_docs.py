@@ -18,7 +18,7 @@ import yaml
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINKED = [*PAGES, *sorted((ROOT / "docs").glob("*/**/*.md")), ROOT / "CONTRIBUTING.md"]
-PROSE = {"docs/README.md", "docs/commands.md", "docs/house.md"}  # pages without Python
+PROSE = {"docs/README.md", "docs/commands.md", "docs/early-exit.md", "docs/house.md"}  # pages without Python
 
 
 def name(page: Path) -> str:
