@@ -77,6 +77,7 @@ class Scores(NamedTuple):
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
     states_TF: Tensor | None = None  # hidden states of all tokens of the batch, where they were asked for
+    layers: list[int] | None = None  # that each row of the batch went through, of an executor that leaves early
 
 
 @dataclass(frozen=True)
@@ -243,6 +244,7 @@ class Executor(ABC):
     own_threads = False  # whether forwards run on its own threads, so that torch's would only be in the way
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
     gives_states = False  # whether ``score`` can be asked for hidden states
+    leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
 
     @property
     def weight_bytes(self) -> int:
@@ -485,11 +487,11 @@ class TokenByToken(Wrapped):
         asked, found, taken = set(wanted), {}, list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
-            logits_NV, _, states_1F = self.inner.score(alone, None if t in asked else (), states)
+            scores = self.inner.score(alone, None if t in asked else (), states)
             if t in asked:
-                found[t] = logits_NV
-            if states_1F is not None:
-                taken.append(states_1F)
+                found[t] = scores.logits_NV
+            if scores.states_TF is not None:
+                taken.append(scores.states_TF)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(taken) if taken else None)
 

@@ -215,12 +215,13 @@ class Runner:
             for row, count, tree in zip(rows, counts, parents):
                 end += count
                 batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
-        if self._states:
-            logits_NV, argmax, states_TF = self.executor.score(batch, places, self._states)
-            if states_TF is not None:
-                self._note(fed, starts, counts, states_TF)
-        else:
-            logits_NV, argmax, _ = self.executor.score(batch, places)
+        scores = self.executor.score(batch, places, *([self._states] if self._states else []))
+        logits_NV, argmax = scores.logits_NV, scores.argmax
+        if scores.states_TF is not None:
+            self._note(fed, starts, counts, scores.states_TF)
+        for row, start, passed in zip(rows, starts, scores.layers or ()):
+            if row.generated and start == len(row.tokens) - 1:  # a round, and no prompt's forward
+                row.stats.layers += passed
         for b, (row, added) in enumerate(zip(fed, new)):
             self._cached[row.id].extend(added)
             if parents is not None and b < len(rows) and parents[b]:

@@ -371,7 +371,7 @@ def test_a_head_of_the_targets_embedding(tmp_path: Path) -> None:
 
 def test_a_head_by_its_text(checkpoint: Path) -> None:
     tree = parse_draft(f"eagle3({checkpoint}, nodes=9, width=3)")
-    assert isinstance(tree, Eagle3Draft) and (tree.nodes, tree.width) == (9, 3) and tree.spare == 21
+    assert isinstance(tree, Eagle3Draft) and (tree.nodes, tree.width) == (9, 3) and tree.spare == 18
     for text in (str(checkpoint), f"eagle3('{checkpoint}')"):
         assert isinstance(parse_draft(text), Eagle3Draft)
     with pytest.raises(ValueError, match="nodes -1 must be at least 0"):

@@ -19,6 +19,7 @@ from fly.cli.options import (
     Device,
     DraftOption,
     Dtype,
+    Exits,
     HeartbeatTimeout,
     K,
     Kernels,
@@ -100,6 +101,7 @@ def generate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
     ] = False,

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.cli.options import CollectiveTimeout, Device, Dtype, HeartbeatTimeout, Json, Kernels, Model, output
+from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
 from fly.cli.run import alone, command, loaded, ranks_of
 from fly.cli.show import console, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -165,6 +165,7 @@ def evaluate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    exits: Exits = None,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Json = None,
@@ -182,7 +183,8 @@ def evaluate(
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,
-        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels))
+        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
+                                            ("exits", exits))
            if plan is None or _typed(context, name)},
     }  # fmt: skip
     fields = {} if plan is None else Plan.read(plan)

@@ -65,6 +65,9 @@ Kernels = Annotated[
         "torchao); w8a8: weights and activations."
     ),
 ]
+Exits = Annotated[
+    str | None, typer.Option(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
+]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
 Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]
 Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import yaml
 
+from fly.backends.cpu.library import TORCH
 from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
 from fly.eval.recording import Recorder, recorded
 from fly.eval.records import Appender, Key, Records, read_records
@@ -201,12 +202,16 @@ def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
     """The ways as loaded models, by label: each draft once, all with one target's weights."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
+    if plan.exits is not None and plan.kernels == "auto":
+        options["kernels"] = TORCH  # of both, or the kernels would be what is compared
     base = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
-    models, found = {"none": base}, {}
+    options["kernels"] = plan.kernels
+    models: dict[tuple[str, str | None], LLM] = {("none", None): base}
+    found = {}
     for way in dict.fromkeys(ways):
-        if way.draft not in models:
-            models[way.draft] = LLM(base, way.draft, ranks=ranks, **options)
-        found[way.label] = Setting(way.label, models[way.draft], way.k, way.policy)
+        if (key := (way.draft, way.exits)) not in models:
+            models[key] = LLM(base, way.draft, ranks=ranks, exits=way.exits, **options)
+        found[way.label] = Setting(way.label, models[key], way.k, way.policy)
     return found
 
 
@@ -220,7 +225,7 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
     """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
     ``ends`` where the text of each ends, ``excused`` for each relaxed one its place, clause, the target's choice."""
     key, output, stats = turn.key, done.output, done.output.stats
-    counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
+    counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats", "layers")
     return {
         "kind": "completion",
         **key._asdict(),

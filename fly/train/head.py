@@ -175,8 +175,8 @@ class _Rows:
             self.cache.resize(number, len(row))
         counts = [len(row) for row in rows]
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
-        logits_NV, _, states_TF = self.executor.score(batch, None, self.states)
-        logits_NV = logits_NV.cpu()
+        scores = self.executor.score(batch, None, self.states)
+        logits_NV, states_TF = scores.logits_NV.cpu(), scores.states_TF
         for number in range(len(rows)):
             self.cache.allocator.release(number)
         assert states_TF is not None
