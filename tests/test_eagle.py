@@ -428,8 +428,10 @@ def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> 
     assert second.losses == first.losses and second.held_out == first.held_out
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"is of another training \(its \['plan'\] differ\)"):
-        train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
+    with pytest.raises(ValueError, match=r"is of another training \(its \['batch'\] differ\)"):
+        train_head(executor, answers, replace(PLAN, batch=3), tmp_path / "killed")
+    _, longer = train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
+    assert longer.losses[:12] == first.losses and longer.step == 13
 
 
 def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
