@@ -29,11 +29,11 @@ from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import NGramDraft, SingleDraft
+from fly.drafts import Eagle3Draft, NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
-from fly.executor import Batch, Drafted, DraftSpec
+from fly.executor import Batch, Drafted, DraftSpec, Executor
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
 from fly.request import Stats
@@ -210,14 +210,20 @@ def test_the_models_of_a_draft() -> None:
     assert draft_runners(None) == []
 
 
-def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None:
+@pytest.mark.parametrize("draft", ["fly-draft", "fly-eagle3", "eagle3(fly-eagle3, nodes=8)"])
+def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole(draft: str) -> None:
     asked = list(problems(None, "heldout", 0, 1))
-    llm = strategy_of("fly-draft")
+    llm = strategy_of(draft)
     settings = [Setting("autoregressive", llm, 0), Setting("fly", llm, 5, FLy())]
-    models = llm.engine.runner.executor, draft_runners(llm.draft)[0].executor
+
+    def loaded() -> list[Executor]:
+        found = [runner.executor for runner in (llm.engine.runner, *draft_runners(llm.draft))]
+        return [*found, llm.draft.runner.head] if isinstance(llm.draft, Eagle3Draft) else found
+
+    models = loaded()
     prompts = [llm.chat_prompt(problem.prompt) for problem in asked]
     measured = measure_rounds(settings, prompts, GREEDY, turns=2)
-    assert (llm.engine.runner.executor, draft_runners(llm.draft)[0].executor) == models
+    assert loaded() == models and len(models) == 2
     for rounds, result in zip(measured, compare(settings, asked, GREEDY)):
         assert len(rounds.times) == 2
         assert rounds.stats.rounds == 2 * result.stats.rounds

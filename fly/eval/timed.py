@@ -5,14 +5,15 @@ from __future__ import annotations
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
+from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, SingleDraft
+from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Head, Question, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
@@ -97,6 +98,26 @@ class Clock(Wrapped):
             self.seconds += time.perf_counter() - start
 
 
+class HeadClock(Clock, Head):
+    """The same around a draft head."""
+
+    def __init__(self, inner: Head) -> None:
+        super().__init__(inner)
+        self.head, self.options, self.to_target_U, self.shares = inner, inner.options, inner.to_target_U, inner.shares
+
+    def share(self, weight_VC: Tensor) -> None:
+        self.head.share(weight_VC)
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._clocked(self.head.begin, batch, states_TF, places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._clocked(self.head.step, batch, x_TC, places)
+
+    def chains(self, *arguments: Any, **options: Any) -> Drafted | None:
+        return self._clocked(self.head.chains, *arguments, **options)
+
+
 def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
     """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
     if isinstance(strategy, CascadeDraft):
@@ -107,14 +128,27 @@ def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
 
 
 @contextmanager
-def _clocked(runner: Runner) -> Iterator[Clock]:
-    """While this lasts, a clock around the runner's model."""
-    executor = runner.executor
-    runner.executor = clock = Clock(executor)
+def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
+    """While this lasts, clocks around the models, where ``wanted``: the target's first, then those of its drafts."""
+    if not wanted:
+        yield []
+        return
+    runners, head = [llm.engine.runner, *draft_runners(llm.draft)], None
+    executors = [runner.executor for runner in runners]
+    clocks = [Clock(executor) for executor in executors]
+    for runner, clock in zip(runners, clocks):
+        runner.executor = clock
+    if isinstance(llm.draft, Eagle3Draft):
+        head = llm.draft.runner.head
+        llm.draft.runner.head = around = HeadClock(head)
+        clocks.append(around)
     try:
-        yield clock
+        yield clocks
     finally:
-        runner.executor = executor
+        for runner, executor in zip(runners, executors):
+            runner.executor = executor
+        if head is not None and isinstance(llm.draft, Eagle3Draft):
+            llm.draft.runner.head = head
 
 
 @dataclass
@@ -173,11 +207,7 @@ def complete(
     shared among them by the tokens that each was given, so that tokens over seconds is what all of them had together.
     """
     llm = setting.llm
-    with ExitStack() as stack:
-        clocks: list[Clock] = []
-        if clocked:
-            runners = [llm.engine.runner, *draft_runners(llm.draft)]
-            clocks = [stack.enter_context(_clocked(runner)) for runner in runners]
+    with _clocks(llm, clocked) as clocks:
         job = _Timed(llm.requests([*prompts], [*params], setting.policy, setting.k), clocks)
         begin = time.perf_counter()
         llm.worker.run(job)
