@@ -30,7 +30,7 @@ COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "tasks"
 COMMANDS |= {"report", "harness", "replay"}
 
 
-def run(*arguments: str, **options: str) -> Result:
+def run(*arguments: str, **options: object) -> Result:
     return CliRunner().invoke(cli.app, list(arguments), **options)  # type: ignore[arg-type]
 
 
@@ -59,6 +59,13 @@ def test_the_commands_are_these() -> None:
         "--json",
         "--config",
     }
+
+
+def test_help_shows_defaults_that_are_words() -> None:
+    """In brackets they would be taken for markup, and left out."""
+    shown = words(run("eval", "--help", env={"COLUMNS": "200"}).output)
+    assert "A rule to compare; repeatable. Default: fly." in shown
+    assert "How many problems of each task. Default: 48; with a plan all." in shown
 
 
 def test_generate_prints_plain_text_when_piped() -> None:

@@ -34,7 +34,7 @@ def chat(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="The target, as --model of other commands. [default: fly-target]"),
+        typer.Argument(help="The target, as --model of other commands. Default: fly-target."),
     ] = None,
     named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
     draft: DraftOption = None,
@@ -44,9 +44,9 @@ def chat(
         int | None,
         typer.Option(min=1, help=f"The most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy. [default: the checkpoint's]")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt. [default: the chat template's own]")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt. Default: the chat template's own.")] = None,
     chat_template_kwargs: Annotated[
         str | None, typer.Option(help="Further variables of the chat template, as JSON.", metavar='{"NAME": VALUE}')
     ] = None,

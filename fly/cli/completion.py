@@ -55,7 +55,7 @@ def generate(
     k: K = 15,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="[default: the checkpoint's, as for all of sampling, or 256]"),
+        typer.Option(min=0, help="The most tokens of the answer. Default: the checkpoint's, or 256."),
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(min=0)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,

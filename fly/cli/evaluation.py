@@ -33,7 +33,7 @@ from fly.llm import LLM
 _TaskOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. [default: bundled-middle]",
+        help="A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: bundled-middle.",
         show_default=False,
     ),
 ]
@@ -125,29 +125,29 @@ def evaluate(
     ] = None,
     task: _TaskOption = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="A rule to compare; repeatable. [default: fly]", show_default=False)
+        list[str] | None, typer.Option(help="A rule to compare; repeatable. Default: fly.", show_default=False)
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="A draft; repeatable. [default: fly-draft, or ngram for other models]", show_default=False),
+        typer.Option(help="A draft; repeatable. Default: fly-draft, or ngram for other models.", show_default=False),
     ] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="The most tokens drafted in a round; repeatable. [default: 15]", show_default=False),
+        typer.Option(min=1, help="The most tokens drafted in a round; repeatable. Default: 15.", show_default=False),
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Repeatable. [default: 0]", show_default=False)
+        list[float] | None, typer.Option(min=0, help="Temperature; repeatable. Default: 0.", show_default=False)
     ] = None,
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="Seed of sampling, above temperature 0; repeatable. [default: 0]", show_default=False),
+        typer.Option(help="Seed of sampling, above temperature 0; repeatable. Default: 0.", show_default=False),
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="How many problems of each task. [default: 48; with a plan all]", show_default=False),
+        typer.Option(min=1, help="How many problems of each task. Default: 48; with a plan all.", show_default=False),
     ] = None,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="The most tokens of an answer. [default: the task's own limit]")
+        int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
     ] = None,
     together: Annotated[
         int | None, typer.Option(min=1, help="Problems decoded at a time. [default: 1]", show_default=False)

@@ -49,7 +49,7 @@ MaxContext = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who proposes: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'); if not "
+        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'); if not "
         "given, fly-draft for fly-target, none for any other."
     ),
 ]

@@ -41,7 +41,7 @@ def replay(
     k: Annotated[
         list[int] | None,
         typer.Option(
-            min=1, help="The most tokens drafted in a round; repeatable. [default: as recorded]", show_default=False
+            min=1, help="The most tokens drafted in a round; repeatable. Default: as recorded.", show_default=False
         ),
     ] = None,
     confidence: Annotated[
@@ -62,11 +62,11 @@ def replay(
     ] = None,
     c: Annotated[
         float | None,
-        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. [default: measured]"),
+        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. Default: measured."),
     ] = None,
     v: Annotated[
         float | None,
-        typer.Option("--verify-cost", min=1, help="Cost of a verification in target forwards. [default: measured]"),
+        typer.Option("--verify-cost", min=1, help="Cost of a verification in target forwards. Default: measured."),
     ] = None,
     cases: Annotated[int, typer.Option(min=0, help="How many relaxed tokens of each rule to show.")] = 0,
     plot: Annotated[

@@ -38,14 +38,14 @@ def serve(
     host: Annotated[
         str, typer.Option(help="The address to listen on; 0.0.0.0 is reachable from other machines.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients. [default: its path]")] = None,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: its path.")] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
             "--policies",
             help="What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); may "
-            "be given several times. All installed rules otherwise.",
+            "be given several times. Default: all installed rules.",
         ),
     ] = None,
     require_lossless: Annotated[
@@ -53,7 +53,7 @@ def serve(
     ] = False,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="A key that requests must bear; may be given several times. [default: $FLY_API_KEY]"),
+        typer.Option(help="A key that requests must bear; may be given several times. Default: $FLY_API_KEY."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -73,15 +73,15 @@ def serve(
     max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a completion.")] = None,
     max_k: Annotated[
         int | None,
-        typer.Option(min=0, help="The most tokens that a request may have drafted in a round. [default: 64, or --k]"),
+        typer.Option(min=0, help="The most tokens that a request may have drafted in a round. Default: 64, or --k."),
     ] = None,
     max_rows: Annotated[int, typer.Option(min=1, help="The most completions in one step of the engine.")] = 256,
     cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the KV caches hold. [default: eight full contexts]")
+        int | None, typer.Option(min=1, help="Tokens that the KV caches hold. Default: eight full contexts.")
     ] = None,
     cache_bytes: Annotated[
         int | None,
-        typer.Option(min=1, help="The most bytes for the KV caches. [default: 4 GiB, or half of the free memory]"),
+        typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
     ] = None,
     share_prefixes: Annotated[
         Literal["key", "all"],

@@ -61,12 +61,12 @@ def bench_speed(
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, of 8 bits with :int8 or :w8a8 behind ({SHAPE}, "
+            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 bits with :int8 or :w8a8 after it ({SHAPE}, "
             f"each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[
-        int | None, typer.Option(min=1, help="How many prompts rounds are timed on. [default: 12, for a large model 8]")
+        int | None, typer.Option(min=1, help="How many prompts rounds are timed on. Default: 12, for a large model 8.")
     ] = None,
     turns: Turns = 15,
     dtype: Dtype = "auto",
@@ -268,7 +268,7 @@ def bench_peers(
     draft: Annotated[
         str | None,
         typer.Option(
-            help="The draft checkpoint for all libraries that take one, or 'none'. [default: fly-draft for fly-target]"
+            help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
         ),
     ] = None,
     policy: Policy = "fly",
@@ -279,13 +279,13 @@ def bench_peers(
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="How many prompts. [default: 24, or 8 for a model of 100M parameters or more]"),
+        typer.Option(min=1, help="How many prompts. Default: 24, or 8 for a model of 100M parameters or more."),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="The most tokens of an answer. [default: 400, fewer for such a model (110M: 160, from 270M on: 64)]",
+            help="The most tokens of an answer. Default: 400, fewer for such a model (110M: 160, from 270M on: 64).",
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by the libraries that can.")] = 1,
@@ -404,7 +404,7 @@ def bench_twins(
     pair: Annotated[
         list[str] | None,
         typer.Option(
-            help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. [default: both names]"
+            help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. Default: both names."
         ),
     ] = None,
     model: Model = "fly-target",
@@ -412,7 +412,7 @@ def bench_twins(
     policy: Policy = "fly",
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Draft length to measure; repeatable. [default: those published for the pair]"),
+        typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
     ] = None,
     width: Annotated[int, typer.Option(min=1, help="How many times as wide both models are made; 4 is exact.")] = 4,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,

@@ -20,11 +20,14 @@ from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_
 from fly.types import SamplingParams
 
 Prompts = Annotated[
-    Path | None, typer.Option(help="File of prompts: .jsonl (text, messages, or an object with either), or lines.")
+    Path | None,
+    typer.Option(help="A file of prompts: .jsonl (texts, messages, or objects with either), or one prompt a line."),
 ]
-TaskOf = Annotated[str | None, typer.Option(help="Instead a kind of the bundled tasks: arithmetic, text, code or all.")]
-Count = Annotated[int | None, typer.Option(min=1, help="Prompts at most; of a task 2000 if not given.")]
-MostTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+TaskOf = Annotated[
+    str | None, typer.Option(help="Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all.")
+]
+Count = Annotated[int | None, typer.Option(min=1, help="The most prompts. Default: all; of a task 2000.")]
+MostTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
 
 
 @alone
@@ -35,7 +38,7 @@ def train_head_command(
     task: TaskOf = None,
     count: Count = None,
     max_tokens: MostTokens = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the target's answers; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the target's answers; 0 is greedy.")] = 0.0,
     width: Annotated[
         int | None, typer.Option(min=32, help="The head's width; if not given the target's, whose embedding it shares.")
     ] = None,
