@@ -152,6 +152,8 @@ class LLM(Calls):
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
+        if exits is not None and (deterministic or ranks is not None):
+            raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -179,8 +181,6 @@ class LLM(Calls):
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
         if exits is not None:
-            if deterministic or ranks is not None:
-                raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
             executor = early(executor, exits)
         if deterministic:
             executor = executor.deterministic()

@@ -184,8 +184,9 @@ class PagedBatch:
 
     def rows(self, numbers: Sequence[int]) -> PagedBatch:
         """Some rows only."""
-        columns = ([column[b] for b in numbers] for column in (self.seqs, self.starts, self.counts))
-        return PagedBatch(self.cache, *columns, None if self.masks is None else [self.masks[b] for b in numbers])
+        seqs, starts = [self.seqs[b] for b in numbers], [self.starts[b] for b in numbers]
+        masks = None if self.masks is None else [self.masks[b] for b in numbers]
+        return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
 
     def tokens(self) -> Iterator[PagedBatch]:
         """The same, token by token: each alone with a copy of all that it sees, in the order of its sequence."""

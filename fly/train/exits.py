@@ -6,7 +6,7 @@ by side.
 
 from __future__ import annotations
 
-from collections import Counter, abc
+from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +21,7 @@ from fly.executor import Batch, Executor
 from fly.models import Llama
 from fly.models.exits import ExitConfig, Exits, save_exits
 from fly.train.answers import Answer
+from fly.train.head import frequent_tokens
 
 __all__ = ["ExitPlan", "Look", "exit_card", "looks_of", "train_exits"]
 
@@ -37,7 +38,7 @@ class ExitPlan:
 
     layers: tuple[int, ...] | None = None
     candidates: int = 4
-    vocabulary: int = 2048
+    vocabulary: int = 4096
     width: int = 64
     agreement: float = 0.98
     places: int = 40_000
@@ -84,11 +85,7 @@ def train_exits(
         raise ValueError(f"exits are trained on PyTorch's kernels, kernels='torch', not {executor.kernels!r}")
     target = executor.config
     used = [one for one in answers if one.answer]
-    counts = Counter(token for one in used for token in one.answer)
-    frequent = [token for token, _ in counts.most_common(min(plan.vocabulary, target.vocab_size))]
-    rest = (token for token in range(target.vocab_size) if token not in counts)
-    while len(frequent) < plan.candidates:
-        frequent.append(next(rest))
+    size = min(max(plan.vocabulary, plan.candidates), target.vocab_size)
     layers = looks_of(target.num_hidden_layers) if plan.layers is None else plan.layers
     config = ExitConfig(
         hidden_size=target.hidden_size,
@@ -96,13 +93,13 @@ def train_exits(
         vocab_size=target.vocab_size,
         layers=layers,
         candidates=plan.candidates,
-        looked_through=len(frequent),
+        looked_through=size,
         width=plan.width,
         thresholds=(_NEVER,) * len(layers),
     )
     torch.manual_seed(plan.seed)
     exits = Exits(config)
-    exits.ids_U.copy_(torch.tensor(sorted(frequent)))
+    exits.ids_U.copy_(frequent_tokens(used, size, target.vocab_size))
     exits.to(executor.device)
     found: dict[bool, list[tuple[Tensor, Tensor]]] = {True: [], False: []}  # features and labels, by whether held out
     left = plan.places

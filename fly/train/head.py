@@ -253,7 +253,7 @@ def train_head(
     if not lessons:
         raise ValueError(f"{len(used)} answers are too few to train on")
     vocab = executor.config.vocab_size
-    ids_U = _draft_vocabulary(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
+    ids_U = frequent_tokens(lessons, min(plan.draft_vocabulary or 32000, vocab), vocab)
     torch.manual_seed(plan.seed)
     config = plan.config(executor.config, len(ids_U))
     executor.check_states(config.states or ())
@@ -352,7 +352,7 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
     return losses, (right_S, asked_S)
 
 
-def _draft_vocabulary(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
+def frequent_tokens(answers: abc.Sequence[Answer], size: int, vocab: int) -> Tensor:
     """The ids [U] that come up most in the answers, in ascending order; the first of the vocabulary fill up."""
     counts = Counter(token for one in answers for token in one.answer)
     most = [token for token, _ in counts.most_common(size)]
