@@ -19,9 +19,9 @@ from torch import Tensor
 
 from fly.account import OnToken, Watched, apply, logprobs, note
 from fly.constraints import constrains
-from fly.drafts.base import DraftStrategy
+from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.limits import check_draft
-from fly.executor import Answer, Question, RoundPlan
+from fly.executor import Answer, DraftSpec, Question, RoundPlan
 from fly.request import Sequence, Token
 from fly.runner import Runner
 from fly.types import Decision, Draft
@@ -166,16 +166,17 @@ class Engine:
             k = [min(row.k, n) for row, n in zip(rows, most)]
             drafts = any(min(n, more - 1) for n, more in zip(k, left))
             drafter = drafting.runner if drafting is not None and drafts else None
-            if drafter is not None and not executor.joins(drafter.executor):
+            spec = DraftSpec() if drafting is None else drafting.spec
+            if drafter is not None and not executor.joins(drafter.executor, spec):
                 return None
-            if (made := self.runner.plan(rows, left, k, drafter)) is None:
+            if (made := self.runner.plan(rows, left, k, drafter, spec.tree)) is None:
                 return None
             made.seconds, made.hurry = min(self.stretch, seconds), self._hurry
             if made.drafter is None:
                 drafter = None
             if drafting is not None:
                 if made.drafter is not None or drafting.runner is None:
-                    made.spec = drafting.spec
+                    made.spec = spec
                 made.rounds = drafting.rounds
             return made
 
@@ -187,10 +188,12 @@ class Engine:
             draft = Draft.of([question.drafted])
             if question.probs_1KV is not None:
                 draft = replace(draft, probs_BKV=question.probs_1KV)
+            if question.parents is not None:
+                draft = pad_trees([(question.drafted, question.parents)])
             target = self.runner.view(rows, question.logits_1JV, [question.choices])
             (decision,) = executor.judge(rows, target, draft)
             apply(row, [decision], self.left(row), stopped)
-            return None if row.finish_reason else Answer(len(decision.path), decision.next_token)
+            return None if row.finish_reason else Answer(decision.path, decision.next_token)
 
         if (ran := executor.rounds([(row.policy, row.greedy) for row in rows], plan, ask)) is None:
             return None

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
+from fly.constraints import constrains
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, uniforms
@@ -37,6 +38,7 @@ __all__ = [
     "Drafted",
     "Executor",
     "Given",
+    "Growth",
     "Head",
     "Lookup",
     "Question",
@@ -47,6 +49,7 @@ __all__ = [
     "Spent",
     "TokenByToken",
     "Wrapped",
+    "by_policy",
 ]
 
 
@@ -74,6 +77,7 @@ class Scores(NamedTuple):
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
     states_TF: Tensor | None = None  # hidden states of all tokens of the batch, where they were asked for
+    layers: list[int] | None = None  # that each row of the batch went through, of an executor that leaves early
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,35 @@ class Lookup:
 
 
 @dataclass(frozen=True)
+class Growth:
+    """How a model drafts a tree, level by level: ``widths[i]`` likeliest tokens after each token of level i - 1 that is
+    followed (level 0 is after the row itself). Of each level the ``follow`` likeliest are followed, by the probability
+    of the path to them, and of all of them the ``nodes`` likeliest are proposed, where there are more."""
+
+    widths: tuple[int, ...]
+    follow: int
+    nodes: int
+
+    @staticmethod
+    def even(depth: int, width: int, nodes: int) -> Growth:
+        """Of so many levels (or as many as so many nodes can make), all of one width."""
+        depth = min(depth, nodes)
+        return Growth((width,) * depth, width, min(nodes, width + (depth - 1) * width * width))
+
+    @property
+    def spare(self) -> int:
+        """Tokens that it may store in one of the two caches beside those of a row: the tree, or what is followed."""
+        level, followed = 1, 0
+        for width in self.widths[:-1]:
+            level = min(level * width, self.follow)
+            followed += level
+        return max(self.nodes, followed)
+
+
+@dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of.
+    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
+    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
 
     ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
     drafting goes on from the first token that differs.
@@ -99,6 +130,7 @@ class DraftSpec:
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
     says: bool = False  # whether the logits of the most likely tokens are asked for too
+    tree: Growth | None = None
 
     @property
     def stops(self) -> bool:
@@ -132,12 +164,13 @@ class Question(NamedTuple):
     choices: list[int]  # the target's most likely token at each place
     logits_1JV: Tensor
     probs_1KV: Tensor | None  # the distributions that the draft was drawn from, if it was drawn
+    parents: list[int] | None = None  # of a tree
 
 
 class Answer(NamedTuple):
     """What is kept of a ``Question``'s block."""
 
-    accepted: int
+    path: abc.Sequence[int]  # numbers of the drafted tokens that stand
     next_token: int
 
 
@@ -147,7 +180,7 @@ class RoundRow:
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round, at most; fewer if fewer are left
+    k: int  # tokens (or levels of a tree) to draft a round, at most; one fewer than are left, if that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -211,6 +244,7 @@ class Executor(ABC):
     own_threads = False  # whether forwards run on its own threads, so that torch's would only be in the way
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
     gives_states = False  # whether ``score`` can be asked for hidden states
+    leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
 
     @property
     def weight_bytes(self) -> int:
@@ -259,6 +293,11 @@ class Executor(ABC):
         """
         return None
 
+    def may_extend(self, row: Sequence) -> bool:
+        """Whether ``extend`` keeps to what ``row`` asks of its text: penalties, bans, a form. The default does for rows
+        that ask for nothing."""
+        return not constrains(row)
+
     def rounds(
         self,
         rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
@@ -277,12 +316,14 @@ class Executor(ABC):
         """
         return None
 
-    def joins(self, drafter: Executor) -> bool:
-        """Whether ``rounds`` may be taken in which ``drafter`` drafts."""
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
+        """Whether ``rounds`` may be taken in which ``drafter`` drafts by ``spec``."""
         return False
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
-        """``values`` where the logits are, int64."""
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
+        """``values`` where the logits are, int64, or of the type that they have as a tensor."""
+        if isinstance(values, Tensor):
+            return values.to(self.device)
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
@@ -313,12 +354,9 @@ class Executor(ABC):
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
             return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
-        groups: dict[AcceptancePolicy, list[int]] = {}
-        for b, row in enumerate(rows):
-            groups.setdefault(row.policy, []).append(b)
         found: dict[int, Decision] = {}
-        for policy, numbers in groups.items():
-            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+        for policy, numbers in by_policy(rows).items():
+            index_B = self.numbers(numbers)
             part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
             own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
             found |= zip(numbers, self.decide(policy, part, proposed, *own))
@@ -343,6 +381,14 @@ class Executor(ABC):
 
     def enter_thread(self) -> None:
         """Called once on the thread that will make all calls, before the first."""
+
+
+def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
+    """The numbers of the rows that have each policy."""
+    groups: dict[AcceptancePolicy, list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.policy, []).append(b)
+    return groups
 
 
 class Head(Executor):
@@ -406,7 +452,7 @@ class Wrapped(Executor):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self.inner.score(batch, places, *([states] if states else []))
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
         return self.inner.numbers(values)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
@@ -441,11 +487,11 @@ class TokenByToken(Wrapped):
         asked, found, taken = set(wanted), {}, list[Tensor]()
         for t, kv in enumerate(batch.kv.tokens()):
             alone = Batch(batch.tokens[t : t + 1], batch.positions[t : t + 1], kv)
-            logits_NV, _, states_1F = self.inner.score(alone, None if t in asked else (), states)
+            scores = self.inner.score(alone, None if t in asked else (), states)
             if t in asked:
-                found[t] = logits_NV
-            if states_1F is not None:
-                taken.append(states_1F)
+                found[t] = scores.logits_NV
+            if scores.states_TF is not None:
+                taken.append(scores.states_TF)
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(taken) if taken else None)
 

@@ -14,6 +14,7 @@ from fly.models.chat import Splitter, Thinking
 from fly.models.tokenizer import TextStream, Tokenizer
 from fly.output import Output, Reader
 from fly.request import Sequence, Token
+from fly.types import Guarantee
 
 __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 
@@ -93,8 +94,8 @@ class Request:
             provenance=row.provenance,
             stats=row.stats,
             policy=row.policy,
-            guarantee=row.policy.guarantee,
-            bound=row.policy.bound,
+            guarantee=Guarantee.HEURISTIC if row.stats.layers else row.policy.guarantee,
+            bound=None if row.stats.layers else row.policy.bound,
             reasoning=reasoning,
             _reader=Reader(self.tokenizer, self.thinking),
         )

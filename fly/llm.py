@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Never
 
 import torch
 
-from fly.backends.choice import LoadExecutor, load_executor
+from fly.backends.choice import LoadExecutor, early, load_executor
 from fly.backends.choice import load as load_model
+from fly.backends.cpu.library import TORCH
 from fly.bundled import open_model
 from fly.cache import PagedKVCache, block_size_for
 from fly.calls import Calls, Params, PolicyLike, Prompt, Prompts, as_policy, for_chat, listed
@@ -93,6 +94,9 @@ class LLM(Calls):
             ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
             puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
             they are loaded (``fly.backends.int8``).
+        exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
+            what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
+            then ``HEURISTIC``, under any policy.
         ranks: the processes that share the models (``fly.parallel.launch``); None is this one alone. All ranks make the
             same calls in the same order and get the same answers; or the first calls ``lead``, and the others
             ``follow``.
@@ -134,6 +138,7 @@ class LLM(Calls):
         step_tokens: int = 2048,
         prefix_reuse: bool = True,
         kernels: str = "auto",
+        exits: str | Path | None = None,
         ranks: Ranks | None = None,
         draft_placement: Placement = "auto",
         whole_sums: bool = False,
@@ -147,6 +152,8 @@ class LLM(Calls):
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
+        if exits is not None and (deterministic or ranks is not None):
+            raise ValueError(f"exits {str(exits)!r}: they go neither with deterministic nor with ranks")
         self.tokenizer: Tokenizer | None = None
         self.eos_ids: frozenset[int] = frozenset()
         self.default_params = SamplingParams(temperature=0.0)
@@ -165,13 +172,16 @@ class LLM(Calls):
             most = sys.maxsize if checkpoint is None else checkpoint.config.max_position_embeddings
             if max_context is not None and max_context > most:
                 raise ValueError(f"max_context {max_context} is more than the {most} tokens that {model} has")
-            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, kernels, by, max_context)
+            own = TORCH if exits is not None and kernels == "auto" else kernels
+            executor, self.tokenizer, _ = load_model(checkpoint or model, dtype, device, own, by, max_context)
             if checkpoint is not None:
                 self.eos_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
                 self.default_params = read_sampling_defaults(checkpoint, executor.config.vocab_size)
         if max_context is not None and max_context != executor.config.max_position_embeddings:
             has = executor.config.max_position_embeddings
             raise ValueError(f"max_context {max_context}: this model is loaded already, with a context of {has}")
+        if exits is not None:
+            executor = early(executor, exits)
         if deterministic:
             executor = executor.deterministic()
         config = executor.config

@@ -98,7 +98,8 @@ class Output:
         provenance: why each token was kept (``fly.Token``).
         stats: what speculation did for it (``fly.Stats``).
         policy: the rule that decided.
-        guarantee: what the policy promises; if that is ``BOUNDED``, ``bound`` says how much.
+        guarantee: what the policy promises; if that is ``BOUNDED``, ``bound`` says how much. ``HEURISTIC`` if the
+            target could leave early.
         bound: the bound of a ``BOUNDED`` policy, else None.
         others: the other completions, if ``n`` is more than 1.
         reasoning: the thinking of a model that thinks before it answers a conversation; ``text`` is what follows it

@@ -68,8 +68,12 @@ class Form(Protocol):
         draft: list[int],
         parents: abc.Sequence[int],
         raw_JV: Tensor | None = None,
+        numbers: abc.Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
         """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
+
+    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
+        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
 
     def check(self, place: int) -> None:
         """Raises ``ValueError`` if a text that is kept up to ``place``, as last asked about, cannot go on."""
@@ -139,6 +143,7 @@ class Stats:
         relaxed: how many of these the relaxed rule alone kept.
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
+        layers: of the target, that all rounds went through, where it leaves early (``LLM(exits=...)``); else 0.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
         silent_gates: clauses that never held.
@@ -155,6 +160,7 @@ class Stats:
     relaxed: int = 0
     nats: float = 0.0
     gates: dict[str, Gate] = field(default_factory=dict)
+    layers: int = 0
 
     def __repr__(self) -> str:
         """The counts that are not 0."""
@@ -205,6 +211,7 @@ class Stats:
             self.relaxed + other.relaxed,
             self.nats + other.nats,
             gates,
+            self.layers + other.layers,
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
 from fly.ops import depths, tree_mask
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
@@ -215,12 +215,13 @@ class Runner:
             for row, count, tree in zip(rows, counts, parents):
                 end += count
                 batch.positions[end - len(tree) : end] = [len(row.tokens) + depth for depth in depths(tree)]
-        if self._states:
-            logits_NV, argmax, states_TF = self.executor.score(batch, places, self._states)
-            if states_TF is not None:
-                self._note(fed, starts, counts, states_TF)
-        else:
-            logits_NV, argmax, _ = self.executor.score(batch, places)
+        scores = self.executor.score(batch, places, *([self._states] if self._states else []))
+        logits_NV, argmax = scores.logits_NV, scores.argmax
+        if scores.states_TF is not None:
+            self._note(fed, starts, counts, scores.states_TF)
+        for row, start, passed in zip(rows, starts, scores.layers or ()):
+            if row.generated and start == len(row.tokens) - 1:  # a round, and no prompt's forward
+                row.stats.layers += passed
         for b, (row, added) in enumerate(zip(fed, new)):
             self._cached[row.id].extend(added)
             if parents is not None and b < len(rows) and parents[b]:
@@ -282,18 +283,23 @@ class Runner:
         return drafted
 
     def plan(
-        self, rows: abc.Sequence[Sequence], left: abc.Sequence[int], k: abc.Sequence[int], drafter: Drafter | None
+        self,
+        rows: abc.Sequence[Sequence],
+        left: abc.Sequence[int],
+        k: abc.Sequence[int],
+        drafter: Drafter | None,
+        tree: Growth | None = None,
     ) -> RoundPlan | None:
         """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``). Each
-        row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one. A text
-        too long for the drafter goes on without a draft.
+        row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one, as a
+        chain or as a ``tree`` of so many levels. A text too long for the drafter goes on without a draft.
 
         None where there is no room, the drafter has another vocabulary, or others ask for other hidden states than it;
         nothing was changed then.
         """
         if drafter is not None and drafter.states is not None and drafter.states.layers != self._states:
             return None
-        context = sys.maxsize
+        context, spare = sys.maxsize, 0 if tree is None else tree.spare
         if drafter is not None:
             config = drafter.executor.config
             context = config.max_position_embeddings
@@ -302,11 +308,11 @@ class Runner:
             if any(len(row.tokens) >= context for row in rows):
                 if len(rows) > 1:
                     return None
-                drafter, k, context = None, [0], sys.maxsize
+                drafter, k, context, spare = None, [0], sys.maxsize, 0
         # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
-            rooms = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
-            draft_rooms = [min(room, context) for room in rooms]
+            ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
+            rooms, draft_rooms = [end + spare for end in ends], [min(end, context) + spare for end in ends]
             if self.fits(rows, rooms) and (drafter is None or drafter.fits(rows, draft_rooms)):
                 break
         else:

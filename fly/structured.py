@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict, abc
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -47,8 +47,13 @@ _BYTES, _BYTES_A_BYTE = 32 << 20, 64
 # JSON on one line or indented, but without runs of blanks, which small models tend to repeat for ever. A schema's own
 # "x-guidance" wins over this.
 BLANKS = r" |\n[ ]{0,16}"
-# 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
-_BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
+
+
+@cache
+def _bias_of_byte(device: torch.device) -> Tensor:
+    """0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first."""
+    rows = [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)]
+    return torch.tensor(rows, device=device)
 
 
 class StructuredError(ValueError):
@@ -236,27 +241,33 @@ class Matcher:
         draft: list[int],
         parents: abc.Sequence[int],
         raw_JV: Tensor | None = None,
+        numbers: Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
         """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
 
         If earlier bans (bad words, ends before ``min_tokens``) forbid everything that the grammar allows, the grammar
         wins: ``raw_JV`` are the logits without those bans (None if there are none). Places after a token that is itself
         forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V],
-        J >= 1 + tokens drafted.
+        J >= 1 + tokens drafted. ``numbers`` puts numbers where the logits are.
         """
         found = sorted(self._along(text, draft, parents).items())
         if not found:
             return
-        device = logits_JV.device
+        put, device = numbers or partial(torch.as_tensor, device=logits_JV.device), logits_JV.device
         bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in found), dtype=torch.uint8).view(len(found), -1)
-        bias_JV = embedding(bits_JW.to(device).int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
+        bias_JV = embedding(put(bits_JW).int(), _bias_of_byte(device)).flatten(1)[:, : logits_JV.shape[1]]
         places = [place for place, _ in found]
         # usually the whole chain: then nothing is copied
-        at = slice(len(places)) if places[-1] == len(places) - 1 else torch.tensor(places, device=device)
+        at = slice(len(places)) if places[-1] == len(places) - 1 else put(places)
         logits_JV[at] += bias_JV
         if raw_JV is not None:
             lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
+
+    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
+        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
+        found = self._along(text, draft, range(-1, len(draft) - 1))
+        return [found[place] for place in range(len(found))]
 
     def check(self, place: int) -> None:
         """Raise ``StructuredError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot

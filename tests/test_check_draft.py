@@ -17,7 +17,6 @@ from fly.drafts import (
     DraftStrategy,
     LayerSkipDraft,
     NGramDraft,
-    RelayDraft,
     SingleDraft,
     SuffixDraft,
     TreeDraft,
@@ -354,7 +353,6 @@ OURS: dict[str, Callable[[], DraftStrategy]] = {
     "suffix": SuffixDraft,
     "tree": lambda: TreeDraft(run(MODEL), nodes=7, depth=3, width=2),
     "skip": lambda: LayerSkipDraft((1,)),
-    "relay": lambda: RelayDraft([(SingleDraft(run(MODEL)), 3), (NGramDraft(), 3)]),
     "union": lambda: UnionDraft([NGramDraft(), SingleDraft(run(MODEL))]),
     "adaptive": lambda: AdaptiveDraft(SingleDraft(run(MODEL))),
 }

@@ -26,7 +26,13 @@ RESULTS = sorted((DOCS / "results").glob("*.md"))
 PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RESULTS})]
 LINKED = [*PAGES, *RESULTS, ROOT / "CONTRIBUTING.md"]
 TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
-PROSE = {"docs/README.md", "docs/contributing.md", "docs/reference/commands.md", "docs/explanation/layout.md"}
+PROSE = {
+    "docs/README.md",
+    "docs/contributing.md",
+    "docs/reference/commands.md",
+    "docs/explanation/layout.md",
+    "docs/early-exit.md",
+}
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
 ADDRESS = "http://127.0.0.1:8000"

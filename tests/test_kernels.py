@@ -434,7 +434,7 @@ def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataO
             cache.resize(b, count)
         return cache.batch(list(range(len(counts))), [0] * len(counts), counts)
 
-    logits, choices, _ = CpuExecutor(model).score(Batch(tokens.tolist(), positions.tolist(), batch()), kept)
+    logits, choices, *_ = CpuExecutor(model).score(Batch(tokens.tolist(), positions.tolist(), batch()), kept)
     assert same_bits(logits, model.logits(model(tokens, positions, batch())[which]))
     assert choices == argmax(logits).tolist()
 

@@ -48,12 +48,8 @@ def test_every_room_has_its_place() -> None:
 
 
 def test_the_page_of_the_layout_has_every_room_in_this_order() -> None:
-    table = (
-        (ROOT / "docs" / "explanation" / "layout.md")
-        .read_text(encoding="utf-8")
-        .partition("## The rooms")[2]
-        .partition("\n## ")[0]
-    )
+    page = (ROOT / "docs" / "explanation" / "layout.md").read_text(encoding="utf-8")
+    table = page.partition("## The rooms")[2].partition("\n## ")[0]
     places = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     assert re.findall(r"`fly/(\w+)(?:\.py|/)`", " ".join(places)) == ROOMS
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from fly.backends.cpu.head import CpuHead, head_refusal
 from fly.backends.cpu.host import HostDecisions
 from fly.backends.cpu.library import TORCH, split
 from fly.backends.cpu.packed import refusal
+from fly.backends.exits import EarlyExit
 from fly.backends.int8 import INT8, rounded, rounds
 from fly.backends.torch import Model, TorchExecutor, TorchHead
 from fly.bundled import open_model
@@ -25,10 +26,11 @@ from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.eagle import is_head, load_head
+from fly.models.exits import load_exits
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
-__all__ = ["LoadExecutor", "executor_of", "load", "load_executor"]
+__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -94,6 +96,16 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
+def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
+    """What runs the part of a model that this process holds of it, on PyTorch; ``awaited`` is entered around each wait
+    for what others have to do their part of."""
+    if model.device.type == "cuda":
+        from fly.backends.cuda.executor import CudaExecutor
+
+        return CudaExecutor(model, awaited=awaited)
+    return TorchExecutor(model)
+
+
 def load_executor(
     checkpoint: str | Path | Checkpoint,
     dtype: str | torch.dtype = "auto",
@@ -104,6 +116,14 @@ def load_executor(
     if not rounds(kernels, resolve_device(device)):
         chosen(kernels)  # what is wrong with them is said before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
+
+
+def early(executor: Executor, exits: str | Path) -> Executor:
+    """A loaded target that leaves early by what is in that directory (``fly train-exit``).
+
+    Raises ``ValueError`` if that cannot be read, or is not for this target or its kernels.
+    """
+    return EarlyExit(executor, load_exits(exits))
 
 
 def load(

@@ -156,10 +156,7 @@ class PagedBatch:
 
         Consecutive pages are read in place; scattered pages are gathered (a copy).
         """
-        slots_T = self._packed[0]
-        k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
-        k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
-        v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
+        k_SGD, v_SGD = self.store(layer, k_TGD, v_TGD)
         q = q_THD.to(k_SGD.dtype).transpose(0, 1).unsqueeze(0)
         grouped = q_THD.shape[1] != k_TGD.shape[1]
         outs = [
@@ -176,6 +173,20 @@ class PagedBatch:
         ]
         out = outs[0] if len(outs) == 1 else torch.cat(outs, dim=2)
         return out.squeeze(0).transpose(0, 1).to(q_THD.dtype)
+
+    def store(self, layer: int, k_TGD: Tensor, v_TGD: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the new keys and values of a layer. Returns all that it holds, [S, G, D] each, by slot."""
+        slots_T = self._packed[0]
+        k_SGD, v_SGD = self.cache.keys[layer], self.cache.values[layer]
+        k_SGD.index_copy_(0, slots_T, k_TGD.to(k_SGD.dtype))
+        v_SGD.index_copy_(0, slots_T, v_TGD.to(v_SGD.dtype))
+        return k_SGD, v_SGD
+
+    def rows(self, numbers: Sequence[int]) -> PagedBatch:
+        """Some rows only."""
+        seqs, starts = [self.seqs[b] for b in numbers], [self.starts[b] for b in numbers]
+        masks = None if self.masks is None else [self.masks[b] for b in numbers]
+        return PagedBatch(self.cache, seqs, starts, [self.counts[b] for b in numbers], masks)
 
     def tokens(self) -> Iterator[PagedBatch]:
         """The same, token by token: each alone with a copy of all that it sees, in the order of its sequence."""

@@ -15,7 +15,7 @@ from fly.cli.evaluation import evaluate, harness, report_command, tasks
 from fly.cli.registry import check, drafts, models, policies
 from fly.cli.replay import replay
 from fly.cli.serving import serve
-from fly.cli.training import train_head_command
+from fly.cli.training import train_exit_command, train_head_command
 
 __all__ = ["app"]
 
@@ -45,6 +45,7 @@ for _command in (generate, chat, serve, models, policies, drafts, tasks, check, 
     app.command()(_command)
 app.command("eval")(evaluate)
 app.command("train-head")(train_head_command)
+app.command("train-exit")(train_exit_command)
 _TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is the harness's, --help too
 app.command("report")(report_command)

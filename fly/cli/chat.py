@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
-from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, K, Kernels, MaxContext, Policy
+from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
 from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
@@ -54,6 +54,7 @@ def chat(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
     ] = False,
@@ -216,7 +217,7 @@ class Conversation:
         self._tell(f"k {self.k}" + (" (there is no draft: /draft)" if self.llm.draft is None and self.k else ""))
 
     def _draft(self, text: str) -> None:
-        """TEXT: the draft, such as 'none', 'ngram', 'fly-draft' or 'ngram+fly-draft'. Starts with an empty cache."""
+        """TEXT: the draft, such as 'none', 'ngram', 'fly-draft' or 'model(fly-draft)'. Starts with an empty cache."""
         if text:
             setup = self.setup.model_copy(update={"draft": text})
             own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}

@@ -19,6 +19,7 @@ from fly.cli.options import (
     Device,
     DraftOption,
     Dtype,
+    Exits,
     HeartbeatTimeout,
     K,
     Kernels,
@@ -100,6 +101,7 @@ def generate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
     ] = False,
@@ -227,6 +229,9 @@ def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         parts.append(f"τ {stats.tau:.2f}")
         parts.append(f"{stats.acceptance_rate:.0%} of {stats.drafted} drafted tokens stand")
         parts.append(f"{stats.relaxed} relaxed")
+    if stats.layers:
+        whole = llm.engine.runner.executor.config.num_hidden_layers
+        parts.append(f"{stats.layers / stats.rounds:.1f} of {whole} layers a round")
     parts += [
         f"{name} held {gate.passed}/{gate.asked}{f', alone refused {gate.refused}' if gate.refused else ''}"
         for name, gate in stats.gates.items()

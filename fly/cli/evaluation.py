@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.cli.options import CollectiveTimeout, Device, Dtype, HeartbeatTimeout, Json, Kernels, Model, output
+from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
 from fly.cli.run import alone, command, loaded, ranks_of
 from fly.cli.show import console, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -149,6 +149,9 @@ def evaluate(
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
     ] = None,
+    together: Annotated[
+        int | None, typer.Option(min=1, help="Problems decoded at a time. [default: 1]", show_default=False)
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The run's folder; a run in it is continued. Without it nothing is kept.")
     ] = None,
@@ -162,6 +165,7 @@ def evaluate(
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
+    exits: Exits = None,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Json = None,
@@ -175,10 +179,12 @@ def evaluate(
         "temperatures": temperature,
         "seeds": seed,
         "max_tokens": max_tokens,
+        "together": together,
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,
-        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels))
+        **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
+                                            ("exits", exits))
            if plan is None or _typed(context, name)},
     }  # fmt: skip
     fields = {} if plan is None else Plan.read(plan)

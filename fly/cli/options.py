@@ -49,7 +49,7 @@ MaxContext = Annotated[
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="The draft: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
+        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'); if not "
         "given, fly-draft for fly-target, none for any other."
     ),
 ]
@@ -64,6 +64,9 @@ Kernels = Annotated[
         help="What runs on the CPU: auto, torch, avx512bf16, avx512, avx2; int8: weights of 8 bits (on CUDA by "
         "torchao); w8a8: weights and activations."
     ),
+]
+Exits = Annotated[
+    str | None, typer.Option(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
 Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]

@@ -33,7 +33,7 @@ from fly.bench.speed import (
 )
 from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
 from fly.bundled import usual_draft
-from fly.cli.options import Device, DraftLength, DraftOption, Dtype, Json, Kernels, Model, Policy, Turns, output
+from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Policy, Turns, output
 from fly.cli.run import alone, kernels_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
@@ -48,7 +48,14 @@ SHAPE, NO_SHAPE = "768x12x32000", "none"
 @alone
 def bench_speed(
     model: Model = "fly-target",
-    draft: DraftOption = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Who proposes; the formula of a round needs one model alone, 'model(NAME)'. [default: "
+            "model(fly-draft) for fly-target, none for any other]",
+            show_default=False,
+        ),
+    ] = None,
     policy: Policy = "fly",
     k: DraftLength = 15,
     shape: Annotated[
@@ -76,7 +83,9 @@ def bench_speed(
     check_plot(plot)
     rule = parse_policy(policy, trusted=True)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    shapes, draft = [] if shape == [NO_SHAPE] else shape or [SHAPE], draft or usual_draft(model)
+    shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
+    if draft is None:
+        draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
     plain = LLM(model, **options)
     fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
     target = target_of(plain)

@@ -1,36 +1,43 @@
-"""``fly train-head``: a draft head for a target, from prompts to a checkpoint."""
+"""``fly train-head`` and ``fly train-exit``: from prompts to a draft head, or to early exits, for a target."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from fly.backends.choice import load
 from fly.calls import one_bar
 from fly.cli.options import Device, Dtype, Kernels, Model
 from fly.cli.run import alone
 from fly.cli.show import console, note, print_list
 from fly.llm import LLM
-from fly.train import Plan, answers, card, prompts_of, train_head
+from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
 from fly.types import SamplingParams
+
+Prompts = Annotated[
+    Path | None,
+    typer.Option(help="A file of prompts: .jsonl (texts, messages, or objects with either), or one prompt a line."),
+]
+TaskOf = Annotated[
+    str | None, typer.Option(help="Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all.")
+]
+Count = Annotated[int | None, typer.Option(min=1, help="The most prompts. Default: all; of a task 2000.")]
+MostTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
 
 
 @alone
 def train_head_command(
     out: Annotated[Path, typer.Argument(help="The head's directory; training that was begun there is continued.")],
     model: Model = "fly-target",
-    prompts: Annotated[
-        Path | None,
-        typer.Option(help="A file of prompts: .jsonl (texts, messages, or objects with either), or one prompt a line."),
-    ] = None,
-    task: Annotated[
-        str | None,
-        typer.Option(help="Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all."),
-    ] = None,
-    count: Annotated[int | None, typer.Option(min=1, help="The most prompts. Default: all; of a task 2000.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")] = 512,
+    prompts: Prompts = None,
+    task: TaskOf = None,
+    count: Count = None,
+    max_tokens: MostTokens = 512,
     temperature: Annotated[float, typer.Option(min=0, help="Temperature of the target's answers; 0 is greedy.")] = 0.0,
     width: Annotated[
         int | None, typer.Option(min=32, help="The head's width; if not given the target's, whose embedding it shares.")
@@ -61,37 +68,120 @@ def train_head_command(
 
     If it is killed, the same command continues: answers and checkpoints are in the directory.
     """
-    try:
-        layers = None if states is None else tuple(int(part) for part in states.split(","))
-    except ValueError:
-        raise ValueError(f"--states {states!r} must be numbers with commas, as 1,2,4") from None
     plan = Plan(
-        width, intermediate, layers, draft_vocabulary, steps, batch, length, test_steps,
+        width, intermediate, _numbers("--states", states), draft_vocabulary, steps, batch, length, test_steps,
         learning_rate=learning_rate,
         precision=precision, save_every=save_every, seed=seed,
     )  # fmt: skip
-    asked = prompts_of(prompts, task, count, seed)
-    llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)
-    if llm.tokenizer is None:
-        raise ValueError(f"{model} has no tokenizer, so it can answer no prompts")
-    out.mkdir(parents=True, exist_ok=True)
-    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with one_bar(), Progress(*columns, console=console, transient=True) as bars:
-        answering = bars.add_task("answers by the target", total=len(asked))
-        given = answers(llm, asked, params, out / "answers.jsonl", lambda n: bars.advance(answering, n))
+    with _bars() as bars:
+        llm, given, data = _answered(
+            bars, out, model, prompts, task, count, max_tokens, temperature, seed, dtype, device, kernels
+        )
         training = bars.add_task("training", total=steps)
 
         def advance(n: int, said: str) -> None:
             bars.update(training, advance=n, description=f"training {said}".strip())
 
         executor = llm.engine.runner.executor
-        llm.close()
         head, trained = train_head(executor, given, plan, out, advance)
-    source = f"{len(given):,} prompts of the bundled task `{task}`" if prompts is None else f"{len(given):,} prompts"
     tokens = sum(len(one.answer) for one in given)
-    data = f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."
     (out / "README.md").write_text(card(out.name, model, data, tokens, head, plan, trained), encoding="utf-8")
     rows = [(str(n + 1), f"{share:.1%}") for n, share in enumerate(trained.held_out)]
     print_list(rows, "depth", "accepted", title=f"{out}: held-out acceptance, where all before stood")
     note(f"written to {out}; draft with it: --draft {out}")
+
+
+@alone
+def train_exit_command(
+    out: Annotated[
+        Path, typer.Argument(help="The directory of the exits; answers that are there are not asked again.")
+    ],
+    model: Model = "fly-target",
+    prompts: Prompts = None,
+    task: TaskOf = None,
+    count: Count = None,
+    max_tokens: MostTokens = 512,
+    layers: Annotated[
+        str | None, typer.Option(help="After how many layers it looks, as 8,16,24; if not given about eight times.")
+    ] = None,
+    candidates: Annotated[int, typer.Option(min=2, help="Tokens that a look compares.")] = ExitPlan.candidates,
+    vocabulary: Annotated[
+        int, typer.Option(min=2, help="Frequent tokens among which they are found.")
+    ] = ExitPlan.vocabulary,
+    agreement: Annotated[
+        float, typer.Option(min=0, max=1, help="Of the tokens that leave, the share that must be the target's own.")
+    ] = ExitPlan.agreement,
+    places: Annotated[
+        int, typer.Option(min=100, help="Tokens of answers that are looked at, at most.")
+    ] = ExitPlan.places,
+    steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = ExitPlan.steps,
+    seed: Annotated[int, typer.Option(help="Of problems, first values and order.")] = ExitPlan.seed,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+) -> None:
+    """Train early exits (SpecEE) for a target on its own answers: predictors of when more layers change nothing.
+
+    ``--kernels`` answer the prompts; what is learned from is worked out on PyTorch, which exits run on.
+    """
+    plan = ExitPlan(
+        _numbers("--layers", layers), candidates, vocabulary, agreement=agreement, places=places, steps=steps, seed=seed
+    )
+    with _bars() as bars:
+        _, given, data = _answered(
+            bars, out, model, prompts, task, count, max_tokens, 0.0, seed, dtype, device, kernels
+        )
+        looking = bars.add_task("looking at the answers", total=min(places, sum(len(one.answer) for one in given)))
+        executor = load(model, dtype, device, "torch").executor
+        exits, looks, passed = train_exits(executor, given, plan, out, lambda n: bars.advance(looking, n))
+    (out / "README.md").write_text(exit_card(out.name, model, data, exits, plan, looks, passed), encoding="utf-8")
+    rows = [
+        (str(look.layer), f"{look.settled:.1%}", f"{look.leave:.1%}", "" if look.agree is None else f"{look.agree:.1%}")
+        for look in looks
+    ]
+    print_list(
+        rows, "after layers", "settled", "leave, of those left", "of these agree", title=f"{out}: held-out answers"
+    )
+    note(f"they go through {passed:.1%} of the layers; written to {out}: --exits {out}")
+
+
+def _numbers(option: str, given: str | None) -> tuple[int, ...] | None:
+    try:
+        return None if given is None else tuple(int(part) for part in given.split(","))
+    except ValueError:
+        raise ValueError(f"{option} {given!r} must be numbers with commas, as 1,2,4") from None
+
+
+@contextmanager
+def _bars() -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with one_bar(), Progress(*columns, console=console, transient=True) as bars:
+        yield bars
+
+
+def _answered(
+    bars: Progress,
+    out: Path,
+    model: str,
+    prompts: Path | None,
+    task: str | None,
+    count: int | None,
+    max_tokens: int,
+    temperature: float,
+    seed: int,
+    dtype: str,
+    device: str,
+    kernels: str,
+) -> tuple[LLM, list[Answer], str]:
+    """The target, its answers, which are kept in ``out``, and a sentence that says what they are."""
+    asked = prompts_of(prompts, task, count, seed)
+    llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)
+    if llm.tokenizer is None:
+        raise ValueError(f"{model} has no tokenizer, so it can answer no prompts")
+    out.mkdir(parents=True, exist_ok=True)
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    answering = bars.add_task("answers by the target", total=len(asked))
+    given = answers(llm, asked, params, out / "answers.jsonl", lambda n: bars.advance(answering, n))
+    llm.close()
+    source = f"{len(given):,} prompts of the bundled task `{task}`" if prompts is None else f"{len(given):,} prompts"
+    return llm, given, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."

@@ -59,6 +59,7 @@ class _Round:
     # of several at once:
     before: list[tuple[int, int]] = field(default_factory=list)  # rounds and drafts of each row
     spent: list[Spent] = field(default_factory=list)  # by the first, and by the others
+    most: list[int] = field(default_factory=list)  # tokens that each row was to draft, along a path of a tree
 
 
 class AdaptiveDraft(Wrapper):
@@ -118,8 +119,8 @@ class AdaptiveDraft(Wrapper):
             return None
         if not any(lengths):
             return Continuation(None, none, rounds=1, spent=this.spent)
-        most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
-        return inner._replace(most=most, rounds=rounds, spent=this.spent)
+        this.most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
+        return inner._replace(most=this.most, rounds=rounds, spent=this.spent)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         if self._last == _DRAFTING:  # else these rows may never be drafted for
@@ -187,6 +188,7 @@ class AdaptiveDraft(Wrapper):
             drafts = [row.drafts[before:] for row, (_, before) in zip(rows, this.before)]
             seconds, drafting = (sum(part) for part in zip(*((spent.whole, spent.draft) for spent in this.spent)))
             verified = sum(n for some in drafts for n, _ in some)
+            drafts = [[(min(n, most), stood) for n, stood in some] for some, most in zip(drafts, this.most)] or drafts
         else:
             rounds, seconds, drafting, verified = 1, now - this.begin, this.drafting, this.verified
             drafts = [[(n, min(more - 1, n))] if n else [] for n, more in zip(this.drafted, grown)]

@@ -10,7 +10,6 @@ import heapq
 import sys
 from collections import abc
 from contextlib import suppress
-from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import Certainty, check_chance, reach_of
 from fly.drafts.tree import Tree
-from fly.executor import Batch, DraftSpec, Executor, Head
+from fly.executor import Batch, DraftSpec, Executor, Growth, Head
 from fly.models.config import LlamaConfig
 from fly.models.llama import embedding_scale
 from fly.models.loading import resolve_device, resolve_dtype
@@ -87,8 +86,11 @@ class Eagle3Draft(DraftStrategy):
             raise ValueError(f"k {k} must be at least 1")
         check_chance("confidence", confidence)
         check_chance("reach", reach)
-        self.k, self.nodes, self.depth, self.width, self.confidence = k, nodes, depth, width, confidence
+        self.k, self.nodes, self.width, self.confidence = k, nodes, width, confidence
         self.reach, self.knows_chances = reach, not nodes
+        self.growth = Growth.even(depth, width, nodes) if nodes else None
+        self.depth = depth if self.growth is None else len(self.growth.widths)
+        self.spare = self.growth.spare if self.growth is not None else 0
         self._path: str | Path | None = None
         self._head: Head | None = None
         if isinstance(head, Head):
@@ -162,12 +164,16 @@ class Eagle3Draft(DraftStrategy):
             self.runner.roll_back([rows[b] for b in active])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        if self.nodes or not self._one_call or any(map(constrains, rows)) or not all(map(self.runner.may_draft, rows)):
+        one_call = self._one_call or self.growth is not None
+        if not one_call or any(map(constrains, rows)) or not all(map(self.runner.may_draft, rows)):
             return None
-        most = [sys.maxsize if self.k is None else self.k] * len(rows)
-        return Continuation(self.runner, most, self._spec(rows))
+        longest = sys.maxsize if self.growth is None else self.depth
+        most = longest if self.k is None else min(self.k, longest)
+        return Continuation(self.runner, [most] * len(rows), self._spec(rows))
 
     def _spec(self, rows: abc.Sequence[Sequence]) -> DraftSpec:
+        if self.growth is not None:
+            return DraftSpec(tree=self.growth)
         return DraftSpec(self.confidence, reach=reach_of(rows, self.reach, self.worth))
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
@@ -184,10 +190,6 @@ class Eagle3Draft(DraftStrategy):
 
     def release(self, row: Sequence) -> None:
         self.runner.release(row)
-
-    @cached_property
-    def spare(self) -> int:  # type: ignore[override]
-        return max(self.nodes, self.depth * self.width) if self.nodes else 0
 
     def executors(self) -> list[Executor]:
         return [self.head]

@@ -267,7 +267,7 @@ class SingleDraft(DraftStrategy):
 
     def _is_one_model(self, rows: abc.Sequence[Sequence], spec: DraftSpec) -> bool:
         """Whether the draft is what the model alone says of these rows, token after token."""
-        if any(map(constrains, rows)):
+        if not all(map(self.executor.may_extend, rows)):
             return False
         # with another level below, what is drawn depends on what that proposes
         return self.draft is None or spec.lookup is not None or (self._lossless and all(row.greedy for row in rows))

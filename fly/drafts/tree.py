@@ -6,6 +6,8 @@ Shape legend: B rows, J places of a row, V vocabulary, W candidates for a place.
 from __future__ import annotations
 
 import heapq
+import itertools
+import operator
 from collections import abc
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,10 +15,10 @@ from typing import Any
 
 import torch
 
-from fly.constraints import constrain
-from fly.drafts.base import pad_trees
+from fly.constraints import constrain, constrains
+from fly.drafts.base import Continuation, pad_trees
 from fly.drafts.model import SingleDraft
-from fly.executor import Executor
+from fly.executor import DraftSpec, Executor, Growth
 from fly.ops import top
 from fly.request import Sequence
 from fly.types import Draft
@@ -80,17 +82,22 @@ class TreeDraft(SingleDraft):
             raise ValueError(f"branching {branching} must name at least one candidate for each level")
         options: dict[str, Any] = {"block_size": block_size, "dtype": dtype, "device": device}
         super().__init__(model, k=k, cache_tokens=cache_tokens, kernels=kernels, **options)
-        self.nodes, self.depth, self.width = nodes, depth, width
-        self.branching = None if branching is None else tuple(branching)
-        if self.branching is not None:
-            self.depth, level, self.nodes = len(self.branching), 1, 0
-            for candidates in self.branching:
-                level *= candidates
-                self.nodes += level
+        if branching is None:
+            self.growth = Growth.even(depth, width, nodes)
+        else:
+            nodes = sum(itertools.accumulate(branching, operator.mul))
+            self.growth = Growth(tuple(branching), nodes, nodes)
+        self.depth = len(self.growth.widths)
 
     @property
     def spare(self) -> int:  # type: ignore[override]  # a row's longest path may be a single token
-        return max(self.nodes, self.depth * self.width) if self.branching is None else self.nodes
+        return self.growth.spare
+
+    def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
+        if type(self) is not TreeDraft or any(map(constrains, rows)):
+            return None
+        most = self.depth if self.k is None else min(self.k, self.depth)
+        return Continuation(self.runner, [most] * len(rows), DraftSpec(tree=self.growth))
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         device, context = self.executor.device, self.executor.config.max_position_embeddings
@@ -112,11 +119,10 @@ class TreeDraft(SingleDraft):
             raw_BJV, _ = self.runner.feed(group, tokens, parents)
             logits_BJV = constrain(raw_BJV, group, tokens, parents, self.runner.executor.numbers)
             self.runner.commit(group)
-            width = self.width if self.branching is None else self.branching[level]
             places = [(i, node) for i, b in enumerate(active) for node in frontier[b]]
             at_N = torch.tensor([(i, place[active[i]][node]) for i, node in places], device=device).unbind(1)
             log_NV = logits_BJV[at_N].log_softmax(-1)
-            best_NW = top(log_NV, width)
+            best_NW = top(log_NV, self.growth.widths[level])
             found = zip(places, best_NW.indices.tolist(), best_NW.values.tolist())
             grown: dict[int, list[int]] = {b: [] for b in active}
             for (i, node), ids, log_probs in found:
@@ -127,10 +133,9 @@ class TreeDraft(SingleDraft):
             for b, nodes in grown.items():
                 # nothing follows a token that ends the row
                 open_nodes = [node for node in nodes if trees[b].tokens[node] not in rows[b].stop_ids]
-                if self.branching is None:
-                    open_nodes = heapq.nlargest(self.width, open_nodes, key=trees[b].scores.__getitem__)
+                open_nodes = heapq.nlargest(self.growth.follow, open_nodes, key=trees[b].scores.__getitem__)
                 frontier[b] = open_nodes
                 for node in open_nodes:
                     followed[b].append(node)
                     place[b][node] = len(followed[b])
-        return pad_trees([tree.best(self.nodes) for tree in trees], device)
+        return pad_trees([tree.best(self.growth.nodes) for tree in trees], device)

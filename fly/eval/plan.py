@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -27,6 +27,7 @@ from fly.eval.task import Task, load_task
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import Relaxed
 from fly.policies.registry import load_policy
+from fly.types import Guarantee
 
 __all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "rule_name"]
 
@@ -46,11 +47,16 @@ class Way:
     draft: str  # a text of ``fly.drafts.parse_draft``; "none" for autoregressive decoding
     k: int
     policy: AcceptancePolicy
+    exits: str | None = None  # of the target, where it leaves early
 
     @property
     def exact(self) -> bool:
         """Whether it is exact speculation, which others are compared with."""
-        return self.k > 0 and self.policy == Exact()
+        return self.k > 0 and self.policy == Exact() and self.exits is None
+
+    @property
+    def guarantee(self) -> Guarantee:
+        return self.policy.guarantee if self.exits is None else Guarantee.HEURISTIC
 
 
 def _rule(value: object) -> str:
@@ -106,8 +112,9 @@ class Plan(BaseModel):
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
     at every temperature with every seed. ``limit`` is how many problems of each task, unless the task says otherwise;
-    ``max_tokens`` replaces the tasks' own. ``record`` keeps the blocks of exact speculation, at temperature 0, for
-    ``fly replay``.
+    ``max_tokens`` replaces the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
+    blocks of exact speculation, at temperature 0, for ``fly replay``. ``exits`` decodes all of it a second time with a
+    target that leaves early.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -122,6 +129,7 @@ class Plan(BaseModel):
     tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
     limit: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
+    together: int = Field(default=1, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     run_code: bool = False
@@ -130,6 +138,7 @@ class Plan(BaseModel):
     device: str = "auto"
     kernels: str = "auto"
     deterministic: bool = False
+    exits: str | None = None
     cache_bytes: int = Field(default=DEFAULT_BYTES, gt=0)
 
     @field_validator("tasks", mode="before")
@@ -158,6 +167,8 @@ class Plan(BaseModel):
     def _can_be_recorded(self) -> Plan:
         if self.record and 0.0 not in self.temperatures:
             raise ValueError(f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out")
+        if self.record and self.together > 1:
+            raise ValueError(f"record: blocks are recorded one problem at a time, not {self.together} together")
         return self
 
     @field_validator("drafts")
@@ -189,6 +200,8 @@ class Plan(BaseModel):
         for draft, k, rule in unique:
             name = rule_name(rule) if counts[rule_name(rule)] == 1 and "…" not in rule_name(rule) else str(rule)
             found.append(Way(f"{name} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+        if self.exits is not None:
+            found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:

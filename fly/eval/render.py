@@ -31,7 +31,8 @@ LEGEND = (
     "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v "
     "measured · τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches "
     "at which the target was undecided · "
-    "Python: share of rounds decided in Python · recovery: share right over AR's · lost, won: "
+    "Python: share of rounds decided in Python · layers: passed by a round, of a target that leaves early · "
+    "recovery: share right over AR's · lost, won: "
     "problems right more often without the rule, or with it · p: exact McNemar (sign) test of lost against won · same: "
     "answers that are AR's to the token · first: median place of the first other token · length: tokens over AR's. "
     "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
@@ -74,6 +75,8 @@ def columns(table: Table) -> dict[str, Cells]:
         "gate": lambda row: _share(row.gate),
         "Python": lambda row: _share(row.python),
     }
+    if any(row.layers is not None for row in table.rows):
+        speed = {**speed, "layers": lambda row: _NONE if row.layers is None else f"{row.layers:.1f}"}
     right, over = ("refused", "refusals kept") if table.refusals else ("right", "recovery")
     answers: Cells = {
         "decoding": name,

@@ -60,6 +60,7 @@ class Row:
     kept: float | None  # share of drafted tokens that were emitted
     relaxed: float  # share of tokens
     python: float | None  # share of rounds that Python decided
+    layers: float | None  # of the target, that a round went through, where it leaves early
     accuracy: Estimate | None = None
     recovery: Estimate | None = None  # accuracy over autoregression's
     lost: int = 0  # problems that autoregression answers right more often
@@ -112,11 +113,13 @@ class Table:
     refusals: bool  # whether right means refused
     best_exact: str | None
     cases: list[Case]
+    together: int  # problems decoded at a time
 
     @property
     def title(self) -> str:
         group = f" · {self.group}" if self.group else ""
-        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems"
+        few = f", {self.together} at a time" if self.together > 1 else ""
+        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems{few}"
 
 
 @dataclass
@@ -188,6 +191,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     refusals=tasks[name]["scorer"] == "refusal",
                     best_exact=best,
                     cases=[] if group else _cases(plan, records, part, cases),
+                    together=plan.together,
                 )
             )
     return found
@@ -251,7 +255,7 @@ class _Comparison:
         return Row(
             way=label,
             policy=str(way.policy),
-            guarantee=way.policy.guarantee.value,
+            guarantee=way.guarantee.value,
             k=way.k,
             problems=len(self.problems),
             completions=len(every),
@@ -261,6 +265,7 @@ class _Comparison:
             kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
             relaxed=total["relaxed"] / max(total["generated"], 1),
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
+            layers=sum(record.get("layers", 0) for record in every) / total["rounds"] if way.exits else None,
             curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
             gates=gates,
         )
@@ -312,7 +317,7 @@ class _Comparison:
     def _compare_costs(self, label: str, row: Row, base: float) -> None:
         way = self.ways[label]
         twins = [one for one in self.ways.values() if one.exact and (one.draft, one.k) == (way.draft, way.k)]
-        if not twins or not base:
+        if not twins or not base or way.exits:  # a verification costs another share there
             return
         every = [record for each in self.of(twins[0].label) for record in each]
         drafted, rounds = sum(r["drafted"] for r in every), sum(r["rounds"] for r in every)

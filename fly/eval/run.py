@@ -9,12 +9,14 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
+from fly.backends.cpu.library import TORCH
 from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
 from fly.eval.recording import Recorder, recorded
 from fly.eval.records import Appender, Key, Records, read_records
@@ -43,21 +45,21 @@ class Turn:
 
 
 def turns_of(plan: Plan) -> Iterator[Turn]:
-    """All completions of a plan, in order. The ways take turns at each problem, so that a busy moment of the machine
-    falls on all of them alike; who comes first goes round. At temperature 0 seeds change nothing, and the first is
-    enough."""
+    """All completions of a plan, in order. The ways take turns at each problem (or each few that are decoded together),
+    so that a busy moment of the machine falls on all of them alike; who comes first goes round. At temperature 0 seeds
+    change nothing, and the first is enough."""
     tasks, ways = plan.loaded_tasks(), plan.ways
-    for number in range(max(limit for _, limit in tasks.values())):
+    for part, first in enumerate(range(0, max(limit for _, limit in tasks.values()), plan.together)):
         for task, limit in tasks.values():
-            if number >= limit:
-                continue
-            problem = task.problems[number]
+            few = list(enumerate(task.problems[:limit]))[first : first + plan.together]
             for temperature in plan.temperatures:
                 for seed in plan.seeds if temperature else plan.seeds[:1]:
-                    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                        for turn in range(len(problem.turns)):
-                            key = Key(task.name, problem.id, turn, seed, temperature, way.label)
-                            yield Turn(key, number, task, problem, way)
+                    for way in ways[part % len(ways) :] + ways[: part % len(ways)]:
+                        for turn in range(max((len(problem.turns) for _, problem in few), default=0)):
+                            for number, problem in few:
+                                if turn < len(problem.turns):
+                                    key = Key(task.name, problem.id, turn, seed, temperature, way.label)
+                                    yield Turn(key, number, task, problem, way)
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
@@ -149,53 +151,67 @@ def decode_run(
     settings = _settings(plan, [turn.way for turn in todo], ranks)
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
     for setting in settings.values():
-        complete(setting, [0, 1, 2, 3], warm, clocked=True)
+        complete(setting, [[0, 1, 2, 3]] * plan.together, [warm] * plan.together, clocked=True)
     base = next(iter(settings.values())).llm
     around = environment(base, plan.model)
     with nullcontext() if ranks is not None and not ranks.leads else Appender(folder / "records.jsonl") as file:
         if file is not None and around["id"] not in records.environments:
             file.write(around)
             records.environments[around["id"]] = around
-        for turn in todo:
-            key, task = turn.key, turn.task
-            setting = settings[key.way]
-            before = [records.completions[key._replace(turn=n)]["text"] for n in range(key.turn)]
-            prompt = task.prompt_ids(setting.llm, turn.problem, before)
-            params = SamplingParams(
-                temperature=key.temperature,
-                top_p=plan.top_p,
-                top_k=plan.top_k,
-                seed=_row_seed(key),
-                max_tokens=plan.max_tokens or task.max_tokens,
-                stop=task.stop,
-            )
+        for _, group in groupby(todo, lambda turn: (turn.number // plan.together, turn.key._replace(problem=""))):
+            turns = list(group)
+            key, setting = turns[0].key, settings[turns[0].key.way]
+            prompts = [_prompt(turn, records, setting.llm) for turn in turns]
+            params = [
+                SamplingParams(
+                    temperature=key.temperature,
+                    top_p=plan.top_p,
+                    top_k=plan.top_k,
+                    seed=_row_seed(turn.key),
+                    max_tokens=plan.max_tokens or turn.task.max_tokens,
+                    stop=turn.task.stop,
+                )
+                for turn in turns
+            ]
             for allocator in setting.llm.scheduler.allocators():
                 allocator.forget()  # or the next way would find the prompt in the cache
-            records_blocks = plan.record and key.temperature == 0 and turn.way.exact
+            records_blocks = plan.record and key.temperature == 0 and turns[0].way.exact
             try:
                 with recorded(setting.llm) if records_blocks else nullcontext() as recorder:
-                    done = complete(setting, prompt, params, clocked=True)
+                    completions = complete(setting, prompts, params, clocked=True)
             except ValueError as error:
-                place = f"task {task.name!r}, problem {turn.problem.id}"
+                named = ", ".join(turn.problem.id for turn in turns)
+                place = f"task {key.task!r}, problem {named}"
                 raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
-            record = _record(turn, done, around["id"], setting.llm)
-            if recorder is not None:
-                record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
-            records.completions[key] = record
-            if file is not None:
-                file.write(record)
-            advance(record)
+            for turn, prompt, done in zip(turns, prompts, completions):
+                record = _record(turn, done, around["id"], setting.llm)
+                if recorder is not None:
+                    record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
+                records.completions[turn.key] = record
+                if file is not None:
+                    file.write(record)
+                advance(record)
+
+
+def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
+    """A turn's prompt, with what was answered before."""
+    before = [records.completions[turn.key._replace(turn=n)]["text"] for n in range(turn.key.turn)]
+    return turn.task.prompt_ids(llm, turn.problem, before)
 
 
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
     """The ways as loaded models, by label: each draft once, all with one target's weights."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
+    if plan.exits is not None and plan.kernels == "auto":
+        options["kernels"] = TORCH  # of both, or the kernels would be what is compared
     base = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
-    models, found = {"none": base}, {}
+    options["kernels"] = plan.kernels
+    models: dict[tuple[str, str | None], LLM] = {("none", None): base}
+    found = {}
     for way in dict.fromkeys(ways):
-        if way.draft not in models:
-            models[way.draft] = LLM(base, way.draft, ranks=ranks, **options)
-        found[way.label] = Setting(way.label, models[way.draft], way.k, way.policy)
+        if (key := (way.draft, way.exits)) not in models:
+            models[key] = LLM(base, way.draft, ranks=ranks, exits=way.exits, **options)
+        found[way.label] = Setting(way.label, models[key], way.k, way.policy)
     return found
 
 
@@ -209,7 +225,7 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
     """What is kept of a completion. ``why`` has a letter a token (m: match, r: relaxed, c: correction, b: bonus),
     ``ends`` where the text of each ends, ``excused`` for each relaxed one its place, clause, the target's choice."""
     key, output, stats = turn.key, done.output, done.output.stats
-    counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats")
+    counts = ("prompt_tokens", "generated", "rounds", "emitted", "drafted", "accepted", "relaxed", "nats", "layers")
     return {
         "kind": "completion",
         **key._asdict(),

@@ -244,7 +244,7 @@ class Eagle3Head(nn.Module):
                 f"{[layer.vocab_size, layer.hidden_size]}"
             )
         weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
-        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight)
+        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Features [T, C] of the target's hidden states."""

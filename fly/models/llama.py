@@ -174,6 +174,15 @@ class Attention(nn.Module):
         qk = rotate(qk, cos_T1D, sin_T1D)
         return qk[:, : self.heads], qk[:, self.heads :], qkv[:, rotated:]
 
+    def keys_and_values(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, G, D] each, as ``project`` gives them."""
+        first, linear = self.heads * self.head_dim, self.qkv_proj
+        kv = F.linear(x_TC, linear.weight[first:], None if linear.bias is None else linear.bias[first:])
+        k_TGD, v_TGD = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(1)
+        if self.normalised:
+            k_TGD = self.k_norm(k_TGD)
+        return rotate(k_TGD, cos_T1D, sin_T1D), v_TGD
+
     def _normalise(self, qk: Tensor) -> Tensor:
         """Queries and keys, head by head, each by the weights of its kind."""
         if not torch.compiler.is_compiling():

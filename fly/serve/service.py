@@ -86,6 +86,8 @@ class Service:
     def __init__(self, llm: LLM, settings: Settings, draft: str, name: str) -> None:
         if llm.tokenizer is None:
             raise ValueError("this model has no tokenizer.json; a server of texts needs one")
+        if settings.require_lossless and llm.engine.runner.executor.leaves_early:
+            raise ValueError("require_lossless: this target leaves early (exits), so no policy is lossless here")
         self.llm, self.settings, self.tokenizer = llm, settings, llm.tokenizer
         self.name = settings.name or name
         self._named = [] if llm.draft is None else llm.draft.choices()

@@ -1,7 +1,21 @@
-"""Training of draft heads: answers by the target itself, the training-time test of EAGLE-3, checkpoints, a card."""
+"""Training on answers by the target itself: draft heads by the training-time test of EAGLE-3, and early exits."""
 
 from fly.train.answers import Answer, answers, prompts_of
 from fly.train.card import card
+from fly.train.exits import ExitPlan, Look, exit_card, looks_of, train_exits
 from fly.train.head import Plan, Training, train_head
 
-__all__ = ["Answer", "Plan", "Training", "answers", "card", "prompts_of", "train_head"]
+__all__ = [
+    "Answer",
+    "ExitPlan",
+    "Look",
+    "Plan",
+    "Training",
+    "answers",
+    "card",
+    "exit_card",
+    "looks_of",
+    "prompts_of",
+    "train_exits",
+    "train_head",
+]

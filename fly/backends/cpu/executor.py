@@ -97,7 +97,7 @@ class CpuExecutor(HostDecisions):
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
         return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup, self._layers)
 
-    def joins(self, drafter: Executor) -> bool:
+    def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         if isinstance(drafter, CpuHead):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor) and drafter._layers is None

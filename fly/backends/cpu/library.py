@@ -18,6 +18,7 @@ from fly.executor import DraftSpec
 
 __all__ = [
     "CBatch",
+    "CGrowth",
     "CLookup",
     "CRounds",
     "Clause",
@@ -32,7 +33,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 27  # of src/library.cpp: what was built from other sources is not called
+_ABI = 28  # of src/library.cpp: what was built from other sources is not called
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -78,6 +79,12 @@ class Sure(ctypes.Structure):
         """Of each of so many rows."""
         reach = spec.reach or (0.0,) * rows
         return (cls * rows)(*(cls(spec.confidence, spec.entropy, chance) for chance in reach))
+
+
+class CGrowth(ctypes.Structure):
+    """src/interface.h: Growth."""
+
+    _fields_ = [*((name, c_int32) for name in ("nodes", "follow", "depth")), ("width", c_void_p)]
 
 
 class CLookup(ctypes.Structure):
@@ -151,7 +158,8 @@ class CRounds(ctypes.Structure):
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *((name, c_void_p) for name in ("sure", "state")),
         *((name, c_int32) for name in ("states", "read_before")),
-        *((name, c_void_p) for name in ("given", "read")),
+        *((name, c_void_p) for name in ("given", "read", "growth", "parent", "path")),
+        ("spare", c_int32),
     ]
 
 

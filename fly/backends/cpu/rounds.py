@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause
 from fly.backends.cpu.host import c_sampling
-from fly.backends.cpu.library import ASK, Ask, CLookup, CRounds, Going, Sure, address, number, usual
+from fly.backends.cpu.library import ASK, Ask, CGrowth, CLookup, CRounds, Going, Sure, address, number, usual
 from fly.backends.cpu.library import Clause as CClause
 from fly.backends.cpu.packed import PackedLlama
 from fly.executor import Answer, Question, RoundPlan, Rounds, Spent
@@ -44,7 +44,8 @@ def take_rounds(
     count, lengths = len(rows), [len(row.tokens) for row in rows]
     rooms = [kv.cache.allocator.length(seq) for seq in kv.seqs]
     most_k = [min(row.k, row.left - 1) for row in rows]
-    widest = max(most_k)
+    tree = plan.spec.tree
+    widest = max(most_k) if tree is None else tree.nodes
     room = max(map(int.__sub__, rooms, lengths)) + 1
     most = min(room, 1 + _MOST_SCORED // (count * (widest + 1)), max(plan.rounds, 1))
     batch, _kept = target.batch((0, 0), count, kv, None)
@@ -80,6 +81,12 @@ def take_rounds(
         address(following),
         variant=number(usual()), sure=ctypes.addressof(sure),
     )  # fmt: skip
+    parent, path = (array("i", bytes(0 if tree is None else 4 * size * widest)) for _ in range(2))
+    if tree is not None:  # both are held until after the call
+        widths = array("i", tree.widths)
+        growth = CGrowth(tree.nodes, tree.follow, len(widths), address(widths))
+        call.growth, call.parent, call.path = ctypes.addressof(growth), address(parent), address(path)
+        call.spare = tree.spare
     read_NF: Tensor | None = None
     if plan.states:
         layers = array("i", plan.states)
@@ -103,7 +110,7 @@ def take_rounds(
         spread = torch.empty(2, target.vocab + 64)
         how = c_sampling(plan.sampling)  # held until after the call
         call.sampling, call.spread = ctypes.addressof(how), spread.data_ptr()
-        if drafter is not None:
+        if drafter is not None and tree is None:
             probs_BKV = torch.empty(count, widest, target.vocab)
             call.distributions = probs_BKV.data_ptr()
     told, error = 0, None
@@ -116,7 +123,13 @@ def take_rounds(
         found = []
         for i, (n, m, token) in enumerate(zip(counts[at:to], accepted[at:to], following[at:to])):
             chain, own = chains[i * widest : i * widest + n], said[i * wide : i * wide + n + 1]
-            found.append(Decision(chain, range(m), token, m == n, own))
+            stands: abc.Sequence[int] = range(m)
+            bonus = m == n
+            if tree is not None:
+                first = (at + i) * widest
+                stands = path[first : first + m].tolist()
+                bonus = (stands[-1] if stands else -1) not in parent[first : first + n]
+            found.append(Decision(chain, stands, token, bonus, own))
         return found
 
     def asked(this: int) -> None:
@@ -125,8 +138,14 @@ def take_rounds(
             *before, (chain, _, _, _, said, _) = decisions(0, told, this + 1)
             told, n = this + 1, len(chain)
             probs_1KV = None if probs_BKV is None else probs_BKV[:, :n]
-            answer = ask(before, Question(chain, said, logits_NV[: n + 1].unsqueeze(0), probs_1KV))
-            stands[0], following[this] = (-1, 0) if answer is None else answer
+            parents = None if tree is None else parent[this * widest : this * widest + n].tolist()
+            answer = ask(before, Question(chain, said, logits_NV[: n + 1].unsqueeze(0), probs_1KV, parents))
+            if answer is None:
+                stands[0] = -1
+                return
+            stands[0], following[this] = len(answer.path), answer.next_token
+            if tree is not None:
+                path[this * widest : this * widest + len(answer.path)] = array("i", answer.path)
         except BaseException as raised:  # compiled code cannot be left by an error
             error, stands[0] = raised, -1
 
@@ -145,7 +164,9 @@ def take_rounds(
     if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
         error = KeyboardInterrupt()
     last = call.rounds - 1
-    stored = [text[: one.length + counts[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
+    # Of a chain all that was fed is stored, of a tree what stands of it.
+    fed = counts if tree is None else array("i", [max(n, 0) for n in accepted])
+    stored = [text[: one.length + fed[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
     taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
     first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in taken)
     found = [decisions(b, told, call.rounds) for b in range(count)]
@@ -155,9 +176,9 @@ def take_rounds(
         at = 0
         for i in range(call.rounds):
             for b, kept in enumerate(places):
-                fed = counts[b * most + i] + 1
-                kept += range(at, at + (fed if i == last else accepted[b * most + i] + 1))
-                at += fed
+                this = b * most + i
+                kept += range(at, at + (fed if i == last else accepted)[this] + 1)
+                at += counts[this] + 1
         states = [(length - 1, read_NF[kept]) for length, kept in zip(lengths, places)]
     if asks:
         _add_mismatches(found, map(Ask._make, ASK.iter_unpack(asks[: call.asks * ASK.size])), plan)

@@ -66,6 +66,13 @@ struct Lookup {
     float time[TIMES];     // nanoseconds of a forward of 1, 2, ... tokens; 0 was not seen
 };
 
+// How a drafter grows a tree (fly/executor.py: Growth): ``width`` candidates after each token of a level that is followed,
+// of which the ``follow`` likeliest are followed; the ``nodes`` likeliest of all are proposed.
+struct Growth {
+    int32_t nodes, follow, depth;
+    const int32_t* width;  // [depth]
+};
+
 // A condition of those that together excuse a mismatch at temperature 0.
 struct Clause {
     int32_t kind, negated, count;
@@ -86,7 +93,7 @@ struct Ask {
 struct Going {
     int32_t length, room;        // tokens of the row; how many its pages hold
     int32_t left;                // tokens it may still emit
-    int32_t k, context;          // tokens drafted a round, and the longest text drafted for
+    int32_t k, context;          // tokens drafted a round (levels of a tree), and the longest text drafted for
     int32_t draft_start;         // tokens that the drafter has stored, in and out
     int32_t clause_at, clauses;  // of all: what excuses what the exact rule does not keep, where all hold
     int64_t seed;
@@ -98,7 +105,7 @@ struct Going {
 // Rounds of some rows: what goes in, and where it comes to.
 struct Rounds {
     Going* going;              // [B]; ``length`` and ``left`` are out as before the last round
-    int32_t k, most;           // the most tokens that any row drafts a round; rounds
+    int32_t k, most;           // the most tokens that any row drafts a round, or nodes of its tree; rounds
     const int64_t* stop;       // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
     const int32_t* stop_at;
     const int32_t* hurry;      // no further round begins while this is not 0; or null
@@ -127,7 +134,12 @@ struct Rounds {
     const int32_t* state;      // [states] hidden states after so many layers each are asked for, for draft heads
     int32_t states, read_before;  // out: tokens of the rounds before the last
     void* given;               // [late tokens, F] those before the tokens that a head has not stored, row by row
-    void* read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's
+    void* read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's; of a tree,
+                               // first those that stand
+    const Growth* growth;      // drafts are trees, which the drafter grows; null: chains
+    int32_t* parent;           // [B, most, k] out: the number of the node that each follows, -1 for the row's last token
+    int32_t* path;             // [B, most, k] out: numbers of those that stand
+    int32_t spare;             // slots that a round of trees needs after a row's tokens
 };
 
 constexpr int32_t UNANSWERED = -2;

@@ -67,3 +67,5 @@ EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, const
                      const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const fly::Sampling* sampling,
                      const float* uniform, float* distributions, fly::Lookup* lookup, const int32_t* const* texts,
                      const fly::Sure* sure, const void* given);
+EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, const void* given, const float* x, const int32_t* kept,
+                    int count, float* logits, void* features);

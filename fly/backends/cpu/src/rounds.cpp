@@ -2,7 +2,7 @@
 // computes its logits, nor of why a row goes through rounds.
 #include <math.h>
 
-#include "library.h"
+#include "trees.h"
 
 using namespace fly;
 
@@ -54,22 +54,30 @@ struct Play {
     char* given;
     const char** states;
     int32_t longest;  // tokens that a row of this round drafts
+    Forest* forest;   // where drafts are trees
+    int64_t* sibling;  // what may follow one place of a tree, and which nodes they are
+    int32_t* node;
+    uint8_t* mask;
+    const uint8_t** masks;
 
-    Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late)
+    Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late,
+         Forest* trees, long seen)
         : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
           new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
           state_bytes(it->states * whose->shape.width * (whose->shape.hidden == FLOAT32 ? 4L : 2L)),
           heads(who && who->shape.features),
           arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) +
                 rows * (4 * 4 + 2 * 8L + sizeof(Sampling) + sizeof(Sure)) + stops * 8L + new_tokens * (8 + 4 + 4L) +
-                (heads ? late * state_bytes : 0) + 13 * 64),
-          scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late) {
+                (heads ? late * state_bytes : 0) + (trees ? rows * 8 + k * 12L + seen : 0) + 17 * 64),
+          scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late), forest(trees) {
         limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
         proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
         stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
         choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
         drawing = arena.take<Sampling>(rows), sure = arena.take<Sure>(rows), texts = arena.take<const int32_t*>(rows);
         given = arena.take<char>(heads ? late * state_bytes : 0), states = arena.take<const char*>(rows);
+        sibling = arena.take<int64_t>(forest ? k : 0), node = arena.take<int32_t>(forest ? k : 0);
+        mask = arena.take<uint8_t>(forest ? seen : 0), masks = arena.take<const uint8_t*>(forest ? rows : 0);
         const char* from = (const char*)it->given;
         for (int b = 0; heads && b < rows; b++) {
             states[b] = from;
@@ -87,6 +95,8 @@ struct Play {
     // Where what row ``b`` comes to in this round lies, and what it drafts.
     long place(int b) const { return (long)b * it->most + it->rounds; }
     int64_t* drafted_of(int b) const { return it->drafted + place(b) * k; }
+    int32_t* parents_of(int b) const { return it->parent + place(b) * k; }
+    int32_t* path_of(int b) const { return it->path + place(b) * k; }
 
     // Where the hidden states of this round's tokens lie.
     char* read() const { return it->read ? (char*)it->read + it->read_before * state_bytes : nullptr; }
@@ -132,6 +142,7 @@ struct Play {
             drawing[i] = it->sampling[b];
             for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
         }
+        if (forest) return grow();
         if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
                                         it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, sure,
                                         heads ? given : nullptr))
@@ -147,11 +158,34 @@ struct Play {
         return OK;
     }
 
+    // The same of trees.
+    int grow() {
+        if (const int error = forest->grow(draft.batch, limit, stop, stop_at, heads ? given : nullptr)) return error;
+        for (int i = 0; i < draft.batch.rows; i++) {
+            const int b = draft.row[i], n = drafts[b] = forest->propose(i, drafted_of(b), parents_of(b));
+            Going& row = it->going[b];
+            row.draft_start = row.length;
+            memcpy(row.text + row.length, drafted_of(b), n * sizeof(int64_t));
+        }
+        return OK;
+    }
+
     // Has the target score the rows' last tokens and what was drafted. Returns its error or OK.
     int score() {
         scored.clear();
-        for (int b = 0; b < rows; b++)
-            scored.add(b, it->going[b].text, it->going[b].length - 1, it->going[b].length + drafts[b]);
+        uint8_t* sees = mask;
+        for (int b = 0; b < rows; b++) {
+            const int length = it->going[b].length, n = drafts[b], first = scored.batch.tokens + 1;
+            scored.add(b, it->going[b].text, length - 1, length + n);
+            if (!forest) continue;
+            const int32_t* parents = parents_of(b);
+            masks[b] = n ? sees : nullptr;
+            for (int t = -1; t < n && n; t++, sees += length + n) {
+                see(sees, length, n, parents, t);
+                if (t >= 0) scored.position[first + t] = scored.position[first + parents[t]] + 1;
+            }
+            scored.batch.masks = masks;
+        }
         return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice, it->state, it->states, read());
     }
 
@@ -191,9 +225,103 @@ struct Play {
         return n;
     }
 
+    // Of row ``b``'s tree, whether the clauses excuse ``at``, which does not match: along a path through it to a token that
+    // none follows, as if that were a chain. What they say of it is noted: of each, whether it holds along any.
+    bool excuse_node(int b, const float* top, double logit, const int32_t* own, int at) {
+        const Clause* clauses = it->clause + it->going[b].clause_at;
+        const int count = it->going[b].clauses, best = least_of(vocab, 3);
+        const int64_t* drafted = drafted_of(b);
+        const int32_t* parents = parents_of(b);
+        uint32_t anywhere = 0;
+        bool excused = false;
+        for (int leaf = drafts[b] - 1; leaf >= at; leaf--) {
+            bool last = true;
+            for (int t = leaf + 1; last && t < drafts[b]; t++) last = parents[t] != leaf;
+            int after = 0, t = leaf;  // tokens of the path after this one
+            for (; last && t > at; after++) t = parents[t];
+            if (!last || t != at) continue;
+            uint32_t held = 0;
+            for (int c = 0; c < count; c++) {
+                bool says = true;
+                if (clauses[c].kind == ROOM_LEFT) says = after >= clauses[c].count;
+                else if (clauses[c].kind == WINDOW) {
+                    says = after >= clauses[c].count;
+                    for (int to = leaf, n = after; says && to > at; n--, to = parents[to])
+                        says = n > clauses[c].count || drafted[to] == own[parents[to] + 1];
+                } else says = holds(clauses[c], b, drafted, own, at, top, best);
+                held |= (uint32_t)(says != (bool)clauses[c].negated) << c;
+            }
+            anywhere |= held;
+            excused |= held == (uint32_t)((1ull << count) - 1) && logit != -__builtin_inf();
+        }
+        it->ask[it->asks++] = {b, it->rounds, at, anywhere, excused, excused ? top[best] - logit : 0};
+        return excused;
+    }
+
+    // How many tokens of row ``b``'s tree stand, as ``verify``: from each place on to the first to follow that matches, or
+    // else to the first that is excused.
+    int walk(int b, const float* logits, const int32_t* own) {
+        const Variant* judge = variants[it->variant];
+        const Going& row = it->going[b];
+        const int64_t* drafted = drafted_of(b);
+        const int32_t* parents = parents_of(b);
+        int32_t* path = path_of(b);
+        const bool draws = it->sampling && it->sampling[b].temperature > 0;
+        float uniform = 0;
+        if (draws) uniforms(row.seed, row.length, SAMPLE, 1, &uniform);
+        for (int n = 0, at = -1;; n++) {
+            const float* here = logits + (long)(at + 1) * vocab;
+            int64_t& following = it->following[place(b)] = own[at + 1];
+            int next = -1, count = 0;
+            for (int t = at + 1; t < drafts[b]; t++) {
+                if (parents[t] != at) continue;
+                node[count] = t, sibling[count++] = drafted[t];
+                if (next < 0 && drafted[t] == following) next = t;
+            }
+            if (draws) {
+                uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
+                for (int i = 0; i < count; i++) coins[i] = coins[node[i]];  // none lies before its own number
+                const int kept = judge->siblings(here, vocab, it->sampling + b, sibling, coins, count, uniform, it->spread, &following);
+                next = kept < 0 ? -1 : node[kept];
+            }
+            if (next < 0 && count && it->decide) {
+                *it->stands = UNANSWERED;
+                it->decide(it->rounds);
+                return *it->stands;
+            }
+            if (next < 0 && count && row.clauses) {
+                const int asked = it->asks, best = least_of(vocab, 3);
+                float top[4];
+                judge->top(here, vocab, best, top);
+                for (int i = 0; i < count && next < 0; i++)
+                    if (excuse_node(b, top, here[sibling[i]], own, node[i])) next = node[i];
+                if (next >= 0) it->ask[asked] = it->ask[it->asks - 1], it->asks = asked + 1;  // others are as if not tried
+            }
+            if (next < 0) return n;
+            path[n] = at = next;
+        }
+    }
+
+    // Of row ``b``'s tree, which begins with its last token at ``at`` in the target's forward and is number ``i`` of the
+    // drafter's (or -1), ``n`` tokens stand: all that is stored of them moves up to where it belongs.
+    void settle(int b, int at, int i, int n) {
+        Going& row = it->going[b];
+        const int64_t* drafted = drafted_of(b);
+        const int32_t* path = path_of(b);
+        char* states = read();
+        for (int t = 0; t < n; t++) {
+            row.text[row.length + t] = drafted[path[t]];
+            move_stored(scored.batch, target->shape, scored.batch.tables + scored.all_tables[b], row.length + path[t], row.length + t);
+            if (states && path[t] != t)
+                memcpy(states + (at + 1 + t) * state_bytes, states + (at + 1 + path[t]) * state_bytes, state_bytes);
+        }
+        if (i >= 0 && !heads) row.draft_start += forest->keep(i, draft.batch, path, n, row.length);  // a head's own features do not stay
+    }
+
     // How many drafted tokens of row ``b`` stand (less than 0: the row is at its end), by its ``logits`` and its ``own``
     // most likely tokens, and what follows them. ``distributions`` is what they were drawn from, or null.
     int verify(int b, const float* logits, const int32_t* own, const float* distributions) {
+        if (forest) return walk(b, logits, own);
         const Variant* judge = variants[it->variant];
         const Going& row = it->going[b];
         const int64_t* drafted = drafted_of(b);
@@ -228,15 +356,19 @@ struct Play {
 
 // Rounds of the rows of ``batch``, which the target has stored but for their last tokens: draft, verify, emit, again and
 // again, until a row emits a stop id or all that is left of it, its room may not do, or the time is over. Without a
-// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
+// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does. What stands of a tree is stored
+// in order at the end of each round, with the hidden states of it.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
     const int rows = batch->rows;
     long late = 0;
     for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + it->k + 1;
-    Play play(it, target, batch, drafter, draft_batch, lookup, late);
-    if (!play.arena.base) return NO_MEMORY;
+    long longest = 0, seen = 0;
+    for (int b = 0; b < rows; b++) longest = it->going[b].room > longest ? it->going[b].room : longest, seen += it->going[b].room;
+    Forest forest(it->growth, drafter ? drafter : target, variants[it->variant], rows, longest, late);
+    Play play(it, target, batch, drafter, draft_batch, lookup, late, it->growth ? &forest : nullptr, seen * (it->k + 1));
+    if (!forest.has_memory() || !play.arena.base) return NO_MEMORY;
     it->rounds = it->asks = it->read_before = 0;
     for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
     for (int64_t now = begin;;) {
@@ -261,16 +393,18 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const bool drafted = i < asked && play.draft.row[i] == b;
             const float* distributions = drafted ? it->distributions : nullptr;
             if (distributions) distributions += (long)i * play.longest * play.vocab;
+            const int tree = drafted ? i : -1;
             i += drafted;
             it->drafted_count[place] = play.drafts[b];
             memcpy(it->choice + place * (it->k + 1), play.choice + at, (play.drafts[b] + 1) * sizeof(int32_t));
             if (play.heads) play.states[b] = play.read() + at * play.state_bytes;
             const float* logits = it->logits + (long)at * play.vocab;
             const int n = it->accepted[place] = play.verify(b, logits, play.choice + at, distributions);
+            if (it->growth) play.settle(b, at, tree, n);
             if (n >= 0) row.text[row.length + n] = it->following[place];
             for (int t = row.length; t <= row.length + n; t++) over |= play.ends(b, row.text[t]);
-            // the next round drafts so many, at most
-            over |= n < 0 || n + 1 >= row.left || row.length + n + 1 + least_of(row.k, row.left - n - 2) > row.room;
+            const int next = it->growth ? it->spare : least_of(row.k, row.left - n - 2);  // it drafts so many, at most
+            over |= n < 0 || n + 1 >= row.left || row.length + n + 1 + next > row.room;
         }
         it->rounds++;
         lap();

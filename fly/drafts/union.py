@@ -1,6 +1,6 @@
-"""Strategies made of strategies: one after the other along a draft, or the best of several for each row.
+"""The best of several strategies for each row.
 
-Shape legend: B rows, K longest draft, V vocabulary, N tokens of one piece.
+Shape legend: B rows, K longest draft, V vocabulary, N tokens of one row.
 """
 
 from __future__ import annotations
@@ -12,11 +12,10 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fly.drafts.base import DraftStrategy, Wrapper, pad
-from fly.ops import derive
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
-__all__ = ["RelayDraft", "UnionDraft"]
+__all__ = ["UnionDraft"]
 
 
 class _Piece(NamedTuple):
@@ -24,99 +23,6 @@ class _Piece(NamedTuple):
 
     tokens: list[int]
     probs_NV: Tensor | None  # that each was drawn from; None = deterministic
-
-
-class _Combined(Wrapper):
-    """Chains of several strategies that speak one vocabulary, made into one."""
-
-    def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
-        name = type(self).__name__
-        if not members:
-            raise ValueError(f"{name} needs at least one strategy")
-        if len(set(map(id, members))) < len(members):
-            raise ValueError(f"a strategy stands twice in {name}; each needs a state of its own")
-        if trees := [type(member).__name__ for member in members if member.spare]:
-            raise ValueError(f"{name} combines chains, and {trees[0]} proposes trees")
-        super().__init__(members)
-
-    def _follow_members(self) -> None:
-        name, members = type(self).__name__, self.members
-        sizes = sorted({member.vocab_size for member in members if member.vocab_size is not None})
-        if len(sizes) > 1:
-            raise ValueError(f"the strategies of {name} have vocabularies of {sizes} tokens; they must be the same")
-        tokenizers = [member.tokenizer for member in members if member.tokenizer is not None]
-        if not all(tokenizers[0].same_as(other) for other in tokenizers[1:]):
-            raise ValueError(
-                f"the strategies of {name} have different tokenizers: the same id would mean different text"
-            )
-        self.vocab_size = sizes[0] if sizes else None
-        self.tokenizer = tokenizers[0] if tokenizers else None
-        # Each stops by itself at its own context, so the longest counts.
-        contexts = [member.context for member in members if member.context is not None]
-        self.context = max(contexts) if len(contexts) == len(members) else None
-
-    def _ask(self, member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Piece]:
-        draft = member.propose(rows, max_len)
-        if draft.parents_BK is not None:
-            raise ValueError(f"{type(member).__name__} proposed a tree; {type(self).__name__} combines chains only")
-        probs_BKV = draft.probs_BKV
-        # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
-        return [
-            _Piece(tokens, None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)])
-            for b, (row, tokens) in enumerate(zip(rows, draft.chains))
-        ]
-
-
-class RelayDraft(_Combined):
-    """Strategies one after the other along the draft: the horizontal cascade of CS-Drafting (Chen et al., arXiv
-    2312.11462). Early tokens matter most, so the best strategy proposes them, and cheaper ones go on from there.
-
-    ``RelayDraft([(SingleDraft(small), 4), (NGramDraft(), 8)])`` drafts up to 12 tokens. Each stage proposes up to its
-    own number of tokens after the stages before it, unless the row has ended. If any stage gave distributions, each
-    token keeps the distribution it was drawn from, and tokens of deterministic stages get one-hot distributions. How
-    much a stage proposes may depend on what earlier ones drew (a lookup may find nothing there), but not on its own
-    draws: whether a position is drafted is known before its token, which is all that losslessness needs. The paper
-        searches for lengths; here they are given, and a stage is any strategy of chains.
-    """
-
-    def __init__(self, stages: abc.Sequence[tuple[DraftStrategy, int]]) -> None:
-        for stage in stages:
-            if not (isinstance(stage, tuple) and len(stage) == 2 and isinstance(stage[0], DraftStrategy)):
-                raise ValueError(f"stage {stage!r} of a relay is no pair of a strategy and its number of tokens")
-        super().__init__([strategy for strategy, _ in stages])
-        self.lengths = [k for _, k in stages]
-        for number, k in enumerate(self.lengths):
-            if not isinstance(k, int) or k < 1:
-                raise ValueError(f"k {k!r} of stage {number} must be an integer of at least 1")
-
-    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        drafted: list[list[_Piece]] = [[] for _ in rows]
-        tokens = [list(row.tokens) for row in rows]  # with what stands so far
-        active = [b for b, most in enumerate(max_len) if most > 0]
-        for number, (member, k) in enumerate(zip(self.members, self.lengths)):
-            if not active:
-                break
-            left = [min(k, len(rows[b].tokens) + max_len[b] - len(tokens[b])) for b in active]
-            forks = [_extended(rows[b], tokens[b], number) for b in active]
-            pieces = dict(zip(active, self._ask(member, forks, left)))
-            active = []
-            for b, piece in pieces.items():
-                drafted[b].append(piece)
-                tokens[b] += piece.tokens
-                ended = piece.tokens and piece.tokens[-1] in rows[b].stop_ids
-                if not ended and len(tokens[b]) < len(rows[b].tokens) + max_len[b]:
-                    active.append(b)
-        return _join(drafted)
-
-
-def _extended(row: Sequence, tokens: list[int], stage: int) -> Sequence:
-    """A fork of ``row`` that goes on to ``tokens``, with randomness of its own for each round and stage.
-
-    A stage starts where a later round may start too, so its position alone would give both the same seed.
-    """
-    fork = row.fork(row.policy, 0 if row.greedy else derive(derive(row.seed, len(row.tokens)), stage))
-    fork.tokens += tokens[len(row.tokens) :]
-    return fork
 
 
 @dataclass(frozen=True)
@@ -156,7 +62,7 @@ class _Round:
     proposed: dict[int, list[int]] = field(default_factory=dict)  # by number of the strategy
 
 
-class UnionDraft(_Combined):
+class UnionDraft(Wrapper):
     """For each row the best proposal of several strategies, given cheapest first.
 
     It keeps, for each strategy, averages of how its proposals did: their length, and how many of their tokens were then
@@ -180,6 +86,12 @@ class UnionDraft(_Combined):
     learns = True
 
     def __init__(self, strategies: abc.Sequence[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
+        if not strategies:
+            raise ValueError("UnionDraft needs at least one strategy")
+        if len(set(map(id, strategies))) < len(strategies):
+            raise ValueError("a strategy stands twice in UnionDraft; each needs a state of its own")
+        if trees := [type(member).__name__ for member in strategies if member.spare]:
+            raise ValueError(f"UnionDraft combines chains, and {trees[0]} proposes trees")
         super().__init__(strategies)
         for name, value in (("rate", rate), ("prior", prior)):
             if not 0 < value <= 1:
@@ -189,8 +101,23 @@ class UnionDraft(_Combined):
         self._rounds: dict[int, _Round] = {}  # by row
         self._draws = [False] * len(strategies)  # whether it has ever given a distribution
 
+    def _follow_members(self) -> None:
+        sizes = sorted({member.vocab_size for member in self.members if member.vocab_size is not None})
+        if len(sizes) > 1:
+            raise ValueError(f"the strategies of UnionDraft have vocabularies of {sizes} tokens; they must be the same")
+        tokenizers = [member.tokenizer for member in self.members if member.tokenizer is not None]
+        if not all(tokenizers[0].same_as(other) for other in tokenizers[1:]):
+            raise ValueError(
+                "the strategies of UnionDraft have different tokenizers: the same id would mean different text"
+            )
+        self.vocab_size = sizes[0] if sizes else None
+        self.tokenizer = tokenizers[0] if tokenizers else None
+        # Each stops by itself at its own context, so the longest counts.
+        contexts = [member.context for member in self.members if member.context is not None]
+        self.context = max(contexts) if len(contexts) == len(self.members) else None
+
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        chosen: list[list[_Piece]] = [[] for _ in rows]
+        chosen = [_Piece([], None) for _ in rows]
         offers = [0.0] * len(rows)
         open_rows = [b for b, most in enumerate(max_len) if most > 0]
         for b in open_rows:
@@ -200,7 +127,7 @@ class UnionDraft(_Combined):
             asked = [b for b in open_rows if self._worth(number, rows[b], max_len[b], offers[b])]
             if not asked:
                 continue
-            pieces = self._ask(member, [rows[b] for b in asked], [max_len[b] for b in asked])
+            pieces = _ask(member, [rows[b] for b in asked], [max_len[b] for b in asked])
             for b, piece in zip(asked, pieces):
                 row, n = rows[b], len(piece.tokens)
                 self._rounds[row.id].proposed[number] = piece.tokens
@@ -210,8 +137,8 @@ class UnionDraft(_Combined):
                     self._draws[number] = True
                     open_rows.remove(b)
                 if drawn or offer > offers[b]:
-                    chosen[b], offers[b] = [piece], offer
-        return _join(chosen)
+                    chosen[b], offers[b] = piece, offer
+        return _together(chosen)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
@@ -236,22 +163,31 @@ class UnionDraft(_Combined):
         return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
 
 
-def _join(pieces: abc.Sequence[list[_Piece]]) -> Draft:
-    """A ``Draft`` of each row's pieces, one after the other; deterministic ones get one-hot distributions if any has a
-    distribution."""
-    tokens = [[token for piece in row for token in piece.tokens] for row in pieces]
-    some_NV = next((piece.probs_NV for row in pieces for piece in row if piece.probs_NV is not None), None)
+def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Piece]:
+    """What ``member`` proposes for each row."""
+    draft = member.propose(rows, max_len)
+    if draft.parents_BK is not None:
+        raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
+    probs_BKV = draft.probs_BKV
+    # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
+    return [
+        _Piece(tokens, None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)])
+        for b, (row, tokens) in enumerate(zip(rows, draft.chains))
+    ]
+
+
+def _together(pieces: abc.Sequence[_Piece]) -> Draft:
+    """A ``Draft`` of each row's piece; deterministic ones get one-hot distributions if any has a distribution."""
+    tokens = [piece.tokens for piece in pieces]
+    some_NV = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
     if some_NV is None:
         return pad(tokens)
     draft = pad(tokens, some_NV.device)
     probs_BKV = some_NV.new_zeros(*draft.tokens_BK.shape, some_NV.shape[-1])
-    for b, row in enumerate(pieces):
-        start = 0
-        for piece in row:
-            end = start + len(piece.tokens)
-            if piece.probs_NV is not None:
-                probs_BKV[b, start:end] = piece.probs_NV.to(some_NV.device)
-            else:
-                probs_BKV[b, range(start, end), piece.tokens] = 1.0
-            start = end
+    for b, piece in enumerate(pieces):
+        n = len(piece.tokens)
+        if piece.probs_NV is not None:
+            probs_BKV[b, :n] = piece.probs_NV.to(some_NV.device)
+        else:
+            probs_BKV[b, range(n), piece.tokens] = 1.0
     return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)

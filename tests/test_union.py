@@ -1,30 +1,25 @@
-"""Relays and unions against what they are made of: distributions joined by hand, choices that never see a draw."""
+"""Unions against what they are made of: distributions joined by hand, choices that never see a draw."""
 
 from __future__ import annotations
 
 from collections import Counter, abc
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import fly
-import fly.drafts.model as draft_models
 from fly.cache import BlockAllocator
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.base import pad
-from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
-from fly.ops import Stream, derive, draw, uniforms
+from fly.drafts.union import UnionDraft
 from fly.policies import AcceptancePolicy, BlockVerification, Exact
 from fly.request import Sequence
 from fly.runner import Runner
-from fly.sampling import BatchSampling
 from fly.types import Draft, SamplingParams, Target
 from tests.test_drafts import perturbed
 from tests.toys import dense_logits, random_llama, run
@@ -88,137 +83,15 @@ stops = st.sampled_from([(), (3,), (0, 1, 2, 5, 8)])
 temperatures = st.lists(st.sampled_from([0.0, 0.5, 1.0, 2.0]), min_size=4, max_size=4)
 
 STRATEGIES: dict[str, Callable[[], DraftStrategy]] = {
-    "model, then lookup": lambda: RelayDraft([(SingleDraft(run(LARGE)), 3), (NGramDraft(), 6)]),
-    "lookup, then model": lambda: RelayDraft([(NGramDraft(), 2), (SingleDraft(run(MEDIUM), block_size=3), 4)]),
-    "two models, then suffixes": lambda: RelayDraft(
-        [(SingleDraft(run(LARGE)), 2), (SingleDraft(run(SMALL)), 3), (SuffixDraft(offset=4, shared_tokens=0), 9)]
-    ),
     "union of lookups and a model": lambda: UnionDraft(
         [NGramDraft(), SuffixDraft(offset=2, shared_tokens=0), SingleDraft(run(LARGE))]
     ),
     "union of two models": lambda: UnionDraft([SingleDraft(run(SMALL)), SingleDraft(run(LARGE), block_size=3)]),
-    "union with a relay": lambda: UnionDraft(
-        [NGramDraft(), RelayDraft([(SingleDraft(run(MEDIUM)), 2), (NGramDraft(), 6)]), SingleDraft(run(LARGE))]
-    ),
-    "relay below a model": lambda: CascadeDraft(
-        [RelayDraft([(SingleDraft(run(SMALL)), 2), (NGramDraft(), 4)]), SingleDraft(run(LARGE))]
-    ),
     "union below a model": lambda: CascadeDraft(
         [UnionDraft([NGramDraft(), SingleDraft(run(SMALL))]), SingleDraft(run(LARGE))]
     ),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)
-
-
-# --- relay -----------------------------------------------------------------------------------------------
-
-
-def naive_relay(
-    row: Sequence, most: int, stages: abc.Sequence[tuple[Callable[[Sequence, int], list[int]], int]]
-) -> list[int]:
-    """Deterministic stages, one after the other."""
-    drafted: list[int] = []
-    for says, k in stages:
-        if not (drafted and drafted[-1] in row.stop_ids):
-            longer = make_row(row.tokens + drafted)
-            drafted += says(longer, min(k, most - len(drafted)))[: max(0, min(k, most - len(drafted)))]
-    return drafted
-
-
-@given(
-    batch=batches,
-    modulus=st.integers(1, 4),
-    lengths=st.lists(st.integers(1, 5), min_size=1, max_size=4),
-    stop=stops,
-)
-def test_each_stage_continues_the_stages_before_it(
-    batch: list[tuple[list[int], int]], modulus: int, lengths: list[int], stop: tuple[int, ...]
-) -> None:
-    def says(step: int) -> Callable[[Sequence, int], list[int]]:
-        # any function of the text, at times shorter than asked, at times empty
-        return lambda row, most: [(sum(row.tokens) + step * i) % VOCAB for i in range(len(row.tokens) % modulus + 1)][
-            len(row.tokens) % 2 :
-        ]
-
-    stages = [(says(step), k) for step, k in enumerate(lengths, start=1)]
-    members = [Scripted(function) for function, _ in stages]
-    rows = [make_row(tokens, stop=stop) for tokens, _ in batch]
-    before = [list(row.tokens) for row in rows]
-    draft = RelayDraft([(member, k) for member, k in zip(members, lengths)]).propose(rows, [most for _, most in batch])
-    wanted = [naive_relay(row, most, stages) for row, (_, most) in zip(rows, batch)]
-    assert proposals(draft) == wanted and draft.probs_BKV is None
-    assert [row.tokens for row in rows] == before
-    for member in members:
-        assert all(most > 0 for _, _, most in member.asked())
-        assert {id_ for id_, _, _ in member.asked()} <= {row.id for row in rows}
-
-
-@settings(max_examples=40)
-@given(
-    batch=batches,
-    heat=temperatures,
-    seed=st.integers(-(2**63), 2**63 - 1),
-    stop=stops,
-    first=st.integers(1, 4),
-    middle=st.integers(1, 4),
-)
-def test_the_claimed_distribution_is_that_of_each_stage_and_drawn_with_its_own_randomness(
-    batch: list[tuple[list[int], int]],
-    heat: list[float],
-    seed: int,
-    stop: tuple[int, ...],
-    first: int,
-    middle: int,
-) -> None:
-    """Composed by hand: models for the first and last positions, a lookup between them."""
-    relay = RelayDraft([(SingleDraft(run(LARGE)), first), (NGramDraft(k=9), middle), (SingleDraft(run(SMALL)), 3)])
-    rows = [make_row(tokens, t, seed ^ b, stop) for b, ((tokens, _), t) in enumerate(zip(batch, heat))]
-    draft = relay.propose(rows, [most for _, most in batch])
-    for b, (row, drafted) in enumerate(zip(rows, proposals(draft))):
-        most, text, wanted = batch[b][1], list(row.tokens), list[Tensor]()
-        for stage, k in enumerate((first, middle, 3)):
-            left = most - (len(text) - len(row.tokens))
-            if len(text) > len(row.tokens) and text[-1] in stop:
-                break
-            if stage == 1:
-                for token in proposals(NGramDraft(k=9).propose([make_row(text, stop=stop)], [min(k, left)]))[0]:
-                    text.append(token)
-                    wanted.append(torch.eye(VOCAB)[token])
-                continue
-            start = len(text)
-            own = derive(derive(derive(row.seed, len(row.tokens)), stage), start)
-            while len(text) < start + min(k, left) and not (len(text) > start and text[-1] in stop):
-                logits = dense_logits((LARGE, None, SMALL)[stage], text)[-1:]  # type: ignore[arg-type]
-                distribution = BatchSampling.of([row.params]).probs(logits.unsqueeze(0))[0]
-                uniform = uniforms(torch.tensor([own]), torch.tensor([len(text)]), Stream.SAMPLE, 1)[0]
-                text.append(int(logits.argmax()) if row.greedy else int(draw(distribution, uniform)))
-                wanted.append(distribution[0])
-        assert drafted == text[len(row.tokens) :]
-        event(f"drafted: {bool(drafted)}")
-        if drafted and not row.greedy:
-            assert draft.probs_BKV is not None
-            claimed = draft.probs_BKV[b, : len(drafted)]
-            torch.testing.assert_close(claimed, torch.stack(wanted), atol=2e-4, rtol=1e-3)
-
-
-def test_no_stage_of_any_round_reuses_randomness(monkeypatch: pytest.MonkeyPatch) -> None:
-    used: list[tuple[int, int, int]] = []
-
-    def spy(seed_B: Tensor, round_B: Tensor, stream: int, n: int) -> Tensor:
-        used.extend((seed, at, stream) for seed, at in zip(seed_B.tolist(), round_B.tolist()))
-        return uniforms(seed_B, round_B, stream, n)
-
-    monkeypatch.setattr(draft_models, "uniforms", spy)
-    relay = RelayDraft([(SingleDraft(run(LARGE)), 2), (SingleDraft(run(MEDIUM)), 2), (SingleDraft(run(SMALL)), 3)])
-    row = make_row([1, 2, 3], temperature=1.0, seed=5)
-    for kept in (0, 1, 2, 3, 0, 4, 1, 1):  # rounds begin where stages of earlier ones did
-        [drafted] = proposals(relay.propose([row], [7]))
-        row.tokens += [*drafted[:kept], 4]
-        relay.commit([row])
-    assert len(used) == len(set(used)) == 7 * 8
-
-
-# --- union -----------------------------------------------------------------------------------------------
 
 
 def naive_expected(acceptance: float, average_length: float, length: float) -> float:
@@ -424,35 +297,6 @@ def test_a_union_hands_on_the_distribution_of_what_it_chose(
             assert torch.equal(draft.probs_BKV[b, : len(drafted)], torch.eye(VOCAB)[drafted])
 
 
-# --- both ------------------------------------------------------------------------------------------------
-
-rounds = st.lists(st.tuples(st.integers(0, 8), st.integers(0, VOCAB - 1), st.integers(0, 8)), min_size=1, max_size=6)
-
-
-@pytest.mark.parametrize("name", [name for name in STRATEGIES if "union" not in name])
-@settings(max_examples=10)
-@given(
-    start=st.lists(texts, min_size=1, max_size=3),
-    pattern=rounds,
-    temperature=st.sampled_from([0.0, 1.0]),
-)
-def test_after_any_history_a_relay_proposes_what_a_fresh_one_would(
-    name: str, start: list[list[int]], pattern: list[tuple[int, int, int]], temperature: float
-) -> None:
-    strategy = STRATEGIES[name]()
-    rows = [make_row(tokens, temperature, seed=11) for tokens in start]
-    for kept, token, most in pattern:
-        limits = [max(0, most - b) for b in range(len(rows))]
-        draft = strategy.propose(rows, limits)
-        fresh = STRATEGIES[name]().propose([make_row(row.tokens, temperature, seed=11) for row in rows], limits)
-        assert proposals(draft) == proposals(fresh)
-        if draft.probs_BKV is not None and fresh.probs_BKV is not None:
-            torch.testing.assert_close(draft.probs_BKV, fresh.probs_BKV, atol=2e-4, rtol=1e-3)
-        for row, drafted in zip(rows, proposals(draft)):
-            row.tokens += [*drafted[:kept], token]
-        strategy.commit(rows)
-
-
 def nothing_is_held(strategy: DraftStrategy) -> None:
     for allocator in strategy.allocators():
         assert allocator.num_free == allocator.num_blocks and not allocator.sequences()
@@ -493,24 +337,12 @@ TINY = random_llama(4, 5, hidden=8, heads=2, kv_heads=1, layers=1, max_positions
 
 
 @pytest.mark.parametrize("policy", [Exact(), BlockVerification()])
-@pytest.mark.parametrize(
-    "make",
-    [
-        # the lookup, and so how much is drafted, depends on what the model drew
-        lambda small: RelayDraft([(SingleDraft(run(small)), 2), (NGramDraft(), 2)]),
-        lambda small: RelayDraft([(NGramDraft(k=1), 1), (SingleDraft(run(small)), 2)]),
-        lambda small: UnionDraft([NGramDraft(k=2), SingleDraft(run(small))], rate=0.5),
-    ],
-    ids=["model, then lookup", "lookup, then model", "union"],
-)
-def test_a_sampled_text_has_the_targets_distribution(
-    make: Callable[[fly.models.Llama], DraftStrategy], policy: AcceptancePolicy
-) -> None:
+def test_a_sampled_text_has_the_targets_distribution(policy: AcceptancePolicy) -> None:
     """Frequencies of four sampled tokens against their exact distribution."""
     n, prompt = 800, [1, 2, 1]
-    strategy = make(perturbed(TINY, 0.3))
+    strategy = UnionDraft([NGramDraft(k=2), SingleDraft(run(perturbed(TINY, 0.3)))], rate=0.5)
     llm = fly.LLM(TINY, draft=strategy, policy=policy, k=4, cache_tokens=16 * n)
-    for member in getattr(strategy, "members", []):
+    for member in strategy.members:
         if isinstance(member, SingleDraft):  # room for all rows at once
             member.runner.cache = fly.cache.PagedKVCache.for_model(member.runner.executor, 16 * n, 16)
     outs = llm.generate([prompt] * n, [SamplingParams(temperature=1.0, max_tokens=4, seed=s) for s in range(n)])
@@ -531,35 +363,30 @@ def test_a_sampled_text_has_the_targets_distribution(
     assert sum(terms) < freedom + 4 * (2 * freedom) ** 0.5  # chi-square, four deviations
 
 
-def test_members_observe_every_block() -> None:
-    for combine in (lambda a, b: RelayDraft([(a, 1), (b, 1)]), lambda a, b: UnionDraft([a, b])):
-        one, two = Scripted(constant(1)), Scripted(constant(2, 3), vocab=VOCAB)
-        strategy: DraftStrategy = combine(one, two)
-        assert strategy.vocab_size == VOCAB and strategy.context is None and strategy.tokenizer is None
-        llm = fly.LLM(SMALL, draft=strategy, policy=Exact())
-        llm.generate([[1, 2], [3]], SamplingParams(temperature=0.0, max_tokens=6))
-        for spy in (one, two):
-            assert spy.heard[0] == ("attach", llm.engine.runner)
-            for what in ("propose", "observe", "commit"):
-                assert what in {name for name, _ in spy.heard}
-            assert [what for what, _ in spy.heard].count("release") == 2
+def test_members_hear_of_everything() -> None:
+    one, two = Scripted(constant(1)), Scripted(constant(2, 3), vocab=VOCAB)
+    strategy = UnionDraft([one, two])
+    assert strategy.vocab_size == VOCAB and strategy.context is None and strategy.tokenizer is None
+    llm = fly.LLM(SMALL, draft=strategy, policy=Exact())
+    llm.generate([[1, 2], [3]], SamplingParams(temperature=0.0, max_tokens=6))
+    for spy in (one, two):
+        assert spy.heard[0] == ("attach", llm.engine.runner)
+        for what in ("propose", "observe", "commit"):
+            assert what in {name for name, _ in spy.heard}
+        assert [what for what, _ in spy.heard].count("release") == 2
     models = SingleDraft(run(SMALL)), SingleDraft(run(random_llama(3, VOCAB, max_positions=12)))
     both = UnionDraft(models)
     assert both.context == 64
     allocators: list[BlockAllocator] = [model.runner.cache.allocator for model in models]
-    assert both.allocators() == allocators == RelayDraft([(model, 2) for model in models]).allocators()
+    assert both.allocators() == allocators
 
 
 def test_bad_arguments_are_named() -> None:
     model, other = SingleDraft(run(SMALL)), SingleDraft(run(random_llama(0, VOCAB + 1)))
     cases: abc.Sequence[tuple[object, str]] = [
-        (lambda: RelayDraft([]), "RelayDraft needs at least one"),
         (lambda: UnionDraft([]), "UnionDraft needs at least one"),
-        (lambda: RelayDraft([(model, 2), (NGramDraft(), 0)]), "k 0 of stage 1"),
-        (lambda: RelayDraft([(model, 2), (model, 2)]), "twice"),
         (lambda: UnionDraft([model, NGramDraft(), model]), "twice"),
         (lambda: UnionDraft([model, NGramDraft(), other]), r"\[17, 18\]"),
-        (lambda: RelayDraft([(other, 1), (model, 1)]), r"\[17, 18\]"),
         (lambda: UnionDraft([model], rate=0.0), "rate 0.0"),
         (lambda: UnionDraft([model], prior=1.1), "prior 1.1"),
     ]
@@ -574,18 +401,13 @@ def test_trees_are_refused() -> None:
             chain = super().propose(rows, max_len)
             return Draft(chain.tokens_BK, chain.lengths_B, None, torch.full_like(chain.tokens_BK, -1))
 
-    for strategy in (RelayDraft([(Tree(constant(1, 2)), 2)]), UnionDraft([Tree(constant(1, 2))])):
-        with pytest.raises(ValueError, match="Tree proposed a tree"):
-            strategy.propose([make_row([1])], [2])
+    with pytest.raises(ValueError, match="Tree proposed a tree"):
+        UnionDraft([Tree(constant(1, 2))]).propose([make_row([1])], [2])
 
 
 def test_strategies_that_say_they_draw_trees_are_refused_at_once() -> None:
-    for make in (
-        lambda: RelayDraft([(TreeDraft("fly-draft"), 2)]),
-        lambda: UnionDraft([NGramDraft(), TreeDraft("fly-draft")]),
-    ):
-        with pytest.raises(ValueError, match="TreeDraft proposes trees"):
-            make()
+    with pytest.raises(ValueError, match="TreeDraft proposes trees"):
+        UnionDraft([NGramDraft(), TreeDraft("fly-draft")])
 
 
 def test_a_member_that_found_nothing_at_first_is_asked_again() -> None:
@@ -596,9 +418,3 @@ def test_a_member_that_found_nothing_at_first_is_asked_again() -> None:
         row.tokens.append(token)
         union.commit([row])
     assert drafted == [3, 4, 5, 6]
-
-
-@pytest.mark.parametrize("stages", [[NGramDraft(), NGramDraft()], [(NGramDraft(), 2.5)], [(NGramDraft(), 0)]])
-def test_a_relay_says_what_a_stage_is(stages: list[Any]) -> None:
-    with pytest.raises(ValueError, match="stage"):
-        RelayDraft(stages)

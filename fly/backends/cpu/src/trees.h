@@ -1,0 +1,236 @@
+// Trees of a drafter in rounds of several rows: how they grow, what their tokens see, and where the branch that stands
+// goes. Knows nothing of how a model computes its logits, nor of what decides.
+#pragma once
+#include "library.h"
+
+namespace fly {
+
+// What a token of a tree sees of its row: all ``before``, and of the ``after`` itself and those above it, each at its
+// ``place`` (null: its number).
+inline void see(uint8_t* mask, int before, int after, const int32_t* parent, int node, const int32_t* place = nullptr) {
+    memset(mask, 1, before);
+    memset(mask + before, 0, after);
+    for (; node >= 0; node = parent[node]) mask[before + (place ? place[node] : node)] = 1;
+}
+
+// Keys and values of a row's stored token ``from`` go to where those of token ``to`` lie, by the row's ``table``.
+inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* table, int from, int to) {
+    if (from == to) return;
+    const long each = (long)shape.kv_heads * shape.head_dim, bytes = batch.cache_type == FLOAT32 ? 4 : 2;
+    const auto slot = [&](void* base, int layer, int at) {
+        const long number = (long)table[at / batch.page] * batch.page + at % batch.page;
+        return (char*)base + (layer * batch.layer_stride + number * each) * bytes;
+    };
+    for (int layer = 0; layer < shape.layers; layer++) {
+        memcpy(slot(batch.keys, layer, to), slot(batch.keys, layer, from), each * bytes);
+        memcpy(slot(batch.values, layer, to), slot(batch.values, layer, from), each * bytes);
+    }
+}
+
+// How large what a ``Growth`` makes is at most: candidates, those followed at once and in all, and after one token.
+struct Extent {
+    long candidates = 0, lines = 1, followed = 0, width = 1;
+
+    explicit Extent(const Growth* growth) {
+        long level = 1;
+        for (int i = 0; growth && i < growth->depth; i++) {
+            if (i) followed += level, lines = level > lines ? level : lines;
+            width = growth->width[i] > width ? growth->width[i] : width;
+            candidates += level *= growth->width[i];
+            level = level < growth->follow ? level : growth->follow;
+        }
+    }
+};
+
+// The trees of the rows that a drafter drafts for in a round: each level is a forward over all of them.
+class Forest {
+    struct Tree {
+        int32_t count, fed;  // candidates; how many of them the drafter was fed
+        int64_t* token;
+        double* score;       // ln of the probability of the path to it
+        int32_t *parent, *depth;
+        int32_t* place;      // among those that were fed, -1 for others
+        int32_t* line;       // the token, in the forward before it, that it follows
+        int32_t* proposed;   // numbers of those that are
+    };
+
+    const Growth* growth;
+    Model* drafter;
+    const Shape& shape;
+    const Variant* judge;
+    const bool head;
+    const int rows;
+    const Extent extent;
+    const long lines, longest;  // of a forward; stored tokens
+    Arena arena;
+    Tree* trees;
+    int64_t *token, *position;
+    int32_t *start, *count, *table_at, *line_row, *line_node, *kept, *order;
+    float *logits, *best, *carried;
+    char* features;
+    uint8_t* mask;
+    const uint8_t** masks;
+
+    static long bytes(const Extent& extent, long rows, const Shape& shape, long longest, long late) {
+        const long lines = rows * extent.lines, head = shape.features ? shape.width * 4L : 0;
+        return rows * (sizeof(Tree) + extent.candidates * (2 * 8 + 5 * 4) + 7 * 64 + 3 * 4 + 8) +
+               lines * (2 * 8 + 3 * 4 + shape.vocab * 4L + head + longest) + (late + lines) * head +
+               (extent.candidates + 2 * extent.width + 2) * 4 + 20 * 64;
+    }
+
+    // The ``n`` likeliest tokens after ``node`` by its logits, the lowest id first among equals.
+    void add(Tree& tree, int node, const float* line, int token_of_line, int n) {
+        n = least_of(n, shape.vocab);
+        judge->top(line, shape.vocab, n, best);
+        const float least = best[n - 1], total = best[n];
+        int found = 0;
+        for (int v = 0; v < shape.vocab; v++) {
+            if (line[v] < least || !(line[v] > -__builtin_inff())) continue;
+            int at = found < n ? found++ : n;
+            for (; at > 0 && line[order[at - 1]] < line[v]; at--)
+                if (at < n) order[at] = order[at - 1];
+            if (at < n) order[at] = v;
+        }
+        for (int i = 0; i < found; i++) {
+            const int at = tree.count++;
+            tree.token[at] = drafter->target ? drafter->target[order[i]] : order[i];
+            tree.score[at] = (double)(line[order[i]] - total) + (node < 0 ? 0.0 : tree.score[node]);
+            tree.parent[at] = node, tree.depth[at] = node < 0 ? 0 : tree.depth[node] + 1;
+            tree.place[at] = -1, tree.line[at] = token_of_line;
+        }
+    }
+
+    // Puts the ``n`` likeliest of ``count`` candidates first, in their order, and says how many they are.
+    static int likeliest(const Tree& tree, int32_t* of, int count, int n) {
+        n = least_of(n, count);
+        for (int i = 0; i < n; i++) {
+            int best = i;
+            for (int j = i + 1; j < count; j++)
+                if (tree.score[of[j]] > tree.score[of[best]]) best = j;
+            const int32_t node = of[best];
+            for (int j = best; j > i; j--) of[j] = of[j - 1];  // the others stay in theirs
+            of[i] = node;
+        }
+        return n;
+    }
+
+    // The feature of a head after a token of the forward before, as one of its own.
+    void carry(int line, int from) {
+        const long width = shape.width;
+        float* to = carried + line * width;
+        if (shape.hidden == FLOAT32) {
+            memcpy(to, (const float*)features + from * width, width * sizeof(float));
+            return;
+        }
+        for (int i = 0; i < width; i++) {
+            const uint32_t bits = (uint32_t)((const uint16_t*)features)[from * width + i] << 16;
+            memcpy(to + i, &bits, 4);
+        }
+    }
+
+public:
+    // For so many rows of at most ``longest`` stored tokens, that begin with at most ``late`` in all; without a ``growth``
+    // there are none.
+    Forest(const Growth* how, Model* who, const Variant* variant, int most_rows, long longest_row, long late)
+        : growth(how), drafter(who), shape(who->shape), judge(variant), head(who->shape.features), rows(most_rows),
+          extent(how), lines(rows * extent.lines), longest(longest_row + extent.followed),
+          arena(how ? bytes(extent, rows, shape, longest, late) : 0) {
+        if (!how || !arena.base) return;
+        const long most = extent.candidates;
+        trees = arena.take<Tree>(rows);
+        for (int i = 0; i < rows; i++) {
+            Tree& tree = trees[i];
+            tree.token = arena.take<int64_t>(most), tree.score = arena.take<double>(most);
+            tree.parent = arena.take<int32_t>(most), tree.depth = arena.take<int32_t>(most);
+            tree.place = arena.take<int32_t>(most), tree.line = arena.take<int32_t>(most);
+            tree.proposed = arena.take<int32_t>(most);
+        }
+        token = arena.take<int64_t>(lines), position = arena.take<int64_t>(lines);
+        start = arena.take<int32_t>(rows), count = arena.take<int32_t>(rows), table_at = arena.take<int32_t>(rows);
+        line_row = arena.take<int32_t>(lines), line_node = arena.take<int32_t>(lines), kept = arena.take<int32_t>(lines);
+        order = arena.take<int32_t>(most + extent.width), best = arena.take<float>(extent.width + 1);
+        logits = arena.take<float>(lines * shape.vocab);
+        carried = arena.take<float>(head ? lines * shape.width : 0);
+        features = arena.take<char>(head ? (late + lines) * shape.width * 4L : 0);
+        mask = arena.take<uint8_t>(lines * longest), masks = arena.take<const uint8_t*>(rows);
+    }
+
+    bool has_memory() const { return arena.base; }
+
+    // Grows a tree of at most ``limit`` levels (1 or more) after each row of ``known``, by what a head is ``given`` of its
+    // target's hidden states. Nothing follows a token that ends a row (``stop``, as of ``fly_draft``). An error or OK.
+    int grow(const Batch& known, const int32_t* limit, const int64_t* stop, const int32_t* stop_at, const void* given) {
+        Batch batch = known;
+        int asked = known.rows;
+        for (int i = 0, end = 0; i < asked; i++) {
+            trees[i].count = trees[i].fed = 0;
+            line_row[i] = i, line_node[i] = -1;
+            kept[i] = (end += known.count[i]) - 1;
+        }
+        for (int level = 0; asked; level++) {
+            const int error = head ? fly_step(drafter, &batch, level ? nullptr : given, carried, kept, asked, logits, features)
+                                   : fly_score(drafter, &batch, kept, asked, logits, nullptr, nullptr, 0, nullptr);
+            if (error) return error;
+            for (int line = 0; line < asked; line++)
+                add(trees[line_row[line]], line_node[line], logits + (long)line * shape.vocab, kept[line], growth->width[level]);
+            asked = batch.rows = 0;
+            uint8_t* sees = mask;
+            for (int i = 0; i < known.rows && level + 1 < growth->depth; i++) {
+                Tree& tree = trees[i];
+                int open = 0;
+                for (int node = 0; node < tree.count && level + 1 < limit[i]; node++) {
+                    bool ends = tree.depth[node] < level;
+                    for (int s = stop_at[i]; s < stop_at[i + 1]; s++) ends |= stop[s] == tree.token[node];
+                    if (!ends) order[open++] = node;
+                }
+                const int n = likeliest(tree, order, open, growth->follow), base = known.start[i] + known.count[i];
+                if (!n) continue;
+                const int row = batch.rows++;
+                start[row] = base + tree.fed, count[row] = n, table_at[row] = known.table_at[i], masks[row] = sees;
+                for (int j = 0; j < n; j++, asked++) {
+                    const int node = order[j];
+                    tree.place[node] = tree.fed + j;
+                    token[asked] = tree.token[node], position[asked] = base + level;
+                    see(sees, base, tree.fed + n, tree.parent, node, tree.place);
+                    sees += base + tree.fed + n;
+                    if (head) carry(asked, tree.line[node]);
+                    line_row[asked] = i, line_node[asked] = node, kept[asked] = asked;
+                }
+                tree.fed += n;
+            }
+            batch.tokens = asked, batch.token = token, batch.position = position;
+            batch.start = start, batch.count = count, batch.table_at = table_at, batch.masks = masks;
+        }
+        return OK;
+    }
+
+    // The likeliest of tree ``i`` are proposed, and become ``drafted`` with their ``parent``. Returns how many.
+    int propose(int i, int64_t* drafted, int32_t* parent) {
+        Tree& tree = trees[i];
+        for (int node = 0; node < tree.count; node++) order[node] = node, tree.line[node] = -1;
+        const int n = likeliest(tree, order, tree.count, growth->nodes);
+        for (int j = 0; j < n; j++) tree.line[order[j]] = 0;
+        for (int node = 0, at = 0; node < tree.count; node++) {  // none is likelier than the one it follows
+            if (tree.line[node] < 0) continue;
+            tree.line[node] = at, tree.proposed[at] = node;
+            drafted[at] = tree.token[node];
+            parent[at++] = tree.parent[node] < 0 ? -1 : tree.line[tree.parent[node]];
+        }
+        return n;
+    }
+
+    // Of tree ``i``, a branch of ``n`` proposed tokens stands: what the drafter stored of it moves up to ``to`` in the row.
+    // Returns how many tokens that are.
+    int keep(int i, const Batch& known, const int32_t* path, int n, int to) {
+        const Tree& tree = trees[i];
+        int kept = 0;
+        for (; kept < n; kept++) {
+            const int place = tree.place[tree.proposed[path[kept]]];
+            if (place < 0) break;
+            move_stored(known, shape, known.tables + known.table_at[i], to + place, to + kept);
+        }
+        return kept;
+    }
+};
+
+}  // namespace fly
