@@ -33,8 +33,8 @@ LEGEND = (
     "at which the target was undecided · "
     "Python: share of rounds decided in Python · layers: passed by a round, of a target that leaves early · "
     "recovery: share right over AR's · lost, won: "
-    "problems right more often without the rule, or with it · p: exact McNemar (sign) test of lost against won · same: "
-    "answers that are AR's to the token · first: median place of the first other token · length: tokens over AR's. "
+    "problems that AR answers right more often, and that this way does · p: exact McNemar (sign) test of lost against won · same: "
+    "answers that are AR's to the token · first: median place of the first token that differs · length: tokens over AR's. "
     "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
 )
 
