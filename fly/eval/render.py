@@ -30,12 +30,11 @@ LEGEND = (
     "over AR, over exact: tokens a second over autoregressive decoding, and over the run's fastest exact speculation "
     "(★) · at no cost: what the rule would give over AR if deciding took no time, τ / (drafted·c + v), c and v "
     "measured · τ: tokens a target forward emits · kept: share of drafted tokens emitted · gate: share of mismatches "
-    "at which the target was undecided · "
-    "Python: share of rounds decided in Python · layers: passed by a round, of a target that leaves early · "
-    "recovery: share right over AR's · lost, won: "
-    "problems that AR answers right more often, and that this way does · p: exact McNemar (sign) test of lost against won · same: "
-    "answers that are AR's to the token · first: median place of the first token that differs · length: tokens over AR's. "
-    "In brackets: intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
+    "at which the target was undecided · Python: share of rounds decided in Python · layers: passed by a round, of a "
+    "target that leaves early · recovery: share right over AR's · lost, won: problems that AR answers right more "
+    "often, and that this way does · p: exact McNemar (sign) test of lost against won · same: answers that are AR's "
+    "to the token · first: median place of the first token that differs · length: tokens over AR's. In brackets: "
+    "intervals of 95 % (Wilson for shares, bootstrap over problems for ratios)."
 )
 
 

@@ -410,8 +410,8 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         for row in table.rows:
             if row.python:
                 notes.append(
-                    f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes longer "
-                    "than compiled code; 'at no cost' is its speed without that"
+                    f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes "
+                    "longer than compiled code; 'at no cost' is its speed without that"
                 )
             for gate, (asked, passed) in row.gates.items():
                 if asked >= 20 and not passed:
