@@ -1,6 +1,6 @@
 # syntax=docker/dockerfile:1
 # The server on processors: docker build -t flyspec . && docker run --rm -p 8000:8000 -e FLY_API_KEY=... flyspec
-# docs/deploy.md says how to run it for others. With --build-arg TORCH_INDEX=https://pypi.org/simple it has PyTorch's CUDA
+# docs/how-to/deploy.md says how to run it for others. With --build-arg TORCH_INDEX=https://pypi.org/simple it has PyTorch's CUDA
 # build instead, for containers that are started with a GPU.
 
 ARG PYTHON=3.13
@@ -34,7 +34,7 @@ EXPOSE 8000
 # Alive is /health; /ready says whether new requests are taken, and belongs to whoever routes them.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=300s --retries=3 \
     CMD ["python", "-c", "import urllib.request as r; r.urlopen('http://127.0.0.1:8000/health', timeout=4)"]
-# The process is the container's first, hears SIGTERM itself and drains: give it time (docs/deploy.md).
+# The process is the container's first, hears SIGTERM itself and drains: give it time (docs/how-to/deploy.md).
 STOPSIGNAL SIGTERM
 ENTRYPOINT ["fly", "serve", "--host", "0.0.0.0", "--port", "8000"]
 CMD ["--model", "fly-target", "--draft", "fly-draft", "--drain-timeout", "50"]

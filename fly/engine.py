@@ -3,7 +3,8 @@
 Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt tokens, V vocabulary.
 
 Prefill, plain decoding and verification are the same step: a row feeds whatever it has that is not cached yet,
-then its draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one.
+then its draft. Prefill is an empty draft over many new tokens, autoregression an empty draft over one
+(docs/explanation/step.md).
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ class Load:
     """What a setting did with ``size`` requests at a time. Times are in seconds: ``first`` from a request's arrival to
     its first token, ``each`` a token after that (mean of a request), ``whole`` to its end.
 
-    ``held`` adds up the tokens that the pages in use could hold, ``unused`` what of that no token stood in, over all
-    steps and over the caches of target and draft.
+    ``held`` adds up the tokens that the pages in use could hold, ``unused`` the empty ones of these, over all steps and
+    over the caches of target and draft.
     """
 
     setting: Setting

@@ -1,8 +1,8 @@
-"""This machine's figures for the model of costs, and whether what they predict is what happens.
+"""This machine's figures for the model of costs, and whether their predictions come true.
 
 Figures come from stand-ins: random models narrower and wider, shallower and deeper than those that are predicted, run
-by the same code, on the same ranks. So nothing of a prediction has seen what it predicts. All runs take turns, so that
-what else the machine does falls on all alike.
+by the same code, on the same ranks. So no prediction has seen what it predicts. All runs take turns, so that other work
+on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Check:
 def check_here(
     target: str, draft: str, policy: AcceptancePolicy, k: int, dtype: str, ranks: Ranks | None, placement: Placement
 ) -> Check:
-    """Predict a setting on this machine from figures that are none of its own, run it, and compare.
+    """Predict a setting on this machine from the figures of other models, run it, and compare.
 
     ``draft`` is one checkpoint. Rounds emit as many tokens as they do (``tau`` is measured); every time is predicted.
     Raises ``ValueError`` for a draft on the first rank alone, which the model of costs knows nothing of.
@@ -217,7 +217,7 @@ def explain(
     size: int,
     itemsize: int,
 ) -> Machines:
-    """The figures by which ``step_seconds`` comes closest to what was measured.
+    """The figures by which ``step_seconds`` comes closest to the measurements.
 
     Args:
         local: model, tokens, context and seconds of forwards over a rank's part alone.

@@ -42,7 +42,7 @@ class Timing:
 
 
 def clocked(run: Callable[[], _Result], device: torch.device = _CPU) -> tuple[_Result, float]:
-    """What ``run`` returns, and the seconds until it has and ``device`` has done all it was given."""
+    """The result of ``run``, and the seconds until it returned and ``device`` had finished its work."""
     synchronize(device)
     start = time.perf_counter()
     result = run()

@@ -134,7 +134,7 @@ class Promise:
 
     @property
     def kept(self) -> bool | None:
-        """Whether the promise is; None where the interval is too wide to say, or the pairs too few for one."""
+        """Whether the promise is kept; None if the interval is too wide to say, or the pairs are too few."""
         if self.adaptive.pairs < 6:
             return None
         if self.adaptive.low >= PROMISE:
@@ -143,7 +143,8 @@ class Promise:
 
 
 class Misleading(Wrapper):
-    """A strategy of chains that is always wrong and costs what another does: what that one proposes, by other tokens.
+    """A strategy of chains that is always wrong and costs what another does: it proposes that one's drafts with other
+    tokens.
 
     Each id goes ``shift`` further around the vocabulary. The ids are deterministic to the rule that judges them, and
     the strategy below goes on from its own.
@@ -168,7 +169,7 @@ def measure_promise(
     advance: Callable[[], None] = lambda: None,
     **options: Any,
 ) -> list[Promise]:
-    """Hold strategies, as they are and adaptive, against autoregressive decoding where nothing is to be predicted.
+    """Compare strategies, as they are and adaptive, with autoregressive decoding on texts that cannot be predicted.
 
     Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
     still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is

@@ -1,4 +1,4 @@
-"""What a CUDA device makes of rounds: target, draft and the host's part of each, beside what memory allows.
+"""Rounds on a CUDA device: the time of target, draft and host, beside the limit of the memory's bandwidth.
 
 Models have the shapes of published ones and random weights, which take as long to read. Knows nothing of how it is
 shown.

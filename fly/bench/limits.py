@@ -1,4 +1,4 @@
-"""What the machine can do at most: bytes read and numbers multiplied a second. Knows nothing of speculation."""
+"""The limits of the machine: bytes read and numbers multiplied a second. Knows nothing of speculation."""
 
 from __future__ import annotations
 

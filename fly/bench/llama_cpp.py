@@ -1,4 +1,4 @@
-"""llama.cpp: weights in its file format, and decoding by calls of its C interface; what libraries may lack."""
+"""llama.cpp: weights in its file format, and decoding by calls of its C interface; errors of missing libraries."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ _CONTEXT = 4096  # tokens of a row, at most
 
 
 class LlamaCpp:
-    """A model of llama.cpp, through its C interface: as little Python as can be around a call. ``cached`` is of the
-    first of ``rows`` sequences."""
+    """A model of llama.cpp, through its C interface, with as little Python as possible around a call. ``cached`` is of
+    the first of ``rows`` sequences."""
 
     def __init__(self, library: Any, path: Path, dtype: torch.dtype, rows: int = 1) -> None:
         self._c = library.llama_cpp if hasattr(library, "llama_cpp") else library
@@ -228,7 +228,7 @@ class LlamaCpp:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Nothing that native code writes to standard error is seen while this lasts."""
+    """Hide what native code writes to standard error while this lasts."""
     libc = ctypes.CDLL(None)
     kept, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:

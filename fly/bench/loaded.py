@@ -1,4 +1,5 @@
-"""All that benches do to a loaded model directly: what it is, its calls, its caches. Knows nothing of clocks."""
+"""Everything that benches do with a loaded model directly: its description, its calls, its caches. Knows nothing of
+clocks."""
 
 from __future__ import annotations
 

@@ -79,8 +79,8 @@ class Checkpoints:
 
 @dataclass(frozen=True)
 class Contender:
-    """Somebody who decodes: ``decode(prompt ids, most tokens)`` gives the new ids, with the end they end with, and
-    ``together`` (None: it cannot) those of several prompts at once."""
+    """A library that decodes: ``decode(prompt ids, most tokens)`` returns the new ids, end token included, and
+    ``together`` (None if it cannot) those of several prompts at once."""
 
     name: str
     library: str
@@ -240,7 +240,7 @@ class Lineup:
         return forward_bytes(self.config, self.dtype, 1, 128, 1 if self.narrow else None)
 
     def measure(self, turns: int, advance: Callable[[str], None] = lambda name: None) -> tuple[list[Match], bool]:
-        """What everybody did (``measure_matches``), and whether answers are cut: then none is checked."""
+        """The results of all contenders (``measure_matches``), and whether answers are cut: then none is checked."""
         matches = measure_matches(self.contenders, self.prompts, self.tokens, turns, advance, self.rows)
         cut = any(len(ids) == self.tokens for ids in matches[0].outputs)
         if self.problems and self.llm.tokenizer is not None and not cut:
@@ -334,7 +334,7 @@ def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, opti
 
 
 def fly_contender(setting: Setting, ignore_eos: bool) -> Contender:
-    """fly itself. What it has of earlier requests is forgotten before each, as no peer keeps prompts between them."""
+    """fly itself. Its cache of earlier requests is emptied before each, since no peer keeps prompts."""
 
     def together(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
         for allocator in setting.llm.scheduler.allocators():

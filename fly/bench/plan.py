@@ -1,4 +1,4 @@
-"""What a setting should do before anybody has the machines: memory, step times and gains from a model of costs.
+"""What to expect of a setting without having the machines: memory, step times and gains from a model of costs.
 
 A step reads every weight and every cached key and value once and multiplies them, whichever takes longer (Williams et
 al. 2009, the roofline), adds up the results of the ranks twice a layer, and asks the host for all of it; a round takes

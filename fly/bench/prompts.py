@@ -1,5 +1,5 @@
-"""What benches ask of a model that does not ship, such as people ask: code and sums, which speculation is good at, and
-prose and lists, which it is not."""
+"""Prompts for models that are not bundled, such as people ask: code and sums, which suit speculation, and prose and
+lists, which do not."""
 
 from __future__ import annotations
 

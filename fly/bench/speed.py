@@ -1,7 +1,7 @@
-"""How fast forwards and rounds are, held against what the machine can do.
+"""How fast forwards and rounds are, compared with the limits of the machine.
 
 A forward is timed alone, over draft length, context, rows and model; a round where it happens, with a clock around
-every call of a model, so that what is left is the round's own overhead. Knows nothing of peers.
+every call of a model, so that the rest is the round's own overhead. Knows nothing of peers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""``fly bench``: what the modules of ``fly.bench`` measure or foretell, as tables, plots and JSON."""
+"""``fly bench``: what the modules of ``fly.bench`` measure or predict, as tables, plots and JSON."""
 
 from __future__ import annotations
 

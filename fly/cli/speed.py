@@ -96,8 +96,8 @@ def bench_speed(
     for subject in subjects:
         if (room := subject.config.max_position_embeddings) < CONTEXT + k + 1:
             raise ValueError(
-                f"--k {k}: a draft and the token before it, behind the {CONTEXT} tokens that forwards are timed "
-                f"behind, exceed {subject.name}'s context of {room}"
+                f"--k {k}: a draft and the token before it, after the {CONTEXT} tokens that forwards are timed "
+                f"after, exceed {subject.name}'s context of {room}"
             )
     with progress(1, "limits") as advance:
         limits = measure_limits(target.device)
@@ -226,7 +226,7 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
 
     save(
         "k",
-        f"Cost of verification, one row behind {CONTEXT} tokens",
+        f"Cost of verification, one row after {CONTEXT} tokens",
         "tokens of the forward, K + 1",
         "v, over one token",
         picked=single,
@@ -244,7 +244,7 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
     )
     save(
         "rows",
-        f"Throughput by rows, a token each behind {CONTEXT}",
+        f"Throughput by rows, a token each after {CONTEXT}",
         "rows",
         "tokens/s",
         picked=[f for f in at_context if f.tokens == 1],
@@ -440,7 +440,7 @@ def bench_twins(
         records.append({"pair": name, "cost": cost, **twins.as_json()})
     note(
         "every figure is a twin's: texts and acceptance of the small pair, time of a\n"
-        "larger one, behind each prompt; 'with prompts' is over AR with those in ·\n"
+        "larger one, after each prompt; 'with prompts' is over AR with those in ·\n"
         "formula: τ / (K·c + v(K)), where c is the time of a drafted token and v that of\n"
         "a forward of K + 1, each timed alone, over a token of plain decoding · over\n"
         "exact: over the fastest exact speculation · rest: share of that time that is\n"

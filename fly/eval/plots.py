@@ -12,7 +12,16 @@ from fly.eval.statistics import Estimate
 
 __all__ = ["COLOURS", "Curve", "Point", "curves", "pareto"]
 
-COLOURS = ("#4477aa", "#ee6677", "#228833", "#aa8800", "#66aadd", "#aa3377", "#777777", "#cc6611")  # told apart by most
+COLOURS = (
+    "#4477aa",
+    "#ee6677",
+    "#228833",
+    "#aa8800",
+    "#66aadd",
+    "#aa3377",
+    "#777777",
+    "#cc6611",
+)  # distinguishable for most readers
 _WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 360, 64, 16, 16, 48
 
 

@@ -73,7 +73,7 @@ class Splitter:
         self._thinking = thinking
         self._held = ""  # perhaps the beginning of a tag
         self._newlines = 0  # held back before that: of thinking, which nothing may follow
-        # "start": may open; "think": inside; "answer": behind it, nothing said yet; "text": for good
+        # "start": may open; "think": inside; "answer": after it, nothing said yet; "text": for good
         self._state = "text" if thinking is None else "think" if thinking.begun else "start"
         self._fresh = True  # nothing of the thinking was given out yet
         self._pushed = 0

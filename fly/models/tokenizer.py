@@ -165,7 +165,7 @@ class Tokenizer:
         return begins
 
     def check_length(self, text: str, most: int) -> None:
-        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: told from its length, for encoding it
+        """Raise ``TooLong`` if ``text`` certainly has more than ``most`` tokens: found from its length, for encoding it
         takes time."""
         if (least := self._lengths.least(text)) > most:
             raise TooLong(f"{len(text)} characters are {least} tokens or more; at most {most} fit")

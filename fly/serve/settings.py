@@ -52,7 +52,9 @@ class Settings(BaseModel):
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds for one request, its wait included
     read_timeout: float = Field(default=30.0, gt=0, allow_inf_nan=False)  # seconds for a request to come in
     write_timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False)  # for a reader to take what was written
-    drain_timeout: float = Field(default=600.0, ge=0, allow_inf_nan=False)  # for what runs to finish when told to end
+    drain_timeout: float = Field(
+        default=600.0, ge=0, allow_inf_nan=False
+    )  # for running requests to finish when the server is stopped
 
     @field_validator("api_keys")
     @classmethod

@@ -162,7 +162,7 @@ class CallReader:
         self._held = ""  # not settled yet
         self._raw = ""  # what stood before a call, and is text if that is none
         self._call = _Call(form.arguments)
-        # "start": may begin without a marker; "text"; "opened": a call is to begin; "call": in it; "closing": behind it
+        # "start": may begin without a marker; "text"; "opened": a call is to begin; "call": in it; "closing": after it
         self._state = "text" if form.listed else "start"
         self._marked = self._announced = self._behind = False  # of the last call: by a marker; given out; just ended
         self.calls = 0  # given out so far

@@ -2,7 +2,7 @@
 
 The verdict on a block is a step function of its noise; its steps are found by bisection, the unit cube falls into cells
 on which the verdict is constant, and the distribution of what is emitted is a sum over all drafts of one shape and all
-cells. It is compared with the target's distribution over all strings of D+1 tokens.
+cells. It is compared with the target's distribution over all strings of D+1 tokens (docs/explanation/losslessness.md).
 
 Shape legend: B rows, N drafts, K drafted tokens, M = K + 1 places a token can follow (0 is the row's last token, j + 1
 the drafted token j), D longest path, V vocabulary, A = K + 1 axes of noise (K coins and one draw), L lines along an
