@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test lint types format results clean
+.PHONY: demo test lint types format docs results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
@@ -21,6 +21,14 @@ types: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# The reference, from the docstrings and without a network: open build/docs/index.html.
+REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params request output \
+	ops sampling constraints structured cache models executor runner engine scheduler backends backends.cpu \
+	parallel config eval eval.records eval.statistics serve train)
+docs: $(VENV)/.installed-dev
+	$(BIN)/python -W "ignore:Error parsing type annotation" -m pdoc --docformat google --no-show-source \
+		--output-directory build/docs $(REFERENCE)
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers

@@ -1,4 +1,5 @@
-"""fly: pluggable speculative decoding. Any draft strategy proposes, any acceptance policy decides what stands."""
+"""fly: pluggable speculative decoding. Any draft strategy proposes tokens, any acceptance policy decides which are
+kept."""
 
 from importlib.metadata import PackageNotFoundError as _NotInstalled
 from importlib.metadata import version as _version

@@ -1,4 +1,4 @@
-"""What a decided block does to its row: the tokens that stand, why each does, and the counts. Knows nothing of models.
+"""What a decided block does to its row: the tokens that are kept, why each is, and the counts. Knows nothing of models.
 
 Shape legend: B rows, J positions of a row, N positions in all, V vocabulary.
 """
@@ -23,7 +23,7 @@ OnToken = Callable[[Sequence, int], bool]  # is given each emitted token in orde
 def apply(
     row: Sequence, decisions: abc.Sequence[Decision], most: int, stopped: OnToken | None = None, prompt: bool = False
 ) -> list[Token]:
-    """Extend the row by what stands of its blocks, up to exactly where it ends, and count it.
+    """Extend the row by the tokens that are kept of its blocks, up to exactly where it ends, and count them.
 
     Args:
         decisions: in order; what comes after the row's end is dropped.
@@ -113,8 +113,8 @@ def logprobs(log_JV: Tensor, ids: abc.Sequence[int], most: int) -> list[dict[int
 
 
 def _listed(log_NV: Tensor, own_NX: Tensor, most: int) -> list[tuple[list[float], list[float]]]:
-    """Of each position ``own_NX``, and the ``most`` likeliest: their ids, then their log-probabilities. Asks the device
-    once."""
+    """For each position the tokens ``own_NX`` and the ``most`` likeliest: their ids, then their log-probabilities. Asks
+    the device once."""
     top = log_NV.topk(min(most, log_NV.shape[-1]), dim=-1)
     own = own_NX.shape[1]
     values = torch.cat([column.double() for column in (own_NX, top.indices, top.values)], 1).tolist()
@@ -129,12 +129,12 @@ def _entry(token: int, own: list[float], likeliest: list[float], most: int | Non
 
 
 class Watched(NamedTuple):
-    """A row that asked for log-probabilities or for what the target thought, with the tokens that it just emitted."""
+    """A row that asked for log-probabilities or explanations, with the tokens that it just emitted."""
 
     row: Sequence
     tokens: list[Token]
     number: int  # of the row in the batch
-    places: list[int]  # of each token among the target's positions
+    places: list[int]  # the place of each token among the target's positions
 
 
 def note(raw_BJV: Tensor, watched: abc.Sequence[Watched], index: Callable[[list[int]], Tensor]) -> None:

@@ -1,5 +1,5 @@
-"""What a program calls: generate, chat and stream, from threads and from coroutines. Every form in which people write
-prompts and options is read here. Knows nothing of how models are loaded, nor of HTTP."""
+"""What a program calls: generate, chat and stream, from threads and from coroutines. All forms of prompts and options
+are read here. Knows nothing of how models are loaded, nor of HTTP."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _bars = threading.Lock()
 
 
 class Options(Sampling, total=False):
-    """What a call may say by keywords: the fields of ``SamplingParams``, and these."""
+    """The keywords of a call: the fields of ``SamplingParams``, and these."""
 
     sampling_params: Params  # another name of ``params``
     policy: PolicyLike | abc.Sequence[PolicyLike] | None
@@ -56,20 +56,20 @@ class Options(Sampling, total=False):
 
 
 class ChatOptions(Options, total=False):
-    """What a chat may say beside: what the template looks at (see ``Calls.chat_prompt``)."""
+    """Further keywords of a chat: what the template reads (see ``Calls.chat_prompt``)."""
 
     tools: abc.Sequence[abc.Mapping[str, Any]] | None
     chat_template_kwargs: abc.Mapping[str, Any] | None
 
 
 class Calls(ABC):
-    """Completes prompts and answers conversations through a ``worker``; what makes ``requests`` of them is ``LLM``."""
+    """Completes prompts and answers conversations through a ``worker``; ``LLM`` turns them into ``requests``."""
 
     tokenizer: Tokenizer | None
     eos_ids: frozenset[int]
     default_params: SamplingParams
     worker: Worker
-    _leads = True  # of several ranks one shows what goes on
+    _leads = True  # of several ranks only one shows progress
     _hinted = False  # at ``chat``
 
     @abstractmethod
@@ -92,30 +92,30 @@ class Calls(ABC):
     ) -> list[Output]:
         """Complete every prompt; outputs come in the order of the prompts.
 
-        All run at once, as far as the caches hold them, beside what other threads and coroutines asked for.
+        All run at once, as far as the caches hold them, in one batch with the calls of other threads and coroutines.
 
         Args:
             prompts: one or several, each a text or its token ids: a list, or a NumPy array or tensor of integers (of
-                two dimensions, one has a prompt in each row). The text "" will do where the tokenizer adds a begin
-                token, from which the model then goes on.
+                two dimensions, one has a prompt in each row). The text "" is allowed if the tokenizer adds a begin
+                token; the model goes on from that.
             params: one ``SamplingParams`` for all, or one for each prompt; None is ``default_params``, the checkpoint's
                 sampling defaults. ``sampling_params`` is another name for it.
-            progress: show how far it is, on a terminal, once it has taken a second.
-            options: every field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which changes what ``params``
-                say; and these, one for all or one for each prompt, where None is what this object was made with:
+            progress: on a terminal, show how far the call is once it has taken a second.
+            options: every field of ``SamplingParams`` (``temperature=0, max_tokens=64``), which overrides ``params``;
+                and the following, one for all or one for each prompt. None is what this object was made with:
 
                 policy: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset (``"fly.paper"``) or its
                     mapping (``{"name": "fly", "theta": 0.3}``).
                 k: most tokens drafted a round; 0 decodes autoregressively.
-                draft: the name of one of several that were loaded (``"choose(small=fly-tiny, copy=ngram)"``); None or
-                    "" is the first.
-                priority: one for all; smaller is served first, and may make others start again later.
+                draft: the name of one of several loaded drafts (``"choose(small=fly-tiny, copy=ngram)"``); None or ""
+                    is the first.
+                priority: one for all; the smallest is served first, and may make others wait and start again.
 
         Raises:
             ValueError: an unknown option, or a value out of range; a prompt of no token or too many, an id outside the
-                vocabulary, a request no cache can hold. Nothing has run then.
+                vocabulary, a request no cache can hold. Nothing was run.
             Exception: what a policy or a strategy raised on one of these prompts; other calls go on.
-            Stopped: the engine was closed, or has failed; what failed it is raised where somebody waited.
+            Stopped: the engine was closed, or has failed; calls that were waiting raise the failure itself.
         """
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
@@ -124,19 +124,19 @@ class Calls(ABC):
         return self._answers(given, requests)
 
     async def agenerate(self, prompts: Prompts, params: Params = None, **options: Unpack[Options]) -> list[Output]:
-        """``generate`` for coroutines: any number may wait, of any event loop, and none takes a thread. A task that is
-        cancelled ends its requests. Arguments, result and errors as there, but there is no ``progress``."""
+        """``generate`` for coroutines: any number may wait, on any event loop, without a thread each. Cancelling the
+        task ends its requests. Arguments, result and errors are those of ``generate``, without ``progress``."""
         requests = self._asked(given := listed(prompts), params, options)
         if requests:
             await self.worker.arun(Job(requests, loop=asyncio.get_running_loop()))
         return self._answers(given, requests)
 
     def stream(self, prompt: Prompt, params: SamplingParams | None = None, **options: Unpack[Options]) -> Stream:
-        """Yield the completion's text as it stands: strings that know their tokens (``piece.tokens``).
+        """Yield the completion's text as it is decided: strings that know their tokens (``piece.tokens``).
 
-        Never half a character, nothing of a stop string; the pieces join to what ``generate`` gives as ``text``.
+        No piece has half a character or a part of a stop string; joined, the pieces are the ``text`` of ``generate``.
         It runs from the first fetch on, in one batch with all other calls, whether it is read or not. ``close`` frees
-        everything the request holds, and so does forgetting it. Arguments and errors as in ``generate``; a model
+        everything that the request holds; so does dropping the stream. Arguments and errors as in ``generate``; a model
         without a tokenizer cannot stream text, and there is no streaming of n > 1 completions (``ValueError``).
         """
         return Stream(self.worker, Job(self._streamed(prompt, params, options), stepwise=True))
@@ -172,8 +172,8 @@ class Calls(ABC):
             params, progress, options: as in ``generate``; also ``tools`` and ``chat_template_kwargs``, for the template
                 (see ``chat_prompt``).
 
-        Where the model thinks before it answers, ``reasoning`` has that, and ``text`` the answer. Errors as of
-        ``generate`` and ``chat_prompt``.
+        If the model thinks before it answers, ``reasoning`` has its thinking, and ``text`` the answer. Errors are those
+        of ``generate`` and ``chat_prompt``.
         """
         prompts, rest = self._conversations(messages, options)
         outputs = self.generate(prompts, params, progress=progress, **rest)
@@ -199,8 +199,8 @@ class Calls(ABC):
 
     def chat_prompt(self, messages: Conversation, **variables: Any) -> list[int]:
         """Token ids of a conversation (or of one user message) by the checkpoint's chat template, for ``generate`` and
-        ``stream``. ``variables`` are ``tools``, ``documents`` and whatever else the template looks at, such as
-        ``enable_thinking``. Errors as of ``Tokenizer.apply_chat_template``."""
+        ``stream``. ``variables`` are ``tools``, ``documents`` and anything else that the template reads, such as
+        ``enable_thinking``. Errors are those of ``Tokenizer.apply_chat_template``."""
         if self.tokenizer is None:
             raise ValueError("this model has no tokenizer, so it has no chat template; give token ids")
         said = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
@@ -209,7 +209,7 @@ class Calls(ABC):
         return self.tokenizer.apply_chat_template(said, **variables)
 
     def close(self) -> None:
-        """End the engine's thread. Calls that are open raise ``Stopped``, as all later ones do."""
+        """End the engine's thread. Open calls raise ``Stopped``, and so do all later ones."""
         self.worker.close()
 
     def __enter__(self) -> Self:
@@ -255,7 +255,7 @@ class Calls(ABC):
         return [self.chat_prompt(one, tools=tools, **variables) for one in each], options
 
     def _answers(self, prompts: list[Any], requests: list[Request]) -> list[Output]:
-        """What became of them. Once, where a chat model had nothing to say to a plain text, what may be the reason."""
+        """The outputs. Warns, once, if a chat model said nothing to a plain text, with the likely reason."""
         outputs = outputs_of(requests)
         if not self._hinted and self.tokenizer is not None and self.tokenizer.templates:
             for prompt, output in zip(prompts, outputs):
@@ -269,7 +269,7 @@ class Calls(ABC):
 
 
 def listed(prompts: Any) -> list[Any]:
-    """Prompts as a list of texts and lists of ids, whatever they came as. Raises ``ValueError`` if they are none."""
+    """Prompts of any form as a list of texts and lists of ids. Raises ``ValueError`` for anything else."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, abc.Mapping):
@@ -289,7 +289,7 @@ def listed(prompts: Any) -> list[Any]:
 
 
 def for_chat(prompt: object) -> str:
-    """Where somebody gave messages as a prompt, what takes those; else empty."""
+    """A hint if messages were given as a prompt: which method takes those. Else empty."""
     first = prompt[0] if isinstance(prompt, (list, tuple)) and prompt else prompt
     if isinstance(first, abc.Mapping) and "role" in first:
         return "; chat takes messages, and chat_prompt makes a prompt of them, for stream"
@@ -311,7 +311,7 @@ def _is_whole(dtype: torch.dtype) -> bool:
 
 
 def as_policy(value: object) -> AcceptancePolicy:
-    """A policy, or the one that a text or a mapping describes, of whoever runs the program: it may import. Raises
+    """A policy, or the one that a text or a mapping describes. The program is trusted: a text may import. Raises
     ``ValueError`` naming what is wrong, and the choices."""
     if isinstance(value, (AcceptancePolicy, str, abc.Mapping)):
         return load_policy(value, trusted=True)
@@ -342,7 +342,7 @@ def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
 
 
 def _several(messages: object) -> bool:
-    """Whether these are several conversations: what they hold is no message."""
+    """Whether these are several conversations: their items are not messages."""
     return (
         isinstance(messages, abc.Sequence)
         and not isinstance(messages, str)
@@ -353,7 +353,7 @@ def _several(messages: object) -> bool:
 
 @contextmanager
 def one_bar() -> Iterator[bool]:
-    """Whether there may be a bar while this lasts: a terminal has room for one."""
+    """Whether this may show a progress bar: a terminal has room for one."""
     free = _bars.acquire(blocking=False)
     try:
         yield free
@@ -364,7 +364,7 @@ def one_bar() -> Iterator[bool]:
 
 @contextmanager
 def _shown(requests: list[Request], wanted: bool) -> Iterator[None]:
-    """While this lasts, and has lasted for ``_LONG``, a line on a terminal says how far the requests are."""
+    """After ``_LONG`` seconds, show on a terminal how far the requests are, until this ends."""
     if not (wanted and (console := Console(stderr=True)).is_terminal):
         yield
         return

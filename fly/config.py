@@ -20,7 +20,7 @@ SHORTEST, LONGEST = 0.5, 86400.0  # of either
 
 
 class _Once(yaml.SafeLoader):
-    """YAML in which no mapping has a name twice."""
+    """YAML in which a mapping cannot have a name twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = Counter(key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode))
@@ -30,8 +30,8 @@ class _Once(yaml.SafeLoader):
 
 
 def read_yaml(text: str) -> Any:
-    """What a user's file says in YAML, or in JSON, which is YAML. Raises ``yaml.YAMLError``, also for a name that a
-    mapping has twice: of two values nobody knows which was meant."""
+    """The contents of a user's file in YAML (JSON is YAML too). Raises ``yaml.YAMLError``, also if a mapping has a name
+    twice, since it is unclear which value was meant."""
     return yaml.load(text, Loader=_Once)
 
 
@@ -68,7 +68,7 @@ class Config(BaseModel):
     @field_validator("draft")
     @classmethod
     def _imports_where_trusted(cls, value: str, info: ValidationInfo) -> str:
-        """A class path imports code, which only a trusted source may."""
+        """A class path imports code, which is allowed for trusted sources only."""
         if CLASS_PATH.search(value) and not (info.context or {}).get("trusted"):
             raise ValueError(f"draft {value!r} would import code, which is not allowed from here")
         return value

@@ -1,4 +1,4 @@
-"""What a request lets each place of a draft say: penalties, biases, bans and its form. Knows nothing of models.
+"""What a request allows at each place of a draft: penalties, biases, bans and its form. Knows nothing of models.
 
 Shape legend: B rows, J positions of a row, V vocabulary.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import struct
 from collections import Counter, abc
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from fly.request import Sequence
 
 __all__ = ["constrain", "constrains"]
 
-Numbers = Callable[[list[int]], Tensor]
+Numbers = Callable[[list[int] | Tensor], Tensor]
 
 
 def constrains(row: Sequence) -> bool:
@@ -30,7 +31,7 @@ def constrain(
     rows: abc.Sequence[Sequence],
     drafts: abc.Sequence[list[int]],
     parents: abc.Sequence[list[int]] | None = None,
-    numbers: Numbers = torch.tensor,
+    numbers: Numbers | None = None,
 ) -> Tensor:
     """Logits after penalties, biases and bans (-inf) of each row, in this order; a copy if there are any.
 
@@ -41,7 +42,7 @@ def constrain(
     and the last token of a bad sequence. Positions beyond a row's draft are padding, and stay as they are. ``numbers``
     puts whole numbers where the logits are (``Executor.numbers``).
     """
-    constrained = logits_BJV
+    constrained, numbers = logits_BJV, numbers or partial(torch.as_tensor, device=logits_BJV.device)
     for b, (row, draft) in enumerate(zip(rows, drafts)):
         if not constrains(row):
             continue
@@ -59,7 +60,7 @@ def constrain(
                     logits_V[numbers(sorted(row.stop_ids))] = -torch.inf
         if row.matcher is not None:
             raw_JV = logits_BJV[b] if early or row.bad else None
-            row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV)
+            row.matcher.constrain(constrained[b], texts[0], draft, tree, raw_JV, numbers)
     return constrained
 
 

@@ -33,10 +33,10 @@ class Engine:
 
     Args:
         runner: the target with its cache.
-        strategy: who proposes; None decodes autoregressively.
+        strategy: proposes drafts; None decodes autoregressively.
     """
 
-    stretch = 0.05  # seconds after which a step begins no further round of rows that it takes through several
+    stretch = 0.05  # a step that takes several rounds begins no further round after so many seconds
 
     def __init__(self, runner: Runner, strategy: DraftStrategy | None = None) -> None:
         self.runner, self.strategy = runner, strategy
@@ -55,22 +55,21 @@ class Engine:
     ) -> list[list[Token]]:
         """One round for every row: each emits between one and K+1 tokens. Returns what each row emitted.
 
-        Rows may be taken through several rounds, until ``stretch`` is over or one of them ends, where the executor
-        takes them in one call. Tokens are the same; calls that were made to a policy or to ``stopped`` before an error
-        are not undone.
+        If the executor takes several rounds in one call, rows go through several, until ``stretch`` is over or one of
+        them ends. The tokens are the same. Calls made to a policy or to ``stopped`` before an error are not undone.
 
         Args:
-            stopped: is given every emitted token in order, and may end the row there (stop strings).
-            prefill: further rows that emit nothing yet, and how many more of their tokens are to be cached in the same
-                forward (at most all but the last): a long prompt comes in by chunks, beside rows that decode. One that
-                is to emit nothing at all (``max_tokens`` 0) ends when its prompt is scored.
-            seconds: of rounds in one call, where that is less than ``stretch``.
+            stopped: gets every emitted token in order, and may end the row there (stop strings).
+            prefill: further rows that emit nothing yet, and how many more of their tokens to cache in the same forward
+                (at most all but the last): a long prompt is read in chunks, beside rows that decode. A row that will
+                emit nothing at all (``max_tokens`` 0) ends when its prompt is scored.
+            seconds: limits rounds in one call, if it is less than ``stretch``.
 
         Rows that end get their ``finish_reason`` and keep their cache until ``release``.
 
         Raises:
-            OutOfBlocks: the cache cannot hold this round; rows and caches are as they were before that round, as after
-                any error of a strategy or a policy.
+            OutOfBlocks: the cache cannot hold this round. Rows and caches are as they were before the round; the same
+                holds after any error of a strategy or a policy.
         """
         if prefill and self.strategy is not None:
             self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
@@ -93,7 +92,7 @@ class Engine:
         self.runner.commit(row for row, _ in prefill)
         for row, _ in prefill:
             if not row.params.max_tokens and not row.scores:
-                row.finish_reason = "length"  # its prompt was all that was asked about
+                row.finish_reason = "length"  # only its prompt was to be scored
         emitted, watched = [], []
         for b, (row, decision, prompt) in enumerate(zip(rows, decisions, prompts)):
             tokens = apply(row, [decision], self.left(row), stopped, prompt)
@@ -107,11 +106,12 @@ class Engine:
         return emitted
 
     def left(self, row: Sequence) -> int:
-        """Tokens ``row`` may still emit: of its ``max_tokens`` and of the target's context."""
+        """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
         return min(row.params.max_tokens - row.generated, self.context - len(row.tokens))
 
     def hurry(self, now: bool) -> None:
-        """Let steps, also one under way, take one round each while somebody waits for their end; from any thread."""
+        """Let steps, also a running one, take one round each while another thread waits for their end. From any
+        thread."""
         self._hurry[0] = now
 
     def enter_thread(self) -> None:
@@ -139,7 +139,7 @@ class Engine:
             return Draft.empty(len(rows), self.runner.executor.device)
         lengths, name = [len(row.tokens) for row in rows], type(self.strategy).__name__
         draft = self.strategy.propose(rows, max_len)
-        if lengths != [len(row.tokens) for row in rows]:  # the text would go on from something that nobody said
+        if lengths != [len(row.tokens) for row in rows]:  # the text would continue from tokens that were never emitted
             raise ValueError(f"{name} changed the tokens of a row: edit a copy, list(row.tokens)")
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
@@ -147,8 +147,8 @@ class Engine:
     def _rounds(
         self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: OnToken | None, seconds: float
     ) -> list[list[Token]] | None:
-        """Take rows through several rounds in one call of the executor, and return what each emitted; None where it
-        does not take these, or something else is to be done between two rounds than to decide on a block."""
+        """Take rows through several rounds in one call of the executor, and return what each emitted. None if the
+        executor does not take these rows, or if more than a decision is needed between two rounds."""
         watched = (row.params.logprobs is not None or row.params.explain or constrains(row) for row in rows)
         if any(prompts) or not self.stretch or any(watched):
             return None
@@ -207,7 +207,7 @@ class Engine:
 
 
 def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:
-    """Note how likely the prompt's tokens of these numbers are after those before them."""
+    """Note how likely these tokens of the prompt are after those before them."""
     assert row.params.prompt_logprobs is not None
     ids = row.tokens[scored.start : scored.stop]
     row.prompt_logprobs += logprobs(logits_PV.log_softmax(-1), ids, row.params.prompt_logprobs)

@@ -1,4 +1,4 @@
-"""One way to say what was wrong with an input, or with a plug-in."""
+"""How errors describe what was wrong with an input, or with a plug-in."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def explain(error: ValidationError) -> str:
 
 
 def meant(word: str, known: Iterable[str]) -> str:
-    """Which of ``known`` somebody who wrote ``word`` may have meant, as a question; empty where nothing is like it."""
+    """Which of ``known`` may have been meant by ``word``, as a question; empty if nothing is like it."""
     known = list(known)
     same = _ELSEWHERE.get(word)
     like = [same] if same in known else difflib.get_close_matches(word, known, 1)
@@ -61,7 +61,7 @@ def meant(word: str, known: Iterable[str]) -> str:
 
 
 def origin(error: BaseException) -> str:
-    """Where an error comes from: the innermost line of a file outside of torch and of this package, if there is one."""
+    """Where an error comes from: the innermost line of a file outside torch and this package, if there is one."""
     import torch
 
     frames = traceback.extract_tb(error.__traceback__)
@@ -74,6 +74,6 @@ def origin(error: BaseException) -> str:
 
 
 def short(value: object) -> str:
-    """What a value is written as, cut where that is long."""
+    """A value as text, cut if it is long."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."

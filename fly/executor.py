@@ -1,8 +1,8 @@
 """The seam: what a loaded model does on one kind of device. Knows of no backend.
 
-An executor must ``score``. Whatever else it does (draft several tokens, take whole rounds, decide) it may do in its own
-way; where it cannot do what a row asks for, it returns None, and the engine takes the plain way: one round,
-``score``, ``verify``.
+An executor must ``score``. Everything else (drafting several tokens, taking whole rounds, deciding) it may do in its
+own way. If it cannot do what a row asks for, it returns None, and the engine takes the plain way: one round, ``score``,
+``verify``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
 """
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import PagedBatch
+from fly.constraints import constrains
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
 from fly.ops import Stream, uniforms
@@ -48,13 +49,14 @@ __all__ = [
     "Spent",
     "TokenByToken",
     "Wrapped",
+    "by_policy",
 ]
 
 
 @dataclass(frozen=True)
 class Batch:
     """New tokens of ragged rows. ``kv`` says which cached tokens come before them, where their own keys and values go
-    (block tables), and what each sees, where that is a tree."""
+    (block tables), and in a tree what each token sees."""
 
     tokens: list[int]  # T, one row after the other
     positions: list[int]  # T, of each in its row
@@ -62,7 +64,7 @@ class Batch:
 
     @staticmethod
     def of(new: abc.Sequence[list[int]], kv: PagedBatch) -> Batch:
-        """The new tokens of each row, in a row after what is cached of it."""
+        """The new tokens of each row, which follow the cached ones."""
         if len(new) == 1:
             return Batch(new[0], list(range(kv.starts[0], kv.starts[0] + len(new[0]))), kv)
         positions = [at for start, tokens in zip(kv.starts, new) for at in range(start, start + len(tokens))]
@@ -115,15 +117,15 @@ class Growth:
 
 @dataclass(frozen=True)
 class DraftSpec:
-    """How a model drafts: token after token, the most likely ones or drawn ones, up to the first it is not sure of; or
-    a tree of its likeliest ones (``tree``), which stops nowhere and is drawn from nothing.
+    """How a model drafts: token after token, the most likely or drawn ones, up to the first that it is not sure of; or
+    a tree of its likeliest ones (``tree``), which does not stop early and is not drawn.
 
-    ``lookup`` changes no token: it lets a forward be fed a copy of what followed the last time the text looked like
-    this, and go on from the first token that is another.
+    ``lookup`` changes no token. It feeds a forward a copy of what followed the last time the text looked like this;
+    drafting goes on from the first token that differs.
     """
 
-    confidence: float = 0.0  # it stops after a token if none had this probability
-    entropy: float = float("inf")  # it stops after a token where the entropy was more, in nats
+    confidence: float = 0.0  # it stops after a token if no token had this probability
+    entropy: float = float("inf")  # it stops after a token if the entropy was higher, in nats
     # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
@@ -132,7 +134,7 @@ class DraftSpec:
 
     @property
     def stops(self) -> bool:
-        """Whether it ever stops by itself."""
+        """Whether a draft may stop by itself."""
         return self.confidence > 0 or any(self.reach) or self.entropy < float("inf")
 
 
@@ -156,17 +158,17 @@ class Spent(NamedTuple):
 
 
 class Question(NamedTuple):
-    """A drafted block of a batch of one row, which its policy has to decide. The next question reuses the tensors."""
+    """A drafted block of a batch of one row that its policy has to decide on. The next question reuses the tensors."""
 
     drafted: list[int]
     choices: list[int]  # the target's most likely token at each place
     logits_1JV: Tensor
-    probs_1KV: Tensor | None  # what the draft was drawn from, where it was
+    probs_1KV: Tensor | None  # the distributions that the draft was drawn from, if it was drawn
     parents: list[int] | None = None  # of a tree
 
 
 class Answer(NamedTuple):
-    """What stands of a ``Question``'s block."""
+    """What is kept of a ``Question``'s block."""
 
     path: abc.Sequence[int]  # numbers of the drafted tokens that stand
     next_token: int
@@ -174,11 +176,11 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class RoundRow:
-    """A row that is to be taken through several rounds."""
+    """A row that goes through several rounds."""
 
     tokens: list[int]
     left: int  # tokens it may still emit, at least 1
-    k: int  # tokens to draft a round (levels of a tree), at most; one fewer than are left, where that is less
+    k: int  # tokens (or levels of a tree) to draft a round, at most; one fewer than are left, if that is less
     stop_ids: Collection[int]
     policy: AcceptancePolicy
     seed: int
@@ -189,7 +191,7 @@ class RoundRow:
 
 
 class Given(NamedTuple):
-    """What a draft head drafts by: hidden states of the target."""
+    """The target's hidden states, which a draft head needs."""
 
     first: list[int]  # of each row, the number of the first token that the head holds
     states_TF: Tensor  # before each of those that it has not cached, one row's after another's
@@ -197,9 +199,9 @@ class Given(NamedTuple):
 
 @dataclass
 class RoundPlan:
-    """Rounds of speculative decoding of rows, to be taken in one call: draft, score, decide, emit; again and again, up
-    to one that ends a row, or has no room for the next; no further round begins after ``seconds``, after ``rounds``, or
-    while ``hurry`` holds another number than 0.
+    """Rounds of speculative decoding to be taken in one call: draft, score, decide, emit, again and again. They end
+    with a round that ends a row or leaves no room for the next. No further round begins after ``seconds``, after
+    ``rounds``, or while ``hurry`` is not 0.
 
     ``kv`` holds each row's last token, which is not cached yet, with room for the tokens of all rounds after it.
     """
@@ -233,20 +235,20 @@ class Rounds:
 
 
 class Executor(ABC):
-    """One loaded model on one kind of device."""
+    """One loaded model, on one kind of device."""
 
     config: LlamaConfig
     device: torch.device
     dtype: torch.dtype
-    kernels = "torch"  # what computes its forwards
-    own_threads = False  # whether forwards run on threads of its own, beside which torch's would only be in the way
+    kernels = "torch"  # the name of the kernels that compute its forwards
+    own_threads = False  # whether forwards run on its own threads, so that torch's would only be in the way
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
     gives_states = False  # whether ``score`` can be asked for hidden states
     leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of each weight, as it is read."""
+        """Bytes of each weight as it is read from memory."""
         return self.dtype.itemsize
 
     @abstractmethod
@@ -254,7 +256,7 @@ class Executor(ABC):
         """One forward over the batch. Keys and values of all its tokens are cached then.
 
         Args:
-            places: numbers of the packed tokens to give logits after; None is all of them.
+            places: the packed tokens to give logits for, by number; None is all of them.
             states: give also the residual stream [T, C] after so many layers (0 is the embedding), for each of these
                 numbers in their order, side by side: [T, F]. Only where it ``gives_states``.
 
@@ -285,12 +287,16 @@ class Executor(ABC):
         least 1), one that ends the row, or the first it is not sure of (``spec``).
 
         Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
-        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``.
-        ``rows`` are the batch's, whose tokens are the text so far. There is room in the cache for
-        ``most[b]`` - 1 tokens after them; all drafted tokens but the last are cached then. None: this executor cannot;
-        nothing has changed.
+        ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. ``rows`` are the
+        batch's, whose tokens are the text so far. There is room in the cache for ``most[b]`` - 1 tokens after them; all
+        drafted tokens but the last are cached then. None: this executor cannot do it; nothing has changed.
         """
         return None
+
+    def may_extend(self, row: Sequence) -> bool:
+        """Whether ``extend`` keeps to what ``row`` asks of its text: penalties, bans, a form. The default does for rows
+        that ask for nothing."""
+        return not constrains(row)
 
     def rounds(
         self,
@@ -302,11 +308,11 @@ class Executor(ABC):
 
         Args:
             rules: the policy of each row, and whether it is at temperature 0.
-            plan: what to do, or None if there is no room for it; called where rows with these rules can be taken.
+            plan: what to do, or None if there is no room for it; called if rows with these rules can be taken.
             ask: for a row alone whose policy has to be asked itself: is given the decisions since it was last asked,
                 and the block; None ends the rounds there. Only it may change the row meanwhile.
 
-        None: rounds are to be taken one by one; nothing has changed.
+        None: take rounds one by one; nothing has changed.
         """
         return None
 
@@ -314,8 +320,10 @@ class Executor(ABC):
         """Whether ``rounds`` may be taken in which ``drafter`` drafts by ``spec``."""
         return False
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
-        """``values`` where the logits are, int64."""
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
+        """``values`` where the logits are, int64, or of the type that they have as a tensor."""
+        if isinstance(values, Tensor):
+            return values.to(self.device)
         return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
@@ -330,8 +338,8 @@ class Executor(ABC):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        """What ``policy`` lets stand of the block of every row, by coins of the rows' ``seeds`` and of how many tokens
-        they have (``starts``)."""
+        """What ``policy`` keeps of every row's block. The coins come from the rows' ``seeds`` and the number of their
+        tokens (``starts``)."""
         noise: Noise | None = None
         if not (target.all_greedy and accepts_exactly(policy)):
             device = target.logits_BKV.device
@@ -346,12 +354,9 @@ class Executor(ABC):
         seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
         if all(row.policy is rows[0].policy or row.policy == rows[0].policy for row in rows):
             return self.decide(rows[0].policy, target, draft, seeds, starts) if rows else []
-        groups: dict[AcceptancePolicy, list[int]] = {}
-        for b, row in enumerate(rows):
-            groups.setdefault(row.policy, []).append(b)
         found: dict[int, Decision] = {}
-        for policy, numbers in groups.items():
-            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
+        for policy, numbers in by_policy(rows).items():
+            index_B = self.numbers(numbers)
             part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
             own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
             found |= zip(numbers, self.decide(policy, part, proposed, *own))
@@ -366,16 +371,24 @@ class Executor(ABC):
 
     @property
     def model_name(self) -> str:
-        """What the model is called in messages."""
+        """The model's name in messages."""
         return type(self).__name__
 
     def deterministic(self) -> Executor:
         """An executor of the same model whose logits after a token depend on the tokens before it alone, to the last
-        bit: itself if it is ``batch_invariant``, else one that is shown one token at a time."""
+        bit: itself if it is ``batch_invariant``, else one that feeds it one token at a time."""
         return self if self.batch_invariant else TokenByToken(self)
 
     def enter_thread(self) -> None:
         """Called once on the thread that will make all calls, before the first."""
+
+
+def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
+    """The numbers of the rows that have each policy."""
+    groups: dict[AcceptancePolicy, list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.policy, []).append(b)
+    return groups
 
 
 class Head(Executor):
@@ -416,12 +429,12 @@ class Head(Executor):
         return None
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Raises ``ValueError``: a head alone says nothing."""
+        """Raises ``ValueError``: a head alone has no scores."""
         raise ValueError("a draft head drafts by its target's hidden states, and scores nothing by itself")
 
 
 class Wrapped(Executor):
-    """An executor around another, which it is like but for what a subclass changes."""
+    """An executor around another, like it except for what a subclass changes."""
 
     def __init__(self, inner: Executor) -> None:
         self.inner = inner
@@ -439,7 +452,7 @@ class Wrapped(Executor):
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self.inner.score(batch, places, *([states] if states else []))
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
         return self.inner.numbers(values)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
@@ -460,7 +473,7 @@ class Wrapped(Executor):
 
 
 class TokenByToken(Wrapped):
-    """An executor that is shown one token at a time, whatever it is fed.
+    """An executor that feeds its model one token at a time.
 
     The matrix products of most libraries add up in an order that depends on how many rows there are, so that the same
     token gets other last bits in a batch, or as one of several drafted ones. One at a time every token takes the same

@@ -1,7 +1,7 @@
 """Texts that name and build objects, in Python's grammar of names, calls and operators.
 
 A text is read and never executed; ``module:Class`` imports only where the caller trusts the source. This file knows
-neither policies nor drafts: a ``Registry`` says what may be named, and whoever reads a ``Text`` what its operators
+neither policies nor drafts: a ``Registry`` says what may be named, and the reader of a ``Text`` what its operators
 mean.
 """
 
@@ -47,7 +47,7 @@ CLASS_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 _MOST = 2**31 - 1
 _UNREADABLE = (SyntaxError, ValueError, TypeError, RecursionError, MemoryError)  # what ast raises for odd texts
 _KEPT = r"""(?P<quoted>"[^"]*"|'[^']*')|(?P<parameter>\w+)(?=\s*=)|"""
-# ast.parse of Python 3.11 counts its depth in one place for all threads, and fails when two are at it.
+# ast.parse of Python 3.11 counts its depth in one place for all threads, and fails if two parse at once.
 _PARSING = threading.Lock()
 
 
@@ -89,8 +89,8 @@ class Registry:
         return types
 
     def load(self, path: str) -> Any:
-        """The class, or the finished instance, that ``module:name`` names. Raises ``ValueError`` saying why it cannot
-        be had, whatever the module does."""
+        """The class, or the finished instance, that ``module:name`` names. Raises ``ValueError`` with the reason if it
+        cannot be imported, whatever the module does."""
         module, _, name = path.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
@@ -108,7 +108,7 @@ class Registry:
 
 @dataclass
 class Source:
-    """What somebody gave as a policy or a draft, and how it is read. Errors about it start with it."""
+    """The text that was given as a policy or a draft, and how it is read. Errors start with it."""
 
     registry: Registry
     given: Any
@@ -147,8 +147,8 @@ class Source:
         return given
 
     def build(self, make: Any, name: str, arguments: Sequence[Any], options: Mapping[str, Any]) -> Any:
-        """What a class or function makes of these parameters, each of the type it is annotated with; a finished
-        instance as it is.
+        """Call a class or function with these parameters, each of the type it is annotated with; a finished instance is
+        returned as it is.
 
         Raises ``ValueError`` naming the parameter that does not exist, or what was wrong with the value of one.
         """
@@ -258,7 +258,7 @@ class Checked:
 
 
 def check_types(instance: Any) -> None:
-    """Whether the parameters of a dataclass are what its annotations say: types, choices and ranges.
+    """Check the parameters of a dataclass against its annotations: types, choices and ranges.
 
     Raises ``ValueError`` naming the parameter, the value and the annotation. Annotations that cannot be read, such as
     names that are imported for type checkers only, are not checked.
@@ -269,10 +269,10 @@ def check_types(instance: Any) -> None:
 
 
 def check_type(name: str, value: object, hint: Any) -> None:
-    """Whether the value of a parameter is what its annotation says (an integer may stand for a float).
+    """Check the value of a parameter against its annotation (an integer is a float, too).
 
-    Integers must fit 32 bits, or tensors could not hold what is reckoned with them. An annotation that nothing can be
-    checked against is passed over. Raises ``ValueError`` naming the parameter, the value and the annotation.
+    Integers must fit 32 bits, or tensors could not hold what is computed with them. An annotation that cannot be
+    checked is skipped. Raises ``ValueError`` naming the parameter, the value and the annotation.
     """
     for part in value if isinstance(value, (tuple, list)) else (value,):
         if isinstance(part, int) and not -_MOST <= part <= _MOST:

@@ -1,4 +1,5 @@
-"""What one call waits for: its requests, and what the engine's thread says of them. Knows nothing of models or HTTP."""
+"""What one call waits for: its requests, and what the engine's thread reports about them. Knows nothing of models or
+HTTP."""
 
 from __future__ import annotations
 
@@ -20,12 +21,11 @@ __all__ = ["Entry", "Job", "News", "Request", "outputs_of", "read_along"]
 
 @dataclass(frozen=True)
 class News:
-    """What a step did for one request of a job, the ``index``-th.
+    """What a step did for one request of a job: request number ``index``.
 
     ``pieces`` are the new tokens with the text that each settled, ``rest`` is the text that only the end settled; both
-    with the tags of thinking, if there is any.
-    ``drafts`` are the step's rounds with a draft: how many tokens that had, and how many of them stand. Once it is
-    over, ``output`` is what became of it, or ``error`` why it failed.
+    include the tags of thinking. ``drafts`` are the step's rounds with a draft: how many tokens were drafted, and how
+    many of them were kept. Once the request is over, ``output`` is its result, or ``error`` says why it failed.
     """
 
     index: int
@@ -43,8 +43,8 @@ class News:
 
 @dataclass(eq=False)
 class Request:
-    """A row with its text: ``text`` follows its tokens where somebody reads along (``streamed``), or to find a stop
-    string. ``thinking``: how it may begin with thinking."""
+    """A row with its text: ``text`` follows its tokens if the request is ``streamed``, or to find a stop string.
+    ``thinking``: how it may begin with thinking."""
 
     row: Sequence
     tokenizer: Tokenizer | None = None
@@ -52,7 +52,7 @@ class Request:
     streamed: bool = False
     thinking: Thinking | None = None
     _texts: list[str] = field(default_factory=list)
-    _logprobs: int = 0  # those of which there were news
+    _logprobs: int = 0  # tokens that were reported already
 
     def stopped(self, row: Sequence, token: int) -> bool:
         """Read a token; whether a stop string ended the text with it."""
@@ -61,7 +61,7 @@ class Request:
         return self.text.stopped
 
     def news(self, index: int, tokens: list[Token]) -> News | None:
-        """These tokens stand, or the request is over. None if it is not ``streamed``."""
+        """The news that these tokens were emitted, or that the request is over. None if it is not ``streamed``."""
         texts, self._texts = self._texts, []
         if not self.streamed:
             return None
@@ -74,7 +74,7 @@ class Request:
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
     def output(self) -> Output:
-        """What has become of it, without the ``others`` of the same prompt."""
+        """Its output, without the ``others`` of the same prompt."""
         row = self.row
         ids = row.tokens[row.prompt_length :]
         if self.text is not None:
@@ -108,8 +108,8 @@ def read_along(
     thinking: Thinking | None = None,
     shown: abc.Iterable[str] = (),
 ) -> TextStream | None:
-    """The text of a row to be, where somebody has to read along; None where it is enough to decode it at the end.
-    ``shown``: what of the control tokens belongs to the text."""
+    """A reader of a new row's text, if the text is needed while it grows; None if it is enough to decode it at the end.
+    ``shown``: which control tokens belong to the text."""
     params = row.params
     if tokenizer is None or not (streamed or thinking or params.stop or shown or not params.skip_special_tokens):
         return None
@@ -121,7 +121,7 @@ def read_along(
 
 
 def outputs_of(requests: abc.Sequence[Request]) -> list[Output]:
-    """What became of them, further completions of a prompt with its first."""
+    """The outputs of requests, further completions of a prompt with its first."""
     outputs, samples = [], iter(requests)
     for request in samples:
         others = [next(samples).output() for _ in range(request.row.params.n - 1)]
@@ -133,16 +133,16 @@ Entry = list[News] | BaseException
 
 
 class Job:
-    """Requests that come in together, and that one thread or one coroutine waits for (``Worker.submit``).
+    """Requests of one call, for which one thread or one coroutine waits (``Worker.submit``).
 
-    ``queue`` gets what happens to them, the news of ``streamed`` requests: an entry a step if it is ``stepwise``, else
-    one when all are over or one has failed. An error of the engine itself is the entry. ``admitted``, ``note`` and
-    ``cancelled`` run on the engine's thread: a subclass may look at a clock there.
+    ``queue`` gets the news of ``streamed`` requests: an entry for each step if the job is ``stepwise``, else one when
+        all are over or one has failed. An error of the engine itself is an entry too. ``admitted``, ``note`` and
+    ``cancelled`` run on the engine's thread; a subclass may take times there.
 
     Args:
-        requests: none of which was submitted before.
-        stepwise: whether there is an entry for each step that did something (and for the first, whatever it did).
-        loop: where ``queue`` is awaited (an ``asyncio.Queue``); None: a thread waits for it.
+        requests: not submitted before.
+        stepwise: whether there is an entry for each step that did something, and for the first step in any case.
+        loop: the event loop that awaits ``queue`` (an ``asyncio.Queue``); None if a thread waits for it.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class Job:
             self.error = self.error or request.row.error
 
     def cancelled(self) -> None:
-        """It was ended from outside while ``left`` requests went on."""
+        """The job was cancelled while ``left`` requests were still running."""
 
     def entry(self) -> list[News]:
         """The news since the last entry."""

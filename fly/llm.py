@@ -1,5 +1,5 @@
-"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and of ranks only that a
-model may be loaded among several: all of them then make the same calls in the same order, or the first one leads."""
+"""The Python interface: load a target and a draft, generate, stream. Knows nothing of HTTP, and little of ranks: if a
+model is divided among several, all make the same calls in the same order, or the first one leads."""
 
 from __future__ import annotations
 
@@ -53,69 +53,70 @@ __all__ = ["LLM", "AsyncStream", "Output", "Piece", "Request", "Stream"]
 class LLM(Calls):
     """A target model with its tokenizer, a draft strategy and an acceptance policy.
 
-    Calls may come from any thread and any event loop: those that are open at the same time run in one batch, on a
-    thread of the engine's own, which starts with the first call. ``close`` (or the end of a ``with`` block) ends that
-    thread; without it, it ends with the object. A call that is left (by an exception, Ctrl+C, ``task.cancel()``, or
-    because nobody holds its stream any more) frees what it holds after the round under way.
+    Calls may come from any thread and any event loop: calls that are open at the same time run in one batch, on the
+        engine's own thread, which starts with the first call. ``close`` (or the end of a ``with`` block) ends that
+        thread; else it ends with the object. A call that is given up (by an exception, Ctrl+C, ``task.cancel()``, or by
+        dropping its stream) frees what it holds after the current round.
 
     Args:
         model: a bundled name (``fly-target``), the path of a Hugging Face directory or a GGUF file, a name on the
             Hugging Face hub (``owner/name``, ``owner/name@revision``, ``owner/name/file.gguf``), an open checkpoint, a
-            loaded model (which then takes token ids only), or another ``LLM``, whose loaded model, tokenizer and ends
-            serve this one too (not its caches, nor its draft).
+            loaded model (which then takes token ids only), or another ``LLM``, to share its loaded model, tokenizer and
+            end tokens (but not its caches or its draft).
         draft: any ``DraftStrategy``, its text (a checkpoint's name as for ``model``, ``ngram``, a cascade such as
             ``ngram+fly-draft``, cheapest first, or ``module:Class``, which is imported; see ``parse_draft``), or None
             for autoregressive decoding.
-        policy: which drafted tokens stand: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a preset
-            (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is imported.
-        k: most tokens drafted a round.
-        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; holds for a draft path too.
+        policy: decides which drafted tokens are kept: an ``AcceptancePolicy``, its text (``"fly(theta=0.3)"``), a
+            preset (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is
+            imported.
+        k: the most tokens that are drafted in a round.
+        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; also for a draft given by its path.
         device: ``"auto"`` or any torch device.
-        deterministic: what the target says of a token is the same to the last bit, whatever is fed together with it:
-            other requests, drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of
-            autoregressive decoding exactly, in bfloat16 too. Free where the model's kernels add up in a fixed order
-            (the compiled ones in one process), else it takes one forward a token (``fly.executor.TokenByToken``).
-        cache_tokens: tokens that the KV caches hold over all requests, the target's and each of the draft's; None is
-            eight full contexts, or as much of that as ``cache_bytes`` hold. Memory is taken as it is first used.
-        cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of what the
-            device has free when the models are loaded, where that is less. A draft model that was given a size of its
-            own is not counted. Where caches hold less than a full context, that is logged, with the reason.
+        deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
+            drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of autoregressive
+            decoding exactly, in bfloat16 too. Costs nothing if the model's kernels add up in a fixed order (the
+            compiled ones in one process); else it takes one forward for each token (``fly.executor.TokenByToken``).
+        cache_tokens: how many tokens each KV cache holds over all requests; None is eight full contexts, or as much of
+            that as ``cache_bytes`` hold. Memory is taken when it is first used.
+        cache_bytes: memory for the keys and values of target and draft together; None is 4 GiB, or half of the device's
+            free memory after loading, if that is less. A draft model with a size of its own is not counted. If the
+            caches hold less than a full context, the log says so, with the reason.
         cache_share: instead of both, the share (up to 1) of the device's free memory that the caches take.
-        max_context: tokens of a text at most, prompt and completion, where the model could have more: its tables and
-            the default caches are smaller then. Holds for a draft path too.
-        block_size: tokens a page of the target's cache; None is what suits the device.
-        max_rows, step_tokens: most requests, and about how many tokens, in one step (see ``Scheduler``).
-        prefix_reuse: whether requests that begin with the same tokens share what is cached of them.
+        max_context: the most tokens of a text, prompt and completion, if the model could take more; makes its tables
+            and the default caches smaller. Also for a draft given by its path.
+        block_size: tokens in a page of the target's cache; None chooses by the device.
+        max_rows, step_tokens: the most requests, and about how many tokens, in one step (see ``Scheduler``).
+        prefix_reuse: whether requests that begin with the same tokens share their cache pages.
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.backends.cpu.chosen``). Holds for a draft path too that does not say otherwise, as
+            (``fly.backends.cpu.chosen``). Also for a draft given by its path, unless it says otherwise, as
             ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
-            puts it on compiled kernels). On other devices ``"int8"`` has torchao round the weights, layer by layer as
+            puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
             they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
             what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
             then ``HEURISTIC``, under any policy.
-        ranks: the processes this one shares the models with (``fly.parallel.launch``); None is this one alone. Every
-            rank makes the same calls in the same order, and gets the same answers; or the first ``lead``s, and the
-            others ``follow``.
+        ranks: the processes that share the models (``fly.parallel.launch``); None is this one alone. All ranks make the
+            same calls in the same order and get the same answers; or the first calls ``lead``, and the others
+            ``follow``.
         draft_placement: where a draft given as text runs among ranks (see ``fly.parallel.place_draft``).
-        whole_sums: let no rank add up a part of a sum, so that the number of ranks does not change how it is rounded
+        whole_sums: split no sum among ranks, so that the number of ranks does not change rounding
             (``fly.parallel.LLAMA_WHOLE_SUMS``). Ranks then exchange more.
 
     Attributes:
-        policy, k: what a call that says nothing else goes by; may be set.
-        default_params: the same for sampling: what the checkpoint recommends, or greedy.
+        policy, k: the defaults of calls; may be set.
+        default_params: the default sampling parameters: what the checkpoint recommends, or greedy.
         tokenizer: the checkpoint's, or None.
         vocabulary: what its token ids stand for (``fly.vocabulary``); rules and drafts are bound to it.
         eos_ids: tokens that end a text.
-        draft: who proposes, or None.
+        draft: the draft strategy, or None.
         engine, scheduler, worker: what runs it all (``fly.engine``, ``fly.scheduler``, ``fly.worker``).
 
     Raises:
         CheckpointError: the checkpoint cannot be used (see ``load_model``).
-        ValueError: a bad argument, or a draft whose vocabulary has no translation to the target's.
-        TypeError: an option that there is not; it names the choices.
+        ValueError: a bad argument, or a draft whose vocabulary cannot be translated to the target's.
+        TypeError: an unknown option; the error names the choices.
     """
 
     def __init__(
@@ -213,14 +214,14 @@ class LLM(Calls):
             cache_tokens = cache_size(executor, each, block_size, cache_bytes, cache_share)
         elif cache_share is not None:
             raise ValueError(f"cache_tokens {cache_tokens} and cache_share {cache_share} both say how large to be")
-        if ranks is not None:  # free memory may differ, and all must admit the same requests
+        if ranks is not None:  # free memory may differ between ranks, but all must admit the same requests
             cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
             draft.reserve(cache_tokens)
         cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
-        # What fails on one rank alone is no request's fault: the others would wait for it.
+        # An error on one rank alone is not a request's fault: the other ranks would wait for it.
         failed = {} if ranks is None else {"failed": ranks.agree_on}
         self.scheduler = Scheduler(self.engine, max_rows, step_tokens, **failed)
         self.worker = Worker(self.scheduler, ranks)
@@ -228,28 +229,28 @@ class LLM(Calls):
 
     @classmethod
     def from_config(cls, config: Config | str | Path, ranks: Ranks | None = None) -> LLM:
-        """The setup of a configuration, or of a YAML or JSON file of one (see ``fly.config.Config``)."""
+        """Build the setup of a configuration, or of its YAML or JSON file (see ``fly.config.Config``)."""
         config = config if isinstance(config, Config) else Config.read(config)
         own = (name for name in Config.model_fields if name not in Config.of_ranks)
         return cls(**{name: getattr(config, name) for name in own}, ranks=ranks)
 
     @property
     def draft(self) -> DraftStrategy | None:
-        """Who proposes."""
+        """The draft strategy, or None."""
         return self.engine.strategy
 
     def __repr__(self) -> str:
         return "LLM({}, draft={}, policy={!r}, k={})".format(*self._named, str(self.policy), self.k)
 
     def lead(self) -> None:
-        """Among ranks, on the first one: from now on it alone is called, from any thread, and the others ``follow``
-        until ``close``."""
-        self._random = random.SystemRandom()  # what the ranks have in common is not to be drawn from here alone
+        """For the first of several ranks: from now on calls come to it alone, from any thread, and the others
+        ``follow`` until ``close``."""
+        self._random = random.SystemRandom()  # the ranks' common randomness is not to be drawn from here alone
         self.worker.lead()
 
     def follow(self) -> None:
-        """Among ranks, on the others: take part in what the first one is asked for, until it is closed. Raises what the
-        engine fails of."""
+        """For the other ranks: take part in the calls of the first one until it is closed. Raises the engine's
+        failure."""
         self.worker.follow(lambda values: self.requests(*values))
 
     def requests(
@@ -264,9 +265,9 @@ class LLM(Calls):
         *,
         streamed: bool = False,
     ) -> list[Request]:
-        """What ``generate`` would run, checked: the requests of a ``Job`` for ``worker``. Where n asks for several
-        completions, they stand one after another. Of ``streamed`` ones there are ``News``, which needs a tokenizer.
-        ``client`` is whose they are: clients share the engine. Arguments and errors as there; from any thread."""
+        """The requests that ``generate`` would run, checked: for a ``Job`` of ``worker``. The n completions of a prompt
+        follow one another. ``streamed`` requests give ``News``, which needs a tokenizer. ``client`` says whose they
+        are: clients share the engine. Arguments and errors as in ``generate``; from any thread."""
         given = listed(prompts)
         if not isinstance(priority, int):
             raise ValueError(f"priority {priority!r} must be an integer, smaller first")
@@ -290,7 +291,7 @@ class LLM(Calls):
             except ValueError as error:
                 raise ValueError(f"prompt {number}: {error}") from None
             others = [row.sample(derive(row.seed, -sample)) for sample in range(1, row.params.n)]
-            for other in others:  # a matcher goes by one text at a time
+            for other in others:  # a matcher follows one text at a time
                 other.matcher = self._matcher(row.params)
                 if not row.params.max_tokens:  # the first is scored for all
                     other.finish_reason, other.prompt_logprobs = "length", row.prompt_logprobs
@@ -310,7 +311,7 @@ class LLM(Calls):
             tokens = self.tokenizer.encode(prompt)
         else:
             ids: Any = prompt
-            # asking of each whether it is a number of any kind takes longest
+            # checking each for every kind of number takes longest
             if not isinstance(ids, abc.Sequence) or not (
                 set(map(type, ids)) <= {int} or all(isinstance(n, Integral) for n in ids)
             ):
@@ -357,7 +358,7 @@ class LLM(Calls):
         return row
 
     def _bind(self, policy: AcceptancePolicy) -> AcceptancePolicy:
-        """The policy with what it must know of the vocabulary, worked out once where it can be hashed."""
+        """The policy, bound to the vocabulary; computed once if it can be hashed."""
         try:
             return self._bound(policy)
         except TypeError:
@@ -365,13 +366,13 @@ class LLM(Calls):
 
     @cached_property
     def grammars(self) -> Grammars:
-        """Those of structured outputs."""
+        """The grammars of structured outputs."""
         if self.tokenizer is None:
             raise ValueError("structured output needs a tokenizer, which this model lacks")
         return Grammars(self.tokenizer, self.engine.runner.executor.config.vocab_size, self.eos_ids)
 
     def _matcher(self, params: SamplingParams) -> Matcher | None:
-        """Follows the grammar of a request, if it has one."""
+        """The matcher of a request's grammar, if it has one."""
         return None if params.structured is None else self.grammars.matcher(params)
 
 
@@ -386,7 +387,7 @@ def _check_k(k: int) -> int:
 
 
 def _name_of(given: object) -> str:
-    """What a model or a draft is called in a line."""
+    """A short name of a model or a draft."""
     if isinstance(given, LLM):
         return given._named[0]
     return repr(str(given)) if isinstance(given, (str, Path)) else type(given).__name__ if given is not None else "None"

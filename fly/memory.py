@@ -1,4 +1,4 @@
-"""How much memory a machine has to spare, and how large caches are by it where nobody says."""
+"""How much memory a machine has free, and the default size of caches."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _CONTEXTS = 8  # that caches hold where there is room
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that ``device`` has free; on the CPU, what the system could give without swapping, files that it keeps in
-    memory included, and no more than the limit of this process's group leaves."""
+    """Free bytes of ``device``; on the CPU, what the system could give without swapping, cached files included, and no
+    more than the limit of this process's group leaves."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     try:
@@ -32,7 +32,7 @@ def free_memory(device: torch.device) -> int:
 
 
 def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes below the limit of a container, if it has one (cgroup v2); what it keeps of files could be given back."""
+    """Bytes below the limit of a container, if there is one (cgroup v2); cached files count as free."""
     try:
         limit = (root / "memory.max").read_text().strip()
         used = int((root / "memory.current").read_text())
@@ -43,14 +43,14 @@ def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, share: float | None) -> int:
-    """Tokens that the caches of a loaded model and its draft are to hold.
+    """How many tokens the caches of a loaded model and its draft will hold.
 
     Args:
-        each: bytes a token takes in all of them.
-        given: bytes they may take; None is 4 GiB, or half of what is free where that is less.
-        share: instead, the share of what is free.
+        each: bytes that a token takes in all of them.
+        given: bytes that they may take; None is 4 GiB, or half of the free memory if that is less.
+        share: instead of ``given``, the share of the free memory.
 
-    Raises ``ValueError`` for a share outside (0, 1], and where not a page fits.
+    Raises ``ValueError`` for a share outside (0, 1], and if not even one page fits.
     """
     context, free = model.config.max_position_embeddings, free_memory(model.device)
     most = _CONTEXTS * context

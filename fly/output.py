@@ -1,4 +1,4 @@
-"""What became of a request, and how it is shown: as data, in a notebook. Knows nothing of models, or of who waits."""
+"""The result of a request, and how it is shown: as data, in a notebook. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from fly.types import Guarantee, Why
 
 __all__ = ["Output", "Piece", "Reader"]
 
-# Colours that a page in the dark can be read by as well: the text's own colour stays, on a tinted ground.
+# Colours that also work on dark pages: the text keeps its own colour, on a tinted background.
 _STYLES = {
     Why.MATCH: ("background:rgba(40,170,80,.22)", "drafted, and the target's own choice"),
-    Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, excused by the policy"),
-    Why.CORRECTION: ("background:rgba(220,50,50,.26)", "the target's, for a draft it rejected"),
-    Why.BONUS: ("background:rgba(0,150,200,.22)", "the target's, after a draft that stood"),
+    Why.RELAXED: ("background:rgba(235,170,0,.40);text-decoration:underline", "drafted, kept only by the relaxed rule"),
+    Why.CORRECTION: ("background:rgba(220,50,50,.26)", "the target's own, in place of a rejected token"),
+    Why.BONUS: ("background:rgba(0,150,200,.22)", "the target's own, after a fully kept draft"),
 }
 _BOX = "white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace"
 
@@ -31,7 +31,7 @@ class Piece(str):
     """A piece of text that knows the tokens it came with.
 
     Attributes:
-        tokens: those that settled it, each with why it stands (``fly.Token``).
+        tokens: the tokens that settled it, each with why it was kept (``fly.Token``).
         kind: ``"text"``, or ``"reasoning"`` where a model thinks before it answers a conversation.
     """
 
@@ -48,13 +48,12 @@ class Piece(str):
 
     @property
     def why(self) -> Why:
-        """The reason it is coloured by: ``RELAXED`` if one of its tokens is, else that of the first."""
+        """The reason that gives its colour: ``RELAXED`` if one of its tokens is relaxed, else that of the first."""
         return max((token.why for token in self.tokens), key=lambda why: why == Why.RELAXED, default=Why.MATCH)
 
 
 class Reader:
-    """Reads an output's tokens once more as a stream gives them. Copies of an output share it; what is pickled goes
-    without it."""
+    """Reads an output's tokens once more, as a stream gives them. Copies of an output share it; it is not pickled."""
 
     def __init__(self, tokenizer: Tokenizer | None = None, thinking: Thinking | None = None) -> None:
         self.tokenizer, self.thinking = tokenizer, thinking
@@ -86,26 +85,26 @@ class Reader:
 
 @dataclass(frozen=True, repr=False)
 class Output:
-    """What became of one request. ``to_dict`` gives it as JSON can hold it; notebooks show it in colours.
+    """The result of one request. ``to_dict`` gives it as plain data for JSON; notebooks show it in colours.
 
     Attributes:
         prompt_token_ids: the prompt.
-        text: what was said, without the end-of-sequence token that ended it and without a stop string.
-        token_ids: all that was generated, that token included.
+        text: the answer, without the end-of-sequence token and without the stop string that ended it.
+        token_ids: all generated tokens, the end-of-sequence token included.
         finish_reason: ``"stop"`` (end-of-sequence, stop id, stop string) or ``"length"`` (``max_tokens`` or the model's
             context).
         logprobs: for each token the log-probabilities that ``SamplingParams.logprobs`` asked for, by id; else None.
-        prompt_logprobs: where they are asked for, an entry for each prompt token, None up to the first that is scored.
-        provenance: why each token stands (``fly.Token``).
+        prompt_logprobs: if they were asked for, an entry for each prompt token; None up to the first that is scored.
+        provenance: why each token was kept (``fly.Token``).
         stats: what speculation did for it (``fly.Stats``).
-        policy: what decided.
-        guarantee: what the policy promises, and its ``bound`` where that is ``BOUNDED``; ``HEURISTIC`` if the target
-            could leave early.
-        bound: see there; else None.
-        others: further completions, where ``n`` asked for some.
-        reasoning: of a conversation with a model that thinks before it answers, that thinking; ``text`` is what came
-            after it (see ``fly.models.chat.Splitter``).
-        pieces: the text as a stream of it would have come (``fly.Piece``); empty without a tokenizer.
+        policy: the rule that decided.
+        guarantee: what the policy promises; if that is ``BOUNDED``, ``bound`` says how much. ``HEURISTIC`` if the
+            target could leave early.
+        bound: the bound of a ``BOUNDED`` policy, else None.
+        others: the other completions, if ``n`` is more than 1.
+        reasoning: the thinking of a model that thinks before it answers a conversation; ``text`` is what follows it
+            (see ``fly.models.chat.Splitter``).
+        pieces: the text in the pieces of a stream (``fly.Piece``); empty without a tokenizer.
     """
 
     prompt_token_ids: list[int]
@@ -156,7 +155,7 @@ class Output:
         return f"Output({', '.join(parts)})"
 
     def _repr_html_(self) -> str:
-        """Its tokens on the colour of why each stands, what the colours mean, and the counts."""
+        """Its tokens in the colour of why each was kept, what the colours mean, and the counts."""
         every = (self, *self.others)
         texts = [f'<div style="{_BOX};margin:.4em 0">{output._coloured()}</div>' for output in every]
         counts = Counter(token.why for output in every for token in output.provenance)
@@ -178,7 +177,7 @@ class Output:
 
 
 def _reasons(piece: Piece) -> str:
-    """What the pointer is told over a piece: for each of its tokens the id, why it stands, what the target wanted."""
+    """The tooltip of a piece: for each of its tokens the id, why it was kept, and the target's choice."""
     lines = []
     for token in piece.tokens:
         wanted = token.target_choice not in (None, token.id)

@@ -44,7 +44,7 @@ class Sampling(TypedDict, total=False):
 
 
 class _Params(BaseModel):
-    """Shows only what is not as it is by default."""
+    """Prints only what differs from the defaults."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -77,7 +77,7 @@ class StructuredOutput(_Params):
 
     @property
     def kind(self) -> str:
-        """The name of the one field that is given."""
+        """The name of the field that is given."""
         (kind,) = self._given()
         return kind
 
@@ -113,36 +113,36 @@ class SamplingParams(_Params):
     """How one request is sampled and when it ends. Unknown fields and values out of range are errors.
 
     ``temperature`` 0 is greedy; ``top_k`` 0 (or -1) and ``top_p`` 1 and ``min_p`` 0 are off. ``seed`` None draws a
-    fresh one. Output ends exactly at the first of the ``stop_token_ids``, end-of-sequence (unless ``ignore_eos``),
-    ``stop`` string or ``max_tokens``; before ``min_tokens`` no stop token id can be drawn. ``logprobs`` n gives the
-    target's log-probability of each token and of the n most likely ones (of the unprocessed distribution). ``explain``
-    notes in the provenance how likely each token was, and how undecided the target.
+    fresh one. Output ends exactly where one of these comes first: a ``stop_token_ids``, end-of-sequence (unless
+    ``ignore_eos``), a ``stop`` string, or ``max_tokens``. Before ``min_tokens`` no stop token can be drawn.
+    ``logprobs`` n gives the target's log-probability of each token and of the n most likely ones (of the unprocessed
+    distribution). ``explain`` notes in the provenance how likely each token was, and how undecided the target was.
 
-    ``prompt_logprobs`` n gives the same of the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 follows
-    nothing, and has none). Of the tokens before that, what other requests have cached is shared; the rest is worked out
-    anew. With ``max_tokens`` 0 nothing else is done, and the prompt may be one token longer than the context.
+    ``prompt_logprobs`` n gives the same for the prompt's tokens, from ``prompt_logprobs_start`` on (token 0 follows
+    nothing, and has none). Only the cache of tokens before that is shared with other requests. With ``max_tokens`` 0
+    nothing else is done, and the prompt may be one token longer than the context.
 
     ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
-    were generated before, once and for every time. ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides
-    positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added by token id
-    (in [-100, 100]). ``bad_words`` are texts that never come up, unless split over tokens in an unusual way, and
-    ``bad_words_ids`` sequences of token ids that never do. They hold in this order, at every drafted position by the
-    tokens before it, and nothing excuses a bad word.
+    were generated before: the first once, the second for each time. ``repetition_penalty`` (Keskar et al. 2019; 1 is
+    off) divides positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added
+    by token id (in [-100, 100]). ``bad_words`` are texts that never appear (unless split over tokens in an unusual
+    way), and ``bad_words_ids`` sequences of token ids that never appear. All these apply in this order, at every
+    drafted position by the tokens before it, and no rule excuses a bad word.
 
-    ``skip_special_tokens`` leaves control tokens out of the text, and ``include_stop_str_in_output`` leaves the stop
-    string in it that ended it (and the stop token, where control tokens are shown).
+    ``skip_special_tokens`` leaves control tokens out of the text. ``include_stop_str_in_output`` keeps the stop string
+    that ended it (and the stop token, if control tokens are shown).
 
     ``n`` is the number of completions; all but the first have seeds derived from that of the first.
 
-    Requests that begin with the same tokens share what is cached of them if they have the same ``cache_salt``: one that
-    nobody else can guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
+    Requests that begin with the same tokens share their cache pages if they have the same ``cache_salt``. A salt that
+    is hard to guess keeps others from finding out, by time or by ``stats.cached``, how this prompt begins.
 
     ``structured`` gives the output a form, such as ``{"regex": "yes|no"}`` (see ``StructuredOutput``), which holds at
     every drafted position too, whatever the policy. End-of-sequence tokens, and stop tokens that are control tokens,
-    are allowed exactly where the form may be complete; where nothing else may follow, the output ends with one, even
-    under ``ignore_eos`` (which else keeps it going as long as the form allows) and before ``min_tokens``. So an output
-    has its form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it, as
-    ``max_tokens`` does (``"length"``). Where bad words leave nothing of what the form allows, the form wins.
+    are allowed exactly where the form may be complete. If nothing else may follow, the output ends with one, even under
+    ``ignore_eos`` (which otherwise goes on as long as the form allows) and before ``min_tokens``. So an output has its
+    form if ``finish_reason`` is ``"stop"``, unless a stop string or a stop token that is text cut it; ``max_tokens``
+    (``"length"``) may cut it too. If bad words forbid everything that the form allows, the form wins.
     """
 
     temperature: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -171,22 +171,22 @@ class SamplingParams(_Params):
     cache_salt: str = ""
     structured: StructuredOutput | None = None
 
-    if TYPE_CHECKING:  # lists will do for tuples, and a dictionary for a form
+    if TYPE_CHECKING:  # lists may stand for tuples, and a dictionary for a form
 
         def __init__(self, **fields: Unpack[Sampling]) -> None: ...
 
     def changed(self, fields: Mapping[str, Any]) -> Self:
-        """The same but for ``fields``, all of it checked. Raises ``ValidationError``."""
+        """A copy with other ``fields``, all of it checked. Raises ``ValidationError``."""
         return self.model_validate(self.model_dump() | dict(fields))
 
     @property
     def penalises(self) -> bool:
-        """Whether logits depend on the text before them, or on the request, in any way but through the model."""
+        """Whether the request changes logits, by the text before them or by itself."""
         penalties = self.presence_penalty, self.frequency_penalty, self.repetition_penalty - 1
         return any(penalties) or bool(self.logit_bias) or bool(self.bad_words or self.bad_words_ids)
 
     def check_ids(self, vocab_size: int) -> None:
-        """Raise ``ValueError`` for token ids that a vocabulary of ``vocab_size`` tokens has not."""
+        """Raise ``ValueError`` for token ids outside a vocabulary of ``vocab_size`` tokens."""
         bad_words_ids = (token for ids in self.bad_words_ids for token in ids)
         named = {"stop_token_ids": self.stop_token_ids, "logit_bias": self.logit_bias, "bad_words_ids": bad_words_ids}
         for name, ids in named.items():
@@ -203,7 +203,7 @@ class SamplingParams(_Params):
     @field_validator("top_k", mode="before")
     @classmethod
     def _minus_one_is_off(cls, value: object) -> object:
-        return 0 if value == -1 else value  # as vLLM has it
+        return 0 if value == -1 else value  # as in vLLM
 
     @field_validator("stop", mode="before")
     @classmethod

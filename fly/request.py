@@ -1,4 +1,4 @@
-"""One request: its tokens so far, why each stands, and what speculation did for it. Knows nothing of models."""
+"""One request: its tokens so far, why each was kept, and what speculation did for it. Knows nothing of models."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
     # the usual case, at C speed, without a copy of the one that is a prefix
     if (a if len(a) == shorter else a[:shorter]) == (b if len(b) == shorter else b[:shorter]):
         return shorter
-    # They differ near the end, as a rule: what comes before is compared at C speed as well.
+    # They usually differ near the end: everything before is compared at C speed as well.
     start, window = shorter, 32
     while start and a[:start] != b[:start]:
         start, window = max(shorter - window, 0), 8 * window
@@ -33,7 +33,7 @@ def common_prefix(a: list[int], b: list[int]) -> int:
 
 @dataclass(frozen=True)
 class BadWords:
-    """Sequences of tokens that must not come up, found by the last token of a text."""
+    """Sequences of tokens that must not appear, found by the last token of a text."""
 
     words: tuple[tuple[int, ...], ...] = ()
 
@@ -53,7 +53,7 @@ class BadWords:
         return bool(self.words)
 
     def next(self, text: list[int]) -> list[int]:
-        """What must not follow ``text``, each once."""
+        """The tokens that must not follow ``text``, each once."""
         started = self._after.get(text[-1], ()) if text else ()
         return sorted(self._always.union(last for start, last in started if text[-len(start) :] == start))
 
@@ -68,11 +68,15 @@ class Form(Protocol):
         draft: list[int],
         parents: abc.Sequence[int],
         raw_JV: Tensor | None = None,
+        numbers: abc.Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
         """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
 
+    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
+        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
+
     def check(self, place: int) -> None:
-        """Raises ``ValueError`` if a text that stands up to ``place``, as last asked about, cannot go on."""
+        """Raises ``ValueError`` if a text that is kept up to ``place``, as last asked about, cannot go on."""
 
     def fresh(self) -> Form:
         """The same form, at its start."""
@@ -86,13 +90,12 @@ class Token(NamedTuple):
 
     Attributes:
         id: the token.
-        why: why it stands.
+        why: why it was kept.
         clause: for a relaxed token, the conditions that excused it.
         target_choice: the target's most likely token there.
-        prob: where ``SamplingParams.explain`` asks for it, how likely the token was to the target (of its unprocessed
-            distribution, as the next two),
-        choice_prob: how likely the target's choice was,
-        entropy: and how undecided the target, in nats.
+        prob: with ``SamplingParams.explain``, the target's probability of the token (unprocessed, as the next two).
+        choice_prob: the target's probability of its own choice.
+        entropy: the target's entropy, in nats.
     """
 
     id: int
@@ -114,9 +117,9 @@ class Summed:
 
 @dataclass
 class Gate(Summed):
-    """What one clause of a relaxation did: the mismatches it was ``asked`` about, those where it ``passed``, and those
-    it *decided*, where another answer of this one clause would have changed the fate of the token: ``excused`` ones
-    stand because it held, ``refused`` ones fell because it alone did not."""
+    """What one clause of a relaxation did: at how many mismatches it was ``asked``, and how often it ``passed``. It
+    *decided* a mismatch if its opposite answer would have changed the outcome: ``excused`` counts tokens that were kept
+    because it held, ``refused`` those that were rejected because it alone did not."""
 
     asked: int = 0
     passed: int = 0
@@ -130,14 +133,14 @@ class Stats:
 
     Attributes:
         prompt_tokens: tokens of the prompt.
-        cached: those of them that were in the cache already, from other requests.
-        preempted: times it had to make room for others and start again from its tokens.
+        cached: how many of them were in the cache already, from other requests.
+        preempted: how often it had to make room for others and start again from its tokens.
         generated: tokens of the output.
         rounds: target forwards after the prompt's.
-        emitted: tokens that rounds gave: all but the first, which the prompt's forward gives.
-        drafted: tokens that the target was asked about.
-        accepted: those of them that were emitted.
-        relaxed: those of these that the policy excused.
+        emitted: tokens that rounds emitted: all but the first, which the prompt's forward gives.
+        drafted: drafted tokens that the target verified.
+        accepted: how many of them were emitted.
+        relaxed: how many of these the relaxed rule alone kept.
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
         layers: of the target, that all rounds went through, where it leaves early (``LLM(exits=...)``); else 0.
@@ -182,8 +185,8 @@ class Stats:
         return [name for name, gate in self.gates.items() if gate.asked >= 20 and not gate.passed]
 
     def count_gates(self, held: Mapping[str, bool], excused: bool, turns: Collection[str], times: int = 1) -> None:
-        """Note what clauses said of a mismatch (``held``), or of ``times`` such, whether that ``excused`` it, and which
-        of them decided it (``Condition.deciding``)."""
+        """Note the clauses' answers at a mismatch (``held``), or at ``times`` equal ones, whether it was ``excused``,
+        and which clauses decided it (``Condition.deciding``)."""
         for name, passed in held.items():
             gate = self.gates.setdefault(name, Gate())
             gate.asked += times
@@ -239,11 +242,11 @@ class Sequence:
     finish_reason: str | None = None
     bad: BadWords = field(default_factory=BadWords)
     priority: int = 0  # smaller goes first
-    client: str = ""  # whose it is: clients share the engine
-    draft: str = ""  # which of several strategies drafts for it; empty: the first, or the only one
+    client: str = ""  # its client: clients share the engine
+    draft: str = ""  # the one of several strategies that drafts for it; empty: the first, or the only one
     parent: Sequence | None = None  # has the same prompt, and prefills it for both
-    error: Exception | None = None  # what ended it, where that was an error
-    matcher: Form | None = None  # of the form its output must have; forks share it, since it goes by their tokens
+    error: Exception | None = None  # the error that ended it, if any
+    matcher: Form | None = None  # for the form of its output; forks share it, since it follows their tokens
 
     @property
     def generated(self) -> int:
@@ -256,7 +259,7 @@ class Sequence:
 
     @property
     def scores(self) -> bool:
-        """Whether log-probabilities of prompt tokens are still to be worked out."""
+        """Whether log-probabilities of prompt tokens are still missing."""
         return self.params.prompt_logprobs is not None and self._next_score < self.prompt_length
 
     @property
@@ -264,13 +267,13 @@ class Sequence:
         return max(1, self.params.prompt_logprobs_start) + len(self.prompt_logprobs)
 
     def scored(self, start: int, count: int) -> range:
-        """The prompt tokens that are to be scored by what the model says after ``count`` tokens from ``start`` on."""
+        """The prompt tokens that are scored by the model's output after ``count`` tokens from ``start`` on."""
         first = self._next_score if self.scores else self.prompt_length
         return range(max(first, start + 1), min(start + count + 1, self.prompt_length))
 
     @property
     def shareable(self) -> int:
-        """Tokens after which nobody asks what the model says: they need not be fed if they are cached."""
+        """How many tokens need no model output after them: they need not be fed if they are cached."""
         return min(self._next_score, len(self.tokens)) - 1 if self.scores else len(self.tokens) - 1
 
     def sample(self, seed: int) -> Sequence:

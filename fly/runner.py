@@ -26,20 +26,20 @@ __all__ = ["Drafter", "OnPrompt", "Runner"]
 
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # numbers of prompt tokens, and the logits [P, V] they follow on
 
-# Tokens beside a round's own that rounds of one call may emit: what caches must have room for. So many, or else fewer;
-# and of all rows together no more than this.
+# How many tokens rounds of one call may emit beyond a round's own, which caches must have room for: so many, or else
+# fewer; and of all rows together no more than this.
 _AT_ONCE, _IN_ALL = (128, 32, 8, 1), 1024
 
 
 class Drafter(Protocol):
-    """Who drafts in rounds that are taken in one call: a draft model with its cache, or a head of the target."""
+    """The drafter in rounds that are taken in one call: a draft model with its cache, or a head of the target."""
 
     @property
     def executor(self) -> Executor: ...
 
     @property
     def states(self) -> HiddenStates | None:
-        """The target's hidden states that it drafts by, if it does."""
+        """The target's hidden states that it needs, if any."""
 
     def fits(self, rows: abc.Sequence[Sequence], rooms: abc.Sequence[int]) -> bool:
         """Whether there are free pages for so many tokens of each of ``rows``."""
@@ -49,7 +49,7 @@ class Drafter(Protocol):
         ``OutOfBlocks``; nothing was changed then."""
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
-        """What it drafts by in that batch."""
+        """The hidden states that it needs for that batch."""
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
         """This is cached of a row after the rounds."""
@@ -73,9 +73,9 @@ class Runner:
         self.control_V[sorted(set(control_ids))] = True
         self._cached: dict[int, list[int]] = {}
         self._trees: dict[int, tuple[int, list[int]]] = {}  # where a row's cached tree starts, and its parents
-        self.states: HiddenStates | None = None  # what it drafts by: a model drafts by itself
+        self.states: HiddenStates | None = None  # a model needs no hidden states of the target
         self._watches: list[HiddenStates] = []
-        self._states: tuple[int, ...] = ()  # what the executor is asked for, for all of them
+        self._states: tuple[int, ...] = ()  # the layers that the executor is asked for, for all of them
 
     def watch(self, layers: abc.Sequence[int]) -> HiddenStates:
         """Keep hidden states of what is fed from now on, of rows that may be drafted for: after so many of the model's
@@ -95,8 +95,8 @@ class Runner:
         return len(row.tokens) - len(self._cached.get(row.id, ()))
 
     def begin(self, row: Sequence) -> list[int]:
-        """The tokens of ``row`` that are cached. A row not seen before starts with the pages that others have filled
-        with the beginning of its tokens (of those that need not be fed: ``Sequence.shareable``)."""
+        """The tokens of ``row`` that are cached. A new row starts with the pages that others have filled with the
+        beginning of its tokens (as far as these need not be fed: ``Sequence.shareable``)."""
         if (cached := self._cached.get(row.id)) is None:
             allocator = self.cache.allocator
             # another runner on the same cache may know it
@@ -174,10 +174,10 @@ class Runner:
         """Run one forward over every row's uncached tokens and then its draft.
 
         ``parents`` makes trees of the drafts, as in ``Draft``: a token sees its ancestors, and stands at the position
-        after them. ``prefill`` names other rows, and how many more of their tokens are to be cached by the way.
+        after them. ``prefill`` names other rows, and how many more of their tokens are cached in the same forward.
         ``note`` is given, for every row with prompt tokens to score, their numbers (``Sequence.scored``) and logits.
         Returns logits [B, J, V], J = 1 + the longest draft: position 0 follows the row's last token, position j its
-        j-th drafted one; and the most likely token at each, where that was found by the way. Rows with shorter drafts
+        j-th drafted one; and the most likely token at each, if the backend found it anyway. Rows with shorter drafts
         repeat their last position.
 
         Raises:
@@ -238,7 +238,7 @@ class Runner:
         return logits_NV.unflatten(0, (len(rows), longest + 1)), choices
 
     def _note(self, rows: abc.Sequence[Sequence], starts: list[int], counts: list[int], states_TF: Tensor) -> None:
-        """Hidden states of what was fed go to those who asked for them."""
+        """Hand hidden states of the fed tokens to the drafters that need them."""
         width = self.executor.config.hidden_size
         for watch in self._watches:
             own_TF = states_TF
@@ -257,11 +257,12 @@ class Runner:
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
     ) -> Drafted | None:
-        """What the model says of every row, token after token (``Executor.extend``), up to ``most[b]`` (at least 1) or
-        one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and again.
+        """What the model generates for every row, token after token (``Executor.extend``), up to ``most[b]`` (at least
+        1) or one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and
+        again.
 
-        None where the executor has no such call, or somebody asks for hidden states. Raises ``OutOfBlocks`` where the
-        cache has no room for all of it. Nothing was changed then.
+        None if the executor has no such call, or if hidden states are needed. Raises ``OutOfBlocks`` where the cache
+        has no room for all of it. Nothing was changed then.
         """
         if self._watches:
             return None

@@ -20,11 +20,11 @@ __all__ = ["BatchSampling", "ProcessedDistribution"]
 
 @dataclass(frozen=True, eq=False)
 class BatchSampling:
-    """The sampling parameters of a batch as columns, and what they make of logits.
+    """The sampling parameters of a batch as columns, and how they process logits.
 
-    Temperature first, then top-k (tokens that fewer than k are likelier than), then top-p on what is left (tokens
-    whose likelier ones have less than a share p of the mass), then min-p (at least that share of the likeliest's
-    mass). Equally likely tokens are kept or cut together.
+    First temperature, then top-k (keep a token if fewer than k are likelier), then top-p on the rest (keep a token if
+    all likelier ones have less than a share p of the mass), then min-p (keep a token with at least that share of the
+    likeliest token's mass). Equally likely tokens are kept or cut together.
     """
 
     temperature_B: Tensor  # 1 where greedy
@@ -47,7 +47,7 @@ class BatchSampling:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)
 
-        limits = torch.finfo(torch.float32)  # beyond them a temperature would round to 0 or infinity
+        limits = torch.finfo(torch.float32)  # outside these limits a temperature would round to 0 or infinity
         temperatures, top_ks, top_ps, min_ps = zip(*params) if params else ((), (), (), ())
         return BatchSampling(
             temperature_B=column([min(max(t or 1.0, limits.tiny), limits.max) for t in temperatures]),
@@ -79,7 +79,7 @@ _columns = lru_cache(64)(BatchSampling._of)  # a batch asks for the same round a
 
 
 class ProcessedDistribution:
-    """The distribution that sampling parameters make of logits, worked out only where somebody looks.
+    """The processed distribution of logits, computed only where it is read.
 
     A position's distribution is its least logit that is kept, its largest logit, and the mass above the least: three
     numbers.
@@ -129,7 +129,8 @@ class ProcessedDistribution:
         return type(self)(self.sampling.rows(index_B), self.logits_BJV[index_B])
 
     def _share(self, logits: Tensor, rows_N: Tensor | None = None, positions_N: Tensor | None = None) -> Tensor:
-        """What each of the given logits has of the mass at its position: [N, ...] of those named, or [B, <= J, ...]."""
+        """The share of the mass at its position that each given logit has: [N, ...] of those named, or [B, <= J,
+        ...]."""
         if self._found is None:
             self._found = self._find()
         peak_BJ, least_BJ, total_BJ = self._found
@@ -194,8 +195,8 @@ def _kept_mass(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, least_N
 def _nucleus(logits_NV: Tensor, peak_N: Tensor, temperature_N: Tensor, total_N: Tensor, top_p_N: Tensor) -> Tensor:
     """[N] the least logit whose likelier tokens have less than ``top_p`` of the mass (``total`` is its ln).
 
-    On the CPU most positions are decided by a few of the likeliest tokens, and only the others look at more; an
-    accelerator sorts them all, since asking which are decided would make it wait.
+    On the CPU a few of the likeliest tokens decide most positions, and only the others look at more. An accelerator
+    sorts them all, since finding out which are decided would make it wait.
     """
     width = logits_NV.shape[-1]
 

@@ -1,14 +1,14 @@
 """Which requests run in which step: continuous batching. Knows nothing of texts, threads, HTTP or files.
 
-Requests join and leave at every step. One that decodes takes part in every step; the tokens of a step that are left
-go to prompts, in chunks. Where the caches run out of pages, the request that is served last makes room: it starts again
-later from the tokens it has, and goes on as if nothing had happened.
+Requests join and leave at every step. One that decodes takes part in every step; the rest of a step's tokens goes to
+prompts, in chunks. If the caches run out of pages, the request that is served last makes room: it starts again later
+from the tokens it has, and goes on as if nothing had happened.
 
-Clients share the engine: of equal priority, the next to join is a request of the client with the fewest rows running
-(of several such, the one that was served the fewest tokens), and the last one served is the latest of the client with
-the most. Whoever has two rows more than another that waits makes room for it. So each gets an equal part of the rows,
-as far as it wants it, and no client can make another wait by asking for much. What a client has been served counts
-from when it came, at the count of the one served least (a virtual token counter: Sheng et al., arXiv 2401.00588).
+Clients share the engine. Among equal priorities, the next request to join is of the client with the fewest running rows
+(if several have as few, of the one that was served the fewest tokens), and the first to make room is the latest of the
+client with the most. A client that has two rows more than a waiting one makes room for it. So each gets an equal part
+of the rows, if it wants that many, and no client can make another wait by asking for much. A new client's count of
+served tokens starts at that of the client served least (a virtual token counter: Sheng et al., arXiv 2401.00588).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from fly.request import Sequence, Token
 
 __all__ = ["Scheduler"]
 
-_LOGITS = 2**25  # of prompts that are scored, at most kept at a time: 128 MiB, and as much again to normalise them
-_LEAST_CHUNK, _LEAST_PART = 32, 8  # prompt tokens that a step takes in, however many rows decode; or this part of it
+_LOGITS = 2**25  # the most logits of scored prompts at a time: 128 MiB, and as much again to normalise them
+_LEAST_CHUNK, _LEAST_PART = 32, 8  # prompt tokens that a step reads, however many rows decode; or this part of the step
 
 
 @dataclass
 class _Step:
-    """What one step feeds: ``rows`` that emit, and prompts (or what was lost of a text) that come in by a chunk."""
+    """What one step feeds: ``rows`` that emit, and a chunk of each prompt (or of a text that lost its cache)."""
 
     rows: list[Sequence] = field(default_factory=list)
     prefill: list[tuple[Sequence, int]] = field(default_factory=list)
@@ -42,9 +42,9 @@ class _Step:
 
 @dataclass
 class _Client:
-    """One who has requests here: its rows that run, and those that wait, in order."""
+    """A client with requests here: its running rows, and its waiting ones in order."""
 
-    served: int  # tokens that were fed of its prompts or emitted, from a start that is fair to others
+    served: int  # tokens that were fed or emitted for it, from a start that is fair to others
     rows: int = 0
     waiting: list[Sequence] = field(default_factory=list)
 
@@ -54,13 +54,13 @@ class Scheduler:
 
     Args:
         engine: the target with its draft strategy.
-        max_rows: most requests in one step.
-        step_tokens: tokens one step feeds to the target, about: requests that decode are always fed, and prompts get
-            what is left. Smaller ones keep the time between tokens even while long prompts come in.
-        failed: called with an error of the engine before anything is made of it; may raise what is no request's own.
+        max_rows: the most requests in one step.
+        step_tokens: about how many tokens one step feeds to the target: requests that decode are always fed, and
+            prompts get the rest. A smaller number keeps the time between tokens even while long prompts are read.
+        failed: called with an error of the engine first of all; may raise an error that is not a request's own.
 
     A request is a ``Sequence``. It is over when its ``finish_reason`` is set; if that is ``"error"``, its ``error``
-    says why. An error of one request (of its policy, say) ends that request alone.
+    says why. An error of one request (for example of its policy) ends that request alone.
     """
 
     def __init__(
@@ -73,17 +73,17 @@ class Scheduler:
         if max_rows < 1 or step_tokens < 1:
             raise ValueError(f"max_rows {max_rows} and step_tokens {step_tokens} must be at least 1")
         self.engine, self.max_rows, self.step_tokens, self._failed = engine, max_rows, step_tokens, failed
-        self.seconds: float = sys.maxsize  # after which a step begins no further round
+        self.seconds: float = sys.maxsize  # seconds after which a step begins no further round
         self.running: list[Sequence] = []  # by priority, then by arrival
-        self._clients: dict[str, _Client] = {}  # those that have anything here
+        self._clients: dict[str, _Client] = {}  # clients with requests here
         self._stopped: dict[int, Callable[[Sequence, int], bool]] = {}
         self._reported: dict[int, int] = {}  # tokens of each row that a step has returned
-        self._arrivals: dict[int, int] = {}  # not by id: ranks that make the same rows may have other ids for them
+        self._arrivals: dict[int, int] = {}  # not by id: the same rows may have other ids on other ranks
         # prompt tokens scored in one step: so few that their logits fit, and so many that each row may have one
         self._scores = max(max_rows, _LOGITS // engine.runner.executor.config.vocab_size)
         self._count = itertools.count()
         self._stepping = False
-        self._stuck: Sequence | None = None  # waits for room, of which there is no more than when it was last tried
+        self._stuck: Sequence | None = None  # waits for room; there is no more room than when it was last tried
 
     def __bool__(self) -> bool:
         """Whether any request is unfinished."""
@@ -91,15 +91,15 @@ class Scheduler:
 
     @property
     def waiting(self) -> list[Sequence]:
-        """Requests that wait for their turn: of one client after the other, each one's in order."""
+        """Waiting requests: client by client, each client's in order."""
         return [row for client in self._clients.values() for row in client.waiting]
 
     def allocators(self) -> list[BlockAllocator]:
-        """Those of all caches: the target's first."""
+        """The allocators of all caches, the target's first."""
         return [allocator for allocator, _, _ in self._allocators()]
 
     def check(self, row: Sequence) -> None:
-        """Raises ``ValueError`` if the caches cannot hold ``row`` to its very end, even if it has them to itself."""
+        """Raises ``ValueError`` if the caches cannot hold ``row`` up to its end, even if it runs alone."""
         end = row.prompt_length + row.params.max_tokens + self._spare
         if any(a.blocks_for(min(end, most)) > a.num_blocks for a, most, _ in self._allocators()):
             raise ValueError(
@@ -167,7 +167,7 @@ class Scheduler:
             self.engine.step(step.rows, self._stop if self._stopped else None, step.prefill, self.seconds)
         except Exception as error:
             self._failed(error)
-            # The engine leaves all as it was, so that whose fault it is shows when each goes alone.
+            # The engine leaves everything as it was, so running each request alone shows whose error it is.
             alone = [_Step([row]) for row in step.rows] + [_Step([], [part]) for part in step.prefill]
             if len(alone) > 1:
                 if not isinstance(error, OutOfBlocks):
@@ -181,7 +181,7 @@ class Scheduler:
                         self._run(part)
                 return
             (row,) = step.rows or [row for row, _ in step.prefill]
-            if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than can be foreseen
+            if isinstance(error, OutOfBlocks) and len(self.running) > 1:  # more was drafted than could be foreseen
                 self._preempt(self._last())
                 return
             row.finish_reason, row.error = "error", error
@@ -192,11 +192,11 @@ class Scheduler:
         return bool(row.finish_reason) or row not in self.running
 
     def _order(self, row: Sequence) -> tuple[int, int]:
-        """Who of one client is served first: by priority, then by arrival."""
+        """The order of one client's requests: by priority, then by arrival."""
         return row.priority, self._arrivals[row.id]
 
     def _in_turn(self) -> Iterator[Sequence]:
-        """Those that wait, in the order in which they are to join; who comes next depends on who has joined by then."""
+        """Waiting requests in the order in which they join; the next one depends on those that have joined by then."""
         queues = {name: client.waiting[::-1] for name, client in self._clients.items() if client.waiting}
 
         def turn(name: str) -> tuple[int, int, int, int]:
@@ -211,11 +211,11 @@ class Scheduler:
             yield row
 
     def _last(self) -> Sequence:
-        """Who of those that run makes room first."""
+        """The running request that makes room first."""
         return max(self.running, key=lambda row: (row.priority, self._clients[row.client].rows, self._arrivals[row.id]))
 
     def _makes_room(self, row: Sequence) -> Sequence | None:
-        """Who of those that run has to go for ``row`` to join, if anybody."""
+        """The running request that has to make room for ``row``, if any."""
         if not self.running:
             return None
         last = self._last()
@@ -244,7 +244,7 @@ class Scheduler:
         self._stuck = None
 
     def _preempt(self, row: Sequence) -> None:
-        """Take back what ``row`` holds; it waits for its turn again."""
+        """Free what ``row`` holds; it waits for its turn again."""
         client = self._clients[row.client]
         self.running.remove(row)
         client.rows -= 1
@@ -254,7 +254,7 @@ class Scheduler:
         self._stuck = None
 
     def _admit(self) -> None:
-        """Let those that wait join, each in its turn, as far as there is room for all that run to go on."""
+        """Let waiting requests join in order, as long as all running ones still have room to go on."""
         runner = self.engine.runner
         filling = {self._next_page(row) for row in self.running if self._unfed(row)}
         for row in self._in_turn():
@@ -262,13 +262,13 @@ class Scheduler:
                 return
             parent = row.parent
             if parent is not None and not parent.generated and not parent.finish_reason:
-                continue  # it takes over the prompt once that is in
+                continue  # it shares the prompt once that is read
             if parent is not None and not parent.scores:
                 row.prompt_logprobs = parent.prompt_logprobs
             if parent in self.running and not row.generated:
                 runner.fork(parent, row)
             cached = len(runner.begin(row))
-            if self._next_page(row) in filling:  # another row is at it
+            if self._next_page(row) in filling:  # another row is reading it
                 runner.release(row)
                 continue
             while not (joins := self._may_join(row)) and (last := self._makes_room(row)) is not None:
@@ -287,21 +287,21 @@ class Scheduler:
                 filling.add(self._next_page(row))
 
     def _next_page(self, row: Sequence) -> object:
-        """The page of ``row`` that comes in next, if another row could share it; else something of its own."""
+        """The next page of ``row``, if another row could share it; else a key of its own."""
         allocator = self.engine.runner.cache.allocator
         return (
             self.engine.runner.share and allocator.next_key(row.id, row.tokens[: row.shareable], row.params.cache_salt)
         ) or row.id
 
     def _unfed(self, row: Sequence) -> int:
-        """Tokens of ``row`` that have to come in before it decodes: those of its prompt, or what is to be worked out
-        again of its text. The last of a text that goes on is fed when it does, that of one that never does is not."""
+        """Tokens of ``row`` that must be fed before it decodes: its prompt, or the lost part of its text. The last
+        token is fed when the row decodes, and never if it only scores its prompt."""
         pending = self.engine.runner.pending(row)
         return pending - 1 if row.generated or not row.params.max_tokens else pending
 
     def _plan(self) -> _Step:
-        """Every row that decodes, and as much of every prompt as the step has tokens for: each client gets an equal
-        share, and of that each of its prompts, so that short prompts are not held up by long ones."""
+        """All rows that decode, and as much of the prompts as the step has tokens for. Each client gets an equal share,
+        which its prompts share equally, so that short prompts are not held up by long ones."""
         step, filling, left = _Step(), dict[str, dict[Sequence, int]](), self.step_tokens
         for row in self.running:
             if unfed := self._unfed(row):
@@ -322,18 +322,18 @@ class Scheduler:
                     taken = scored.stop - 1 - (len(row.tokens) - self.engine.runner.pending(row))
                 scores[name] -= len(scored)
                 if taken == prompts[row] and not row.generated and row.params.max_tokens:
-                    step.rows.append(row)  # the last of the prompt gives the first token
+                    step.rows.append(row)  # the prompt's last token gives the first new one
                 elif taken:
                     step.prefill.append((row, taken))
         return step
 
     def _scored(self, row: Sequence, taken: int) -> range:
-        """The prompt tokens of ``row`` that are scored when ``taken`` more of it come in."""
+        """The prompt tokens of ``row`` that are scored when ``taken`` more are fed."""
         return row.scored(len(row.tokens) - self.engine.runner.pending(row), taken)
 
     def _may_join(self, row: Sequence) -> bool:
-        """Whether there is room for the next round of ``row`` and of all that run, and a page more for each, so that
-        they do not drive each other out at once."""
+        """Whether there is room for the next round of ``row`` and of all running rows, and one more page for each, so
+        that they do not push each other out at once."""
         return len(self.running) < self.max_rows and self._has_room(_Step([*self.running, row]), len(self.running))
 
     def _has_room(self, step: _Step, slack: int = 0) -> bool:
@@ -355,7 +355,7 @@ class Scheduler:
         return True
 
     def _drafted(self, row: Sequence) -> int:
-        """Most tokens that may be drafted for ``row`` in its next round."""
+        """The most tokens that may be drafted for ``row`` in its next round."""
         return max(0, min(row.k, self.engine.left(row) - 1)) if self.engine.strategy is not None else 0
 
     @property
@@ -363,7 +363,7 @@ class Scheduler:
         return 0 if self.engine.strategy is None else self.engine.strategy.spare
 
     def _allocators(self) -> abc.Sequence[tuple[BlockAllocator, int, bool]]:
-        """Every allocator, the most tokens that one row takes of it, and whether it is one of a drafter."""
+        """Every allocator, the most tokens that one row takes of it, and whether it belongs to a drafter."""
         context, strategy = self.engine.context, self.engine.strategy
         own = (self.engine.runner.cache.allocator, context + self._spare, False)
         if strategy is None:
@@ -376,8 +376,8 @@ _Wants = TypeVar("_Wants", bound=abc.Hashable)
 
 
 def _shared(amount: int, wanted: dict[_Wants, int]) -> dict[_Wants, int]:
-    """Equal parts of ``amount``, but to none more than it wants: what one leaves goes to the others. Parts are rounded
-    up, so that where there are more than tokens some get one; among equals the first."""
+    """Equal parts of ``amount``, but none larger than wanted: what one leaves goes to the others. Parts are rounded up,
+    so if there are more parts than tokens, some get one token: the first among equals."""
     parts = {}
     for number, (who, most) in enumerate(sorted(wanted.items(), key=lambda entry: entry[1])):
         parts[who] = min(most, -(-amount // (len(wanted) - number)))

@@ -16,21 +16,21 @@ __all__ = ["AsyncStream", "Stream"]
 
 
 class _Pieces:
-    """A completion being streamed, whoever waits for it."""
+    """A completion being streamed, to a thread or a coroutine."""
 
     def __init__(self, worker: Worker, job: Job) -> None:
         self._worker, self._job = worker, job
         self._row = job.requests[0].row
         self._splitter = Splitter(job.requests[0].thinking)
         self._ready: deque[Piece] = deque()
-        self._held: tuple[Token, ...] = ()  # that settled no text yet
+        self._held: tuple[Token, ...] = ()  # tokens that have settled no text yet
         self._begun = self._over = False
         self._error: BaseException | None = None
         self._taken = 0
 
     @property
     def stats(self) -> Stats:
-        """Counts so far: of what was generated, fetched or not."""
+        """Counts of what was generated so far, fetched or not."""
         return self._row.stats
 
     @property
@@ -39,7 +39,7 @@ class _Pieces:
         return self._row.finish_reason
 
     def _ask(self) -> bool:
-        """Whether there is something to wait for; raises what ended it."""
+        """Whether there is more to wait for; raises the error that ended it."""
         if self._over:
             error, self._error = self._error, None
             if error is not None:
@@ -68,7 +68,7 @@ class _Pieces:
                     self._give(found or [("text", "")] if self._held else found)
 
     def _give(self, found: list[tuple[Kind, str]]) -> None:
-        """Settled text is ready; the first piece of it takes the tokens that were held."""
+        """Hand out settled text; its first piece takes the tokens that were held back."""
         for kind, text in found:
             self._ready.append(Piece(text, self._held, kind))
             self._held = ()
@@ -84,7 +84,7 @@ class _Pieces:
 
 
 class Stream(_Pieces, Iterator[Piece]):
-    """A completion being streamed. ``close``, or to forget it, ends it and frees what it holds."""
+    """A completion being streamed. ``close``, or dropping it, ends it and frees what it holds."""
 
     def __next__(self) -> Piece:
         while not self._ready:
@@ -97,7 +97,7 @@ class Stream(_Pieces, Iterator[Piece]):
                 raise
             self._take(entry)
             if self._over:
-                self._job.queue.put([])  # another who waits finds that nothing more comes
+                self._job.queue.put([])  # other waiting threads then find that nothing more comes
         return self._ready.popleft()
 
     def close(self) -> None:
@@ -110,7 +110,7 @@ class AsyncStream(_Pieces, AsyncIterator[Piece]):
 
     async def __anext__(self) -> Piece:
         if not self._begun:
-            self._job.loop = asyncio.get_running_loop()  # that of the reader, not of who opened it
+            self._job.loop = asyncio.get_running_loop()  # the reader's loop, which may not be the one that opened it
         while not self._ready:
             if not self._ask():
                 raise StopAsyncIteration
@@ -125,5 +125,5 @@ class AsyncStream(_Pieces, AsyncIterator[Piece]):
         return self._ready.popleft()
 
     async def aclose(self) -> None:
-        """End the request early; its cache is free after the round that is under way."""
+        """End the request early; its cache is free after the current round."""
         self._leave()

@@ -12,7 +12,7 @@ import threading
 import warnings
 from collections import OrderedDict, abc
 from collections.abc import Callable, Iterable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -38,29 +38,34 @@ LIMITS: dict[str, Any] = {
     "verbose_errors": False,
 }
 _LIMITS = LLParserLimits(**LIMITS)
-_BEYOND = "too many", "max is", "limit"  # words of the library's, where it is by these
+_BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 _LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
 _KEPT = 1 << 30
 _BYTES, _BYTES_A_BYTE = 32 << 20, 64
-# JSON on one line or indented, but no runs of blanks, with which small models like to go on for ever. A schema's own
+# JSON on one line or indented, but without runs of blanks, which small models tend to repeat for ever. A schema's own
 # "x-guidance" wins over this.
 BLANKS = r" |\n[ ]{0,16}"
-# 0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first.
-_BIAS_OF_BYTE = torch.tensor([[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)])
+
+
+@cache
+def _bias_of_byte(device: torch.device) -> Tensor:
+    """0 where a bit is set, -infinity where not: row n is for the byte n, its lowest bit first."""
+    rows = [[0.0 if byte >> bit & 1 else -torch.inf for bit in range(8)] for byte in range(256)]
+    return torch.tensor(rows, device=device)
 
 
 class StructuredError(ValueError):
-    """A request's form cannot be had: that is the request's own fault."""
+    """The form that a request asks for cannot be used: an error of the request."""
 
 
 class Grammars:
-    """The grammars that requests ask for, over one vocabulary. Compiled ones are kept as long as there is room for them
-    (1 GiB); nothing is kept of one that is refused, or proves to be beyond the limits while it is followed.
+    """The grammars that requests ask for, over one vocabulary. Compiled ones are kept while there is room for them (1
+    GiB). Nothing is kept of a refused grammar, or of one that proves to be beyond the limits while it is followed.
 
-    ``matcher`` may be called from any thread. One grammar is compiled at a time, and meanwhile those that are known
-    are to be had. ``vet`` is given each before it is compiled, and may refuse it (``ValueError``).
+    ``matcher`` may be called from any thread. One grammar is compiled at a time; meanwhile the known ones stay
+    available. ``vet`` gets each grammar before it is compiled, and may refuse it (``ValueError``).
 
     Args:
         tokenizer: spells the vocabulary.
@@ -71,19 +76,19 @@ class Grammars:
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Iterable[int]) -> None:
         self.tokenizer, self.vocab_size, self.eos_ids = tokenizer, vocab_size, frozenset(eos_ids)
         self.vet: Callable[[str], None] = lambda grammar: None
-        self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # the one unused for longest first
+        self._kept: OrderedDict[StructuredOutput, LLMatcher] = OrderedDict()  # least recently used first
         self._size = 0  # of those
         self._looking, self._compiling = threading.Lock(), threading.Lock()
 
     def matcher(self, params: SamplingParams) -> Matcher:
-        """The state of one request, at its start.
+        """The matcher of one request, at its start.
 
         It may end with an end-of-sequence token (under ``ignore_eos`` only where nothing else may follow) or with one
         of its own stop tokens that is a control token.
 
         Raises:
-            ValueError: no such grammar can be had, with the reason: a bad or unsupported one, a tokenizer of an
-                unknown kind, no token to end with.
+            ValueError: the grammar cannot be used, with the reason: it is wrong or unsupported, the tokenizer is of an
+                unknown kind, or there is no token to end with.
         """
         assert params.structured is not None
         own = self.tokenizer.control_ids.intersection(params.stop_token_ids)
@@ -131,12 +136,12 @@ class Grammars:
     def _vocabulary(self) -> LLTokenizer:
         try:
             return LLTokenizer(**self.spelling)
-        except Exception as error:  # whatever the library raises
+        except Exception as error:  # the library may raise anything
             raise ValueError(f"structured output cannot read this tokenizer: {error}") from error
 
     @property
     def _never(self) -> frozenset[int]:
-        """What the library takes for ends: allowed as an end of the request, or not at all."""
+        """The tokens that the library takes for ends: they are allowed as an end of the request, or not at all."""
         return frozenset(self._vocabulary.eos_tokens)
 
     def _compile(self, structured: StructuredOutput) -> LLMatcher:
@@ -171,7 +176,7 @@ class Grammars:
 
 
 def _too_large(matcher: LLMatcher) -> str:
-    """That a grammar is beyond the limits, in words, with the library's own."""
+    """The message that a grammar is beyond the limits, with the library's own words."""
     own = _one_line(matcher.get_error()).removesuffix(" <non-verbose/>").partition("; consider")[0]
     return f"it is too large to be followed ({own}); make it simpler"
 
@@ -193,13 +198,13 @@ def _allow(bits: bytearray, tokens: Iterable[int]) -> None:
 class Matcher:
     """Follows the text of one request and its forks by comparing tokens, and says what may come next.
 
-    It remembers what the last text asked about, and the masks found along it, so that what a draft model was given
-    while it drafted is not worked out again when the target verifies.
+    It remembers the last text that it was asked about and the masks along it, so that masks computed while a draft
+    model drafted are not computed again when the target verifies.
 
     Args:
         start: the compiled grammar at its start; it is copied.
         refuse: called if it proves to be beyond the library's limits.
-        never: tokens that are no text, whatever the grammar says.
+        never: tokens that are not text; never allowed, whatever the grammar says.
         ends: tokens that end the text; allowed exactly where the grammar may end.
         last_ends: further ones, allowed only where nothing else is.
     """
@@ -217,7 +222,7 @@ class Matcher:
         self._no_text = never | ends | last_ends
         self._text: list[int] = []  # what the matcher has consumed
         self._masks: dict[int, tuple[bytearray, str]] = {}  # by length of text
-        self._stuck: dict[int, str] = {}  # places last asked about that nothing can follow, and why
+        self._stuck: dict[int, str] = {}  # places of the last call that nothing can follow, and why
         self._wrong = ""  # how it proved to be beyond the limits, once it has
 
     def fresh(self) -> Matcher:
@@ -236,27 +241,33 @@ class Matcher:
         draft: list[int],
         parents: abc.Sequence[int],
         raw_JV: Tensor | None = None,
+        numbers: Callable[[list[int] | Tensor], Tensor] | None = None,
     ) -> None:
         """Forbid (-inf) in place what the grammar does not allow after ``text``, and after each drafted token.
 
-        Where bans that came before, of bad words or of ends before ``min_tokens``, leave nothing of what the grammar
-        allows, they give way to it: ``raw_JV`` are the logits without them (None if there are none). Places after a
-        token that is itself forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in
-        ``Draft``; logits [J, V], J >= 1 + tokens drafted.
+        If earlier bans (bad words, ends before ``min_tokens``) forbid everything that the grammar allows, the grammar
+        wins: ``raw_JV`` are the logits without those bans (None if there are none). Places after a token that is itself
+        forbidden can never be reached, and stay as they are. ``draft`` and ``parents`` as in ``Draft``; logits [J, V],
+        J >= 1 + tokens drafted. ``numbers`` puts numbers where the logits are.
         """
         found = sorted(self._along(text, draft, parents).items())
         if not found:
             return
-        device = logits_JV.device
+        put, device = numbers or partial(torch.as_tensor, device=logits_JV.device), logits_JV.device
         bits_JW = torch.frombuffer(bytearray().join(bits for _, bits in found), dtype=torch.uint8).view(len(found), -1)
-        bias_JV = embedding(bits_JW.to(device).int(), _BIAS_OF_BYTE.to(device)).flatten(1)[:, : logits_JV.shape[1]]
+        bias_JV = embedding(put(bits_JW).int(), _bias_of_byte(device)).flatten(1)[:, : logits_JV.shape[1]]
         places = [place for place, _ in found]
-        # all of a chain, as a rule: then nothing is copied
-        at = slice(len(places)) if places[-1] == len(places) - 1 else torch.tensor(places, device=device)
+        # usually the whole chain: then nothing is copied
+        at = slice(len(places)) if places[-1] == len(places) - 1 else put(places)
         logits_JV[at] += bias_JV
         if raw_JV is not None:
             lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
+
+    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
+        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
+        found = self._along(text, draft, range(-1, len(draft) - 1))
+        return [found[place] for place in range(len(found))]
 
     def check(self, place: int) -> None:
         """Raise ``StructuredError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot
@@ -283,7 +294,7 @@ class Matcher:
                 found[node + 1] = self._nothing()
             else:
                 continue
-            if wrong:  # a drafter that comes here ends its draft; a request that does is told by ``check``
+            if wrong:  # a drafter that comes here ends its draft; a request gets an error from ``check``
                 self._stuck[node + 1] = f"{wrong} after {depth} tokens"
             waiting += [(child, depth + 1) for child in after[node + 1]]
         return found
@@ -339,8 +350,8 @@ class Matcher:
         return bits
 
     def _give_up(self) -> None:
-        """The grammar proved to be beyond the limits, which all that follow it share: replace the matcher, which never
-        leaves an error, by one that has consumed as much of the same as it can."""
+        """The grammar proved to be beyond the limits. A matcher never recovers from an error, so replace it by a new
+        one that has consumed as much of the same text as it can."""
         self._wrong = _too_large(self._matcher)
         self._refuse()
         self._matcher = self._start.deep_copy()

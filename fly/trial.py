@@ -1,6 +1,6 @@
-"""How a new grammar is tried: followed for a few tokens, and where others must not wait for it, in a process of its own
-that compiles it first, to see whether that ends. The library has limits, but not for everything
-(``{"multipleOf": 999983}`` takes ten seconds and 400 MB). Knows nothing of requests.
+"""How a new grammar is tried: it is followed for a few tokens. If others must not wait for it, a process of its own
+compiles it first, to see whether that ends. The library has limits, but not for everything (``{"multipleOf": 999983}``
+takes ten seconds and 400 MB). Knows nothing of requests.
 
 The process runs this file by itself, so that it needs neither torch nor the rest of this package.
 """
@@ -25,12 +25,12 @@ __all__ = ["Trial", "follow"]
 
 SECONDS, BYTES = 1.0, 256 << 20  # of the processor, and of memory, that one grammar may take
 _AHEAD = 3  # tokens that a new grammar is followed: some take more there
-_PATIENCE = 30.0  # seconds after which a process that says nothing, on however busy a machine, is given up
+_PATIENCE = 30.0  # seconds after which a process that gives no answer is ended, even on a busy machine
 
 
 def follow(matcher: LLMatcher) -> bool:
-    """Go a few tokens along a grammar, as far as it goes: what is too large to follow mostly shows there. Returns
-    whether anything begins it."""
+    """Follow a grammar for a few tokens, as far as it goes: a grammar that is too large usually fails there. Returns
+    whether any text begins it."""
     begins = False
     for _ in range(_AHEAD):
         mask = matcher.compute_bitmask()
@@ -46,7 +46,7 @@ def follow(matcher: LLMatcher) -> bool:
 
 
 class Trial:
-    """Tries grammars in a process of its own, which starts with the first one, and anew after one that ended it.
+    """Tries grammars in a process of its own, which starts with the first one, and again after a grammar that ended it.
 
     Args:
         vocabulary: what ``llguidance.LLTokenizer`` is made of, as keyword arguments.
@@ -60,7 +60,7 @@ class Trial:
         self.started = 0  # processes so far
 
     def __call__(self, grammar: str) -> None:
-        """Raise ``ValueError`` if a grammar takes too much to compile. Whether it is any good is not looked at."""
+        """Raise ``ValueError`` if a grammar takes too much to compile. Does not check whether it is valid."""
         with self._lock:
             if self._process is None or self._process.poll() is not None:
                 self._end()
@@ -72,7 +72,7 @@ class Trial:
                 )
 
     def close(self) -> None:
-        """End the process, and with it what is being tried."""
+        """End the process, and any trial in it."""
         if (process := self._process) is not None:
             process.kill()
         with self._lock:
@@ -120,12 +120,12 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
 
     start = json.loads(lines.readline())
     vocabulary, limits = LLTokenizer(**start["vocabulary"]), LLParserLimits(**start["limits"])
-    os.nice(5)  # whoever generates goes first
+    os.nice(5)  # generation goes first
     _limit_memory()
     print("ready", file=answers, flush=True)
     for line in lines:
         signal.setitimer(signal.ITIMER_PROF, SECONDS)
-        with contextlib.suppress(Exception):  # whoever compiles it says what is wrong with it
+        with contextlib.suppress(Exception):  # the caller's own compilation reports what is wrong with it
             matcher = LLMatcher(vocabulary, json.loads(line), log_level=0, limits=limits)
             follow(matcher)
             del matcher
@@ -134,7 +134,7 @@ def _serve(lines: IO[str], answers: IO[str]) -> None:
 
 
 def _limit_memory() -> None:
-    """To so many bytes more than there are, where the system can."""
+    """Limit memory to so many bytes more than now, if the system can."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource  # of Unix alone
 

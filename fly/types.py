@@ -42,13 +42,13 @@ class Guarantee(Enum):
 
 
 class Why(IntEnum):
-    """Why a token stands (or, for a drafted token, does not)."""
+    """Why a token was kept, or rejected."""
 
     REJECTED = 0  # drafted, and not emitted
     MATCH = 1  # drafted, kept by the lossless core
     RELAXED = 2  # drafted, a mismatch the policy excused
     CORRECTION = 3  # the target's own, in place of the first rejected draft
-    BONUS = 4  # the target's own, after a draft that stood whole (an empty one included)
+    BONUS = 4  # the target's own, after a fully kept draft (an empty one included)
 
 
 @dataclass(frozen=True)
@@ -56,15 +56,15 @@ class Draft:
     """What a strategy proposes for a batch, right-padded: chains of tokens, or trees.
 
     In a tree every token names the one it follows: ``parents_BK`` [B, K] is its number, which is smaller than the
-    token's own, or -1 for the row's last token. Siblings stand in the order in which they are to be tried, and are
-    different tokens if the draft is deterministic. None is the special case of a chain: each follows the one before.
+    token's own, or -1 for the row's last token. Siblings are in the order in which they are tried; those of a
+    deterministic draft are different tokens. None is the special case of a chain: each follows the one before.
     """
 
     tokens_BK: Tensor  # int64
     lengths_B: Tensor  # int64, 0..K
     probs_BKV: Tensor | None = None  # the *processed* distribution each token was drawn from; None = deterministic
     parents_BK: Tensor | None = None  # int64; None = chains
-    logits_BKV: Tensor | None = None  # what the draft model said, raw, where somebody asked a deterministic one for it
+    logits_BKV: Tensor | None = None  # the draft model's raw logits, if a deterministic draft was asked for them
 
     @staticmethod
     def empty(rows: int, device: torch.device | str = "cpu") -> Draft:
@@ -84,12 +84,12 @@ class Draft:
 
     @cached_property
     def chains(self) -> list[list[int]]:
-        """The tokens of each row, without padding. Asks the host, once."""
+        """The tokens of each row, without padding. Copies to the host, once."""
         return [tokens[:n] for tokens, n in zip(self.tokens_BK.tolist(), self.lengths_B.tolist())]
 
     @cached_property
     def trees(self) -> list[list[int]] | None:
-        """The parents of each row's tokens; None of chains. Asks the host, once."""
+        """The parents of each row's tokens; None for chains. Copies to the host, once."""
         if self.parents_BK is None:
             return None
         return [tree[: len(tokens)] for tree, tokens in zip(self.parents_BK.tolist(), self.chains)]
@@ -105,7 +105,7 @@ class Draft:
         )
 
     def to(self, device: torch.device) -> Draft:
-        """The proposal on ``device``: a strategy may live on another than the target."""
+        """The proposal on ``device``: a strategy and the target may be on different ones."""
         if self.tokens_BK.device == torch.device(device):
             return self
         others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
@@ -113,8 +113,8 @@ class Draft:
         return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), *moved)
 
     def own_probs_BK(self) -> Tensor:
-        """[B, K] the chance with which each token was drafted: 1 if the draft is deterministic, and never 0 (which
-        occurs on padding only)."""
+        """[B, K] the probability with which each token was drafted: 1 if the draft is deterministic, and never 0, even
+        on padding."""
         if self.probs_BKV is None:
             return torch.ones_like(self.tokens_BK, dtype=torch.float32)
         return pick(self.probs_BKV, self.tokens_BK).clamp_min(torch.finfo(self.probs_BKV.dtype).tiny)
@@ -126,9 +126,9 @@ class Draft:
 
 
 class ListedDraft(Draft):
-    """Chains that were proposed as lists on the host, deterministic, and become tensors where somebody asks for them:
-    between two forwards of a small model, making tensors takes longer than what is done with them. A copy with other
-    columns (``dataclasses.replace``) is a plain ``Draft``."""
+    """Deterministic chains that were proposed as lists on the host, and become tensors only when they are used: between
+    two forwards of a small model, making tensors takes longer than what is done with them. A copy with other columns
+    (``dataclasses.replace``) is a plain ``Draft``."""
 
     def __new__(cls, chains: list[list[int]] | None = None, **columns: Any) -> Any:
         return Draft(**columns) if columns else object.__new__(cls)
@@ -155,11 +155,11 @@ class ListedDraft(Draft):
 
 
 class LazyDistribution(Protocol):
-    """A processed distribution [B, K+1, V] that is worked out only where somebody looks
+    """A processed distribution [B, K+1, V] that is computed only where it is read
     (``fly.sampling.ProcessedDistribution``)."""
 
     def dense(self) -> Tensor:
-        """[B, K+1, V], all of it."""
+        """All of it: [B, K+1, V]."""
 
     def at(self, rows_N: Tensor, positions_N: Tensor) -> Tensor:
         """[N, V], at some positions of some rows."""
@@ -177,8 +177,8 @@ class LazyDistribution(Protocol):
 class Target:
     """What the target says about a block: position j's distribution of the next token given the draft before it.
 
-    Ask ``probs_of``, ``top_probs`` and ``probs_at`` where they are enough: a whole ``probs_BKV`` costs passes over the
-    vocabulary.
+    Use ``probs_of``, ``top_probs`` and ``probs_at`` if they are enough: a whole ``probs_BKV`` costs passes over the
+        vocabulary.
     ``all_greedy`` and ``some_greedy`` say on the host whether all rows are, or some may be, at temperature 0.
 
     Args:
@@ -187,11 +187,11 @@ class Target:
             K+1, V] or a ``LazyDistribution``; None builds the one-hot distribution.
         greedy_B: [B] bool, rows at temperature 0; None means all where ``probs`` is None, and none otherwise.
         control_V: [V] bool, end-of-sequence, end-of-turn and other control tokens; None protects nothing.
-        generated_B, relaxed_B, nats_B: [B], of what each row has emitted: tokens, how many of them were
-            relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build
-            them when a rule first asks; None is zero.
-        history: the tokens of each row before this block, its prompt included; None if nobody says.
-        choices: ``argmax_BK`` as lists, where somebody knows it already.
+        generated_B, relaxed_B, nats_B: [B], for each row the number of tokens emitted so far, how many of them were
+            relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build them
+            when a rule first asks; None is zero.
+        history: the tokens of each row before this block, its prompt included; None if unknown.
+        choices: ``argmax_BK`` as lists, if it is known already.
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class Target:
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:
-        """The processed distribution, where it is worked out only as far as somebody looks."""
+        """The processed distribution, if it is lazy; else None."""
         return None if self._probs is None or isinstance(self._probs, Tensor) else self._probs
 
     @property
@@ -249,7 +249,7 @@ class Target:
 
     @cached_property
     def choices(self) -> list[list[int]]:
-        """``argmax_BK`` as lists. Asks the host, once."""
+        """``argmax_BK`` as lists. Copies to the host, once."""
         found: list[list[int]] = self.argmax_BK.tolist()
         return found
 
@@ -263,8 +263,8 @@ class Target:
         return self._probs
 
     def probs_of(self, tokens_BK: Tensor) -> Tensor:
-        """[B, K] the processed distribution's probability of token j at position j (as if the tokens before it
-        stood)."""
+        """[B, K] the processed distribution's probability of token j at position j (as if the tokens before it were
+        kept)."""
         if self._probs is None:
             return (self.argmax_BK[:, : tokens_BK.shape[1]] == tokens_BK).to(self.logits_BKV.dtype)
         if isinstance(self._probs, Tensor):
@@ -293,7 +293,7 @@ class Target:
 
     def nats_of(self, tokens: list[tuple[int, int, int]]) -> list[float]:
         """-ln target(token), of the unprocessed distribution, of each token, given as its row, its position and its id.
-        Asks the host."""
+        Copies to the host."""
         b_N, at_N, token_N = torch.tensor(tokens, device=self.logits_BKV.device).unbind(1)
         log_NV = self.logits_BKV[b_N, at_N].log_softmax(-1)
         nats: list[float] = (-pick(log_NV, token_N)).tolist()
@@ -307,13 +307,13 @@ class Target:
 
     @property
     def relaxed_B(self) -> Tensor:
-        """[B] int64, how many of them were relaxed."""
+        """[B] int64, how many of these tokens were relaxed."""
         self._relaxed = self._column(self._relaxed, torch.int64)
         return self._relaxed
 
     @property
     def nats_B(self) -> Tensor:
-        """[B] float32, the sum of -ln target(x) over the relaxed ones: what relaxing has cost so far."""
+        """[B] float32, the sum of -ln target(x) over the relaxed tokens: the cost of relaxing so far."""
         self._nats = self._column(self._nats, torch.float32)
         return self._nats
 
@@ -323,7 +323,7 @@ class Target:
         return value() if callable(value) else value
 
     def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Target:
-        """Some rows only, ``index_B`` int64 (``numbers`` are the same on the host, where the caller has them)."""
+        """Some rows only, ``index_B`` int64 (``numbers`` are the same on the host, if the caller has them)."""
         probs = self._probs
         if probs is not None:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
@@ -339,7 +339,7 @@ class Target:
         probs: Tensor | LazyDistribution | None,
         numbers: list[int] | None = None,
     ) -> Target:
-        """What is said about other positions of the same rows: new row n is row ``rows_N[n]`` (int64) of this one."""
+        """The same about other positions of the same rows: new row n is row ``rows_N[n]`` (int64) of this one."""
         history = None
         if self.history is not None:
             history = [self.history[b] for b in (rows_N.tolist() if numbers is None else numbers)]
@@ -369,22 +369,22 @@ class Noise:
 
 @dataclass(frozen=True)
 class Verdict:
-    """What stands of a block.
+    """The decision on a block: which tokens are kept, and what follows them.
 
-    ``clauses`` names each condition of a relaxation and where it held ([B, K] bool, right at least at ``asked_BK``, and
-    missing where nothing was asked); ``asked_BK`` marks the mismatches on which the outcome of the block hung: those in
-    the accepted path, and what was tried after it.
+    ``clauses`` has each condition of a relaxation by name, and where it held ([B, K] bool, valid at least at
+    ``asked_BK``; empty if nothing was asked). ``asked_BK`` marks the mismatches that decided the block: those in the
+    accepted path, and those tried after it.
     """
 
     accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
-    next_token_B: Tensor  # int64, correction or, where nothing was drafted to follow the accepted prefix, bonus
+    next_token_B: Tensor  # int64, the correction, or the bonus if nothing was drafted after the accepted prefix
     why_BK: Tensor  # int8, a ``Why`` for each drafted token
     asked_BK: Tensor
     clauses: dict[str, Tensor] = field(default_factory=dict)
     path_BK: Tensor | None = None  # in a tree, numbers of the tokens of the accepted path; None = 0, 1, 2, ...
 
     def paths(self) -> list[list[int]]:
-        """For each row, the numbers of the drafted tokens that stand, in order. Asks the host."""
+        """For each row, the numbers of the drafted tokens that are kept, in order. Copies to the host."""
         accepted = self.accepted_B.tolist()
         if self.path_BK is None:
             return [list(range(n)) for n in accepted]
@@ -392,21 +392,21 @@ class Verdict:
 
 
 class Mismatch(NamedTuple):
-    """A drafted token that the exact rule does not keep, on which the outcome of its block hung: one that is relaxed,
-    or of which a relaxation's conditions were asked."""
+    """A drafted token that the exact rule rejects and that decided its block: it was relaxed, or a relaxation's
+    conditions were asked about it."""
 
     node: int  # its number in the draft
-    relaxed: bool  # whether it stands all the same
-    held: Mapping[str, bool]  # what each condition of the rule's relaxation said of it; empty if there are none
+    relaxed: bool  # whether it is kept all the same
+    held: Mapping[str, bool]  # whether each condition of the rule's relaxation held for it; empty if there are none
     nats: float  # -ln target(token), of the unprocessed distribution, if it is relaxed
 
 
 class Decision(NamedTuple):
-    """What stands of one row's block, as plain values: the same whoever decided, tensors, the host or compiled code."""
+    """The decision on one row's block as plain values: the same from tensors, the host and compiled code."""
 
     drafted: list[int]
-    path: abc.Sequence[int]  # numbers of the drafted tokens that stand, in order; in a chain 0, 1, 2, ...
+    path: abc.Sequence[int]  # numbers of the kept drafted tokens, in order; in a chain 0, 1, 2, ...
     next_token: int
-    bonus: bool  # whether nothing was drafted to follow the path; else the next token is a correction
+    bonus: bool  # whether nothing was drafted after the path; else the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 __all__ = ["Vocabulary"]
 
-_MASKS = 64  # kept; a predicate that is made anew each time must not fill the memory
+_MASKS = 64  # masks kept; a predicate that is made anew each time must not fill the memory
 
 
 class Vocabulary:
@@ -23,11 +23,11 @@ class Vocabulary:
 
     Args:
         size: V, how many ids the model knows.
-        spelled: the bytes of each id, empty where it stands for no text, or a function that gives them when somebody
-            first asks; ids beyond its end stand for none. None: nobody knows what the ids stand for.
+        spelled: the bytes of each id, empty if it stands for no text, or a function that returns them at first use; ids
+            beyond its end stand for no text. None: it is unknown what the ids stand for.
         control_ids: end-of-sequence, turn markers and the like: never plain text.
         token_id: the id of the one token with this text; raises ``ValueError`` if there is none. None looks it up.
-        device: where masks are, that of the target's logits.
+        device: the device of masks, which is that of the target's logits.
     """
 
     def __init__(
@@ -44,18 +44,18 @@ class Vocabulary:
 
     @cached_property
     def bytes(self) -> list[bytes]:
-        """What each id adds to a text, where it stands after other text: a word's leading space is part of it.
+        """The bytes that each id adds after other text: a word's leading space is part of it.
 
-        Raises ``ValueError`` where nobody knows, the model having no tokenizer.
+        Raises ``ValueError`` if the model has no tokenizer.
         """
         if self._spelled is None:
-            raise ValueError("this model has no tokenizer, so nobody knows what its tokens stand for; use token ids")
+            raise ValueError("this model has no tokenizer, so it is unknown what its tokens stand for; use token ids")
         spelled = self._spelled() if callable(self._spelled) else self._spelled
         return [*spelled[: self.size], *[b""] * (self.size - len(spelled))]
 
     @cached_property
     def texts(self) -> list[str]:
-        """``bytes`` as text, with replacement marks where a token is only a part of a character."""
+        """``bytes`` as text, with replacement marks if a token is only a part of a character."""
         return [data.decode("utf-8", "replace") for data in self.bytes]
 
     def token_id(self, text: str) -> int:
@@ -63,10 +63,10 @@ class Vocabulary:
         return self._token_id(text)
 
     def where(self, predicate: Callable[[str], bool]) -> Tensor:
-        """[V] bool, on ``device``: the plain tokens of whose text ``predicate`` is true.
+        """[V] bool, on ``device``: the plain tokens for whose text ``predicate`` is true.
 
-        Control tokens, and ids that stand for no text, are False unasked. Worked out once for a predicate: a function
-        with a name, or a method of a rule (those of equal rules count as one). Raises ``ValueError`` like ``bytes``.
+        Control tokens, and ids that stand for no text, are always False. Computed once for a predicate: a function with
+        a name, or a method of a rule (those of equal rules count as one). Raises ``ValueError`` like ``bytes``.
         """
         if isinstance(predicate, MethodType):
             return self._masks(predicate.__func__, predicate.__self__)

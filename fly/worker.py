@@ -1,12 +1,12 @@
 """The thread that owns an engine: calls of any thread or event loop join its batch. Knows nothing of HTTP or files.
 
-Jobs and cancellations go to the thread through an inbox, what becomes of them comes back to each job's queue. It sleeps
-while there is nothing to do, and holds nothing but its inbox then, so that an engine nobody holds is freed.
+Jobs and cancellations go to the thread through an inbox; results come back through each job's queue. The thread sleeps
+while there is nothing to do. It then holds nothing but its inbox, so that an unused engine is freed.
 
-Where a model lives on several ranks, each has such a thread, and all its collectives are made there. Before every step
-the first rank says what it admits and what it cancels, and the others do the same. Either all ranks make the same
-calls: then a job is known by its number, and the threads take steps only while a call waits for one, so that
-collectives between two calls are in order. Or the first rank alone is called (``lead``), and the others ``follow``.
+If a model is divided among ranks, each rank has such a thread, and all collectives happen there. Before every step the
+first rank announces what it admits and cancels, and the others do the same. Either all ranks make the same calls: then
+a job is known by its number, and the threads take steps only while a call waits for one, so that collectives between
+two calls are in order. Or only the first rank is called (``lead``), and the others ``follow``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from fly.scheduler import Scheduler
 __all__ = ["Load", "Stopped", "Worker"]
 
 log = logging.getLogger(__name__)
-_PATIENCE = 5.0  # seconds that the end of a program waits for a step under way
+_PATIENCE = 5.0  # seconds that the end of a program waits for a running step
 _WAKE, _END = "wake", "end"
 
 
@@ -43,7 +43,7 @@ class Stopped(RuntimeError):
 
 
 class Group(Protocol):
-    """What is needed of ``fly.parallel.Ranks``."""
+    """The part of ``fly.parallel.Ranks`` that is needed here."""
 
     @property
     def leads(self) -> bool: ...
@@ -57,8 +57,8 @@ class Group(Protocol):
 
 @dataclass(frozen=True)
 class Load:
-    """How full an engine is: rows that run and wait, of each cache (the target's first) the share of its pages that is
-    held, and how many requests were ``taken`` in so far."""
+    """How full an engine is: running and waiting rows, the share of pages in use in each cache (the target's first),
+    and how many requests were ``taken`` in so far."""
 
     running: int = 0
     waiting: int = 0
@@ -74,23 +74,23 @@ class _Cancel:
 
 @dataclass
 class _Want:
-    """Somebody waits for the next entry of a job, having had so many."""
+    """A call waits for the next entry of a job, after so many."""
 
     job: Job
     taken: int
 
 
 class Worker:
-    """Runs jobs on a scheduler, which belongs to its thread from the first one on.
+    """Runs jobs on a scheduler, which belongs to the worker's thread from the first job on.
 
     Args:
         scheduler: with its engine.
         group: the ranks that share the model; None is this process alone.
 
-    ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is what the last turn left,
-    ``submitted`` counts requests, ``jobs`` are those that are not over, ``failure`` is why no more are taken.
-    ``watch`` is called on the thread after every step. While somebody reads along, tokens leave after ``interval``
-    seconds at most: a step begins no further round then.
+    ``submit``, ``cancel``, ``fail`` and ``close`` may be called from anywhere. ``load`` is the load after the last
+    turn, ``submitted`` counts requests, ``jobs`` are the unfinished ones, ``failure`` is the reason why no more are
+    taken. ``watch`` is called on the thread after every step. While a stream is open, a step begins no further round
+    after ``interval`` seconds, so that tokens leave.
     """
 
     def __init__(self, scheduler: Scheduler, group: Group | None = None) -> None:
@@ -107,7 +107,7 @@ class Worker:
         self._connect()
         # the thread's own:
         self._read: Callable[[Any], list[Request]] | None = None  # of a rank that follows
-        self._rows: dict[int, tuple[Job, int]] = {}  # by the ids of those that run or wait
+        self._rows: dict[int, tuple[Job, int]] = {}  # by the ids of running and waiting rows
         self._open: dict[int, Job] = {}  # by key
         self._new: dict[int, Job] = {}  # not admitted yet
         self._leaving: dict[int, Job] = {}
@@ -115,7 +115,7 @@ class Worker:
         _workers.add(self)
 
     def _connect(self) -> None:
-        self._lock = threading.RLock()  # reentrant, since a stream may be collected anywhere
+        self._lock = threading.RLock()  # reentrant, since a stream may be garbage-collected anywhere
         self._inbox: SimpleQueue[Any] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._entered = False
@@ -137,7 +137,7 @@ class Worker:
             self._send(job)
 
     def cancel(self, job: Job, wait: bool = False) -> None:
-        """End a job if it goes on; what it holds is free after the round under way. ``wait`` until it is."""
+        """End a job; what it holds is free after the current round. ``wait``: return only then."""
         with self._lock:
             if job not in self.jobs:
                 return
@@ -146,13 +146,13 @@ class Worker:
             job.gone.get()
 
     def want(self, job: Job, taken: int) -> None:
-        """Somebody waits for the next entry of ``job`` and has had ``taken``: ranks that make the same calls go on only
+        """A call waits for the next entry of ``job`` after ``taken``: ranks that make the same calls go on only
         then."""
         if self._alike:
             self._inbox.put(_Want(job, taken))
 
     def run(self, job: Job) -> None:
-        """Submit a job, and wait for its end in this thread. Raises what ended it, if that is an error."""
+        """Submit a job, and wait for its end in this thread. Raises the error that ended it, if any."""
         try:
             self.submit(job)
             entry = job.queue.get()
@@ -172,7 +172,7 @@ class Worker:
         job.check(entry)
 
     def lead(self) -> None:
-        """On the first rank: from now on it alone is called, and the others ``follow``."""
+        """On the first rank: from now on only it is called, and the others ``follow``."""
         self._leads = True
         with self._lock:
             self._send(_WAKE)
@@ -190,7 +190,7 @@ class Worker:
             job.check(entry)
 
     def fail(self, error: BaseException) -> None:
-        """Give up all that is open, and take nothing more in. Does not wait for the thread."""
+        """Give up all open jobs and take no more. Does not wait for the thread."""
         with self._lock:
             if self.failure is not None:
                 return
@@ -201,21 +201,21 @@ class Worker:
         self._deliver([(job, error) for job in lost])
 
     def close(self, patience: float | None = None) -> None:
-        """End the thread; who waits gets ``Stopped``. Waits for it, ``patience`` seconds at most if they are given."""
+        """End the thread; waiting calls get ``Stopped``. Waits for it, at most ``patience`` seconds if given."""
         self.fail(Stopped("the engine is closed"))
         if (thread := self._thread) is not None and thread is not threading.current_thread():
             thread.join(patience)
 
     def _send(self, item: Any) -> None:
-        """Into the inbox; the step under way ends soon. With the lock held."""
+        """Put into the inbox; the running step ends soon. With the lock held."""
         if self._thread is None:
             self._start()
         self._inbox.put(item)
-        if self._group is None:  # ranks take the same rounds, whoever comes
+        if self._group is None:  # ranks take the same rounds, whatever comes in
             self._engine.hurry(True)
 
     def _start(self) -> None:
-        # A finalizer must not hold what it is for; who is collected at the end of the program needs none.
+        # A finalizer must not hold its object; one that lives until the end of the program needs none.
         weakref.finalize(self, self._inbox.put, None).atexit = False
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None  # of this thread, not of others
         arguments = self._inbox, weakref.ref(self), device
@@ -223,7 +223,7 @@ class Worker:
         self._thread.start()
 
     def _forked(self) -> None:
-        """In a child process, which has no thread of its parent."""
+        """In a child process, which does not have its parent's threads."""
         lost, self.jobs = self.jobs, set()
         self._connect()
         if lost:
@@ -239,7 +239,7 @@ class Worker:
         return self._group is not None and not self._leads and self._read is None
 
     def _work(self, item: Any) -> bool:
-        """Take turns until there is nothing to do; whether the thread goes on after that."""
+        """Take turns until there is nothing to do. Returns whether the thread goes on after that."""
         sound = True
         try:
             if not self._entered:
@@ -255,13 +255,13 @@ class Worker:
                     if not self._due():
                         return True
                     self._turn()
-        except BaseException as error:  # an error of one request is news of it; this is one of the engine
+        except BaseException as error:  # an error of one request is its news; this is an error of the engine
             sound = False
             if not isinstance(error, Stopped):
                 log.exception("the engine has failed; nothing more is taken in")
             if self._group is not None:
                 self._group.await_blame(error)
-            self._end()  # first, so that whoever hears of it finds the pages free
+            self._end()  # first, so that the pages are free when the error is seen
             self.fail(error)
         if sound and self._leads and self._group is not None:
             with contextlib.suppress(Exception):  # a rank that is lost
@@ -270,7 +270,7 @@ class Worker:
         return False
 
     def _end(self) -> None:
-        """Free what is held, and let nobody wait."""
+        """Free everything, and let no call wait."""
         with self._lock:
             while not self._inbox.empty():
                 self._take(self._inbox.get())
@@ -305,7 +305,7 @@ class Worker:
         return bool(self._new or self._leaving or self.scheduler)
 
     def _turn(self) -> None:
-        """Take in what came, take a step, hand over what became of it."""
+        """Take in new jobs, take a step, hand over the results."""
         new, leaving = self._agreed()
         for job in new:
             self._admit(job)
@@ -318,14 +318,14 @@ class Worker:
                 self._leave(job)
         touched = dict.fromkeys(new)  # in order, each once
         if self.scheduler:
-            # tokens that somebody reads along leave as rounds end
+            # streamed tokens leave as rounds end
             read = self._group is None and any(job.stepwise for job in self._open.values())
             self.scheduler.seconds = self.interval if read else sys.maxsize
             emitted = self.scheduler.step()
-            if self._group is not None:  # before anybody hears of them
+            if self._group is not None:  # before they are delivered
                 self._group.agree([[token.id for token in tokens] for tokens in emitted.values()])
             for id_, tokens in emitted.items():
-                if (found := self._rows.get(id_)) is not None:  # else somebody else's, given to the scheduler directly
+                if (found := self._rows.get(id_)) is not None:  # else a row that was given to the scheduler directly
                     job, index = found
                     job.note(index, tokens)
                     touched[job] = None
@@ -341,14 +341,14 @@ class Worker:
             heard = [job for job in touched if job in self.jobs and (job.stepwise or job in over)]
             self.jobs.difference_update(over, leaving)
         self._wanted.difference_update(job.key for job in heard if job.key not in self._leaving)
-        # whoever still waits for a job that was ended from elsewhere hears that nothing more comes
+        # a call that still waits for a cancelled job learns that nothing more comes
         ended = [(job, job.entry()) for job in leaving if job.stepwise]
         self._deliver([*((job, job.entry()) for job in heard if job not in leaving), *ended])
         for job in (*over, *leaving):
             job.gone.put(None)
 
     def _agreed(self) -> tuple[list[Job], list[Job]]:
-        """The jobs to admit and to cancel before the next step, on all ranks the same."""
+        """The jobs to admit and to cancel before the next step, the same on all ranks."""
         if self._group is None or self._group.leads:
             (new, self._new), (leaving, self._leaving) = (self._new, {}), (self._leaving, {})
             if self._group is not None:
@@ -367,7 +367,7 @@ class Worker:
                 self.jobs.add(job)
                 jobs.append(job)
                 continue
-            while key not in self._new:  # the same call is about to come here
+            while key not in self._new:  # the same call will soon be made here
                 self._take(self._inbox.get())
                 if self.failure is not None:
                     raise self.failure
@@ -381,7 +381,7 @@ class Worker:
         self._open[job.key] = job
         job.admitted()
         for index, request in enumerate(job.requests):
-            if request.row.finish_reason:  # nothing is to be done for it
+            if request.row.finish_reason:  # there is nothing to do for it
                 job.note(index, [])
             else:
                 self._rows[request.row.id] = job, index
@@ -396,7 +396,7 @@ class Worker:
                 self.scheduler.cancel(request.row)
 
     def _deliver(self, entries: abc.Iterable[tuple[Job, Entry]]) -> None:
-        """Each into its job's queue: of one event loop all at once."""
+        """Put each entry into its job's queue, for one event loop all at once."""
         loops: dict[asyncio.AbstractEventLoop, list[tuple[Job, Entry]]] = {}
         for job, entry in entries:
             if job.loop is None:
@@ -406,7 +406,7 @@ class Worker:
         for loop, batch in loops.items():
             try:
                 loop.call_soon_threadsafe(_put, batch)
-            except RuntimeError:  # it was closed: nobody waits any more
+            except RuntimeError:  # it was closed, so no call waits any more
                 for job, _ in batch:
                     self.cancel(job)
 
@@ -431,7 +431,7 @@ def _plain(job: Job) -> Any:
 
 
 def _run(inbox: SimpleQueue[Any], known: weakref.ref[Worker], device: int | None) -> None:
-    """The thread. Asleep it holds nothing but its inbox; None in it says that the worker is gone."""
+    """The thread. While it sleeps it holds nothing but its inbox; None in the inbox means that the worker is gone."""
     if device is not None:
         torch.cuda.set_device(device)
     goes_on = False

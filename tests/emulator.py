@@ -17,6 +17,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -25,8 +26,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import fly
 
-__all__ = ["Gpu", "emulated"]
+__all__ = ["Gpu", "emulated", "exchanged"]
 
+_COMPILE = torch.compile
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 HERE = os.path.dirname(fly.__file__)
 WAITS = {"_local_scalar_dense", "nonzero", "masked_select", "equal", "_unique2", "unique_dim", "bincount"}
@@ -86,12 +88,15 @@ def results(made: Any) -> list[Tensor]:
 
 
 class Gpu(TorchDispatchMode):
-    """The device. ``waits`` are lines of the project where the host waited, ``launches`` by operation."""
+    """The device. ``waits`` are lines of the project where the host waited while the device had nothing to do,
+    ``launches`` by operation; ``glances`` are how often the host waited while it had."""
 
     def __init__(self) -> None:
         super().__init__()
         self.waits, self.launches = list[str](), Counter[str]()
-        self.graphs = self.events = 0
+        self.real: dict[str, Any] = {}  # what of ``torch.cuda`` was there before
+        self.compiled = Counter[tuple[str, bool]]()  # calls of compiled functions, and whether a graph was captured
+        self.graphs = self.events = self.glances = 0
         self.capturing: Graph | None = None
         self.pinned: set[int] = set()
         self.pending: list[tuple[Tensor, Tensor]] = []  # copies to the host that are under way
@@ -200,8 +205,11 @@ class Gpu(TorchDispatchMode):
             later = False  # of usual memory, the host waits all the same
         if not later and source.numel():
             self.wait(f"copy to {'the device' if up else 'the host'}")
-        elif self.capturing is not None:
+        elif self.capturing is not None and (up or args[0].untyped_storage()._cdata not in self.pinned):
             raise RuntimeError("a copy between host and device while a graph is captured")
+        elif self.capturing is not None:
+            self.capturing.steps.append((self.come, (args[0], args[1].value), {}, []))
+            return args[0]
         self.launches[name] += 1
         values, named = tree_map(value_of, args), tree_map(value_of, kwargs)
         if up:
@@ -219,6 +227,12 @@ class Gpu(TorchDispatchMode):
             host.copy_(made)
         return host
 
+    def come(self, host: Tensor, value: Tensor) -> tuple[()]:
+        """A copy to the host that is part of a graph."""
+        self.pending.append((host, value.to(host.dtype, copy=True)))
+        host.fill_(97)
+        return ()
+
     def attend(self, func: Any, args: Any, kwargs: Any) -> Any:
         """``varlen_attn`` over pages."""
         names = [argument.name for argument in func._schema.arguments]
@@ -229,6 +243,36 @@ class Gpu(TorchDispatchMode):
         how = {"window": given["window_size"][0], "scale": given["scale"]}
         out = self.launch(_Step(_attend, []), "attention", (), tensors | how, True)
         return out, out, out
+
+
+class Compiled:
+    """``torch.compile``: traced for real, so that a graph break is an error, and one operation from then on."""
+
+    def __init__(self, gpu: Gpu, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        assert options["fullgraph"] and options["dynamic"] is False
+        self.gpu, self.name = gpu, function.__name__
+        self.run = _COMPILE(function, backend="eager", **options)
+        self.twins: dict[int, torch.nn.Parameter] = {}
+
+    def __call__(self, *args: Any) -> Any:
+        self.gpu.compiled[self.name, self.gpu.capturing is not None] += 1
+        return self.gpu.launch(_Step(self._on_values, []), self.name, args, {}, True)
+
+    def _on_values(self, *args: Any) -> Any:
+        parts = [part for x in args if isinstance(x, torch.nn.Module) for part in x.modules()]
+        there = [dict(part._parameters) for part in parts]
+        real = mock.patch.multiple(torch.cuda, **self.gpu.real)  # there is no device to what is traced
+        with torch._C.DisableTorchFunction(), _disable_current_modes(), real:
+            for part, own in zip(parts, there):
+                for name, weight in own.items():
+                    if isinstance(weight, OnGpu):
+                        twin = torch.nn.Parameter(weight.value, requires_grad=False)
+                        part._parameters[name] = self.twins.setdefault(id(weight), twin)
+            try:
+                return self.run(*args)
+            finally:
+                for part, own in zip(parts, there):
+                    part._parameters.update(own)
 
 
 class _Step:
@@ -283,6 +327,44 @@ class Python(TorchFunctionMode):
         return made
 
 
+class Stream:
+    """``torch.cuda.Stream``, which has done nothing until somebody waits."""
+
+    def __init__(self, gpu: Gpu) -> None:
+        self.gpu = gpu
+
+    def query(self) -> bool:
+        return not self.gpu.pending
+
+    def synchronize(self) -> None:
+        self.gpu.wait("stream")
+
+
+@contextmanager
+def exchanged(gpu: Gpu) -> Iterator[None]:
+    """While it lasts, processes of one group exchange what is on their emulated devices, inside of graphs too."""
+    from fly.parallel import ranks
+
+    def collective(module: Any, name: str) -> Any:
+        real = getattr(module, name)
+
+        def run(*tensors: Any, **options: Any) -> None:
+            def exchange(*values: Tensor) -> Tensor:
+                with torch._C.DisableTorchFunction(), _disable_current_modes():
+                    real(*values, **options)
+                return values[0]
+
+            if isinstance(tensors[0], OnGpu):
+                gpu.launch(_Step(exchange, [tensors[0]]), name, tensors, {}, True)
+            else:
+                real(*tensors, **options)
+
+        return mock.patch.object(module, name, run)
+
+    with collective(dist, "all_reduce"), collective(dist, "broadcast"), collective(ranks, "_all_gather"):
+        yield
+
+
 @contextmanager
 def emulated() -> Iterator[Gpu]:
     """While it lasts there is a CUDA device."""
@@ -306,7 +388,15 @@ def emulated() -> Iterator[Gpu]:
 
         def record(self) -> None:
             gpu.events += 1
-            self.at = gpu.events
+            self.at, self.launched = gpu.events, gpu.launches.total()
+
+        def query(self) -> bool:
+            """Who asks until it is over, as the host does, waits; but the device does not, if it has more to do."""
+            if gpu.launches.total() == self.launched:
+                gpu.wait("a look with nothing else to do")
+            gpu.glances += 1
+            gpu.arrive()
+            return True
 
         def synchronize(self) -> None:
             gpu.wait("event")
@@ -319,13 +409,16 @@ def emulated() -> Iterator[Gpu]:
         "get_device_capability": lambda *_: (9, 0), "mem_get_info": lambda *_: (80 << 30, 80 << 30),
         "CUDAGraph": lambda: Graph(gpu), "Event": Event, "graph_pool_handle": lambda: (0, 0),
         "_lazy_init": lambda: None,
+        "is_current_stream_capturing": lambda: gpu.capturing is not None, "current_stream": lambda *_: Stream(gpu),
         "is_initialized": lambda: True, "set_device": lambda *_: None,
         "synchronize": lambda *_: gpu.wait("synchronize"),
     }  # fmt: skip
     lifts = torch._C._only_lift_cpu_tensors()
     with ExitStack() as stack:
+        gpu.real = {name: getattr(torch.cuda, name) for name in there}
         for name, stub in there.items():
             stack.enter_context(mock.patch.object(torch.cuda, name, stub))
+        stack.enter_context(mock.patch.object(torch, "compile", lambda function, **how: Compiled(gpu, function, how)))
         torch._C._set_only_lift_cpu_tensors(True)
         stack.callback(torch._C._set_only_lift_cpu_tensors, lifts)
         stack.enter_context(gpu)

@@ -357,7 +357,7 @@ def test_it_learns_that_the_text_has_changed() -> None:
     assert machine.run(strategy, 400, 15) < 1.05 * 400
 
 
-def test_rows_of_one_batch_are_told_apart() -> None:
+def test_rows_of_one_batch_are_kept_apart() -> None:
     """One that can be predicted and one that cannot, drafted for at once."""
     machine = Machine(0.05, 1.0, 0.03, chance=0.97)
     strategy = AdaptiveDraft(Simulated(machine), clock=machine.clock)
@@ -400,7 +400,7 @@ def test_temperatures_have_costs_of_their_own() -> None:
     assert sum(lengths(0.0)) > 120
 
 
-def test_a_strategy_that_is_not_asked_hears_nothing() -> None:
+def test_a_strategy_that_is_not_asked_observes_nothing() -> None:
     machine = Machine(0.5, 1.0, 0.5, chance=0.0)
     inner = Simulated(machine)
     strategy = AdaptiveDraft(inner, clock=machine.clock)

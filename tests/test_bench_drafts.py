@@ -70,9 +70,7 @@ def printed(width: int, rows: list[Drafted] | list[Promise], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("width", [80, 90, 100, 200])
-@pytest.mark.parametrize(
-    "names", [STRATEGIES, ("fly-draft", "ngram"), (f"relay((fly-draft, 10), {'ngram+' * 30}suffix)",)]
-)
+@pytest.mark.parametrize("names", [STRATEGIES, ("fly-draft", "ngram"), (f"union(fly-draft, {'ngram+' * 30}suffix)",)])
 def test_every_strategy_has_one_line_at_any_width(
     width: int, names: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -404,7 +404,7 @@ def naive(thinking: Thinking, text: str) -> tuple[str, str]:
 @given(tags=TAGS, begun=st.booleans(), parts=st.lists(st.sampled_from(PARTS), max_size=14))
 @example(tags=chat.TAGS[0], begun=False, parts=["<think>", "\n", "a", "\n", "</think>", "\n", "\n", "b"])
 @example(tags=chat.TAGS[0], begun=True, parts=["\n", "\n", "</", "thi", "nk>"])
-def test_thinking_is_told_from_the_answer_in_pieces_of_any_size(tags: Tags, begun: bool, parts: list[str]) -> None:
+def test_thinking_is_separated_from_the_answer_in_pieces_of_any_size(tags: Tags, begun: bool, parts: list[str]) -> None:
     thinking = Thinking(tags, begun)
     wanted = dict(zip(("reasoning", "text"), naive(thinking, "".join(parts))))
     assert Splitter.whole(thinking, "".join(parts)) == (wanted["reasoning"], wanted["text"])
@@ -711,7 +711,7 @@ def test_options_of_a_conversation(target: LLM) -> None:
     assert unread.exit_code == 0 and "does not look at ['think']" in unread.stderr
 
 
-def test_a_conversation_beyond_the_context_is_told_so() -> None:
+def test_a_conversation_beyond_the_context_gets_a_message() -> None:
     long = "4 " * 1200
     result = talk(QUESTIONS[0], long, "/drop", long, QUESTIONS[0], arguments=("fly-tiny", "--draft", "none"))
     assert result.exit_code == 0 and len(re.findall(r"the context holds 1024: nothing was sent", result.stderr)) == 2

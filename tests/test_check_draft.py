@@ -17,7 +17,6 @@ from fly.drafts import (
     DraftStrategy,
     LayerSkipDraft,
     NGramDraft,
-    RelayDraft,
     SingleDraft,
     SuffixDraft,
     TreeDraft,
@@ -354,7 +353,6 @@ OURS: dict[str, Callable[[], DraftStrategy]] = {
     "suffix": SuffixDraft,
     "tree": lambda: TreeDraft(run(MODEL), nodes=7, depth=3, width=2),
     "skip": lambda: LayerSkipDraft((1,)),
-    "relay": lambda: RelayDraft([(SingleDraft(run(MODEL)), 3), (NGramDraft(), 3)]),
     "union": lambda: UnionDraft([NGramDraft(), SingleDraft(run(MODEL))]),
     "adaptive": lambda: AdaptiveDraft(SingleDraft(run(MODEL))),
 }
@@ -457,7 +455,7 @@ def test_a_strategy_may_learn_if_it_says_so() -> None:
 
 
 @pytest.mark.usefixtures("few_seeds")
-def test_an_error_of_the_strategy_is_told_once_with_its_place() -> None:
+def test_an_error_of_the_strategy_is_reported_once_with_its_place() -> None:
     class Broken(Bigram):
         def length(self, row: Sequence, asked: int) -> int:
             raise KeyError("nothing here")
@@ -467,7 +465,7 @@ def test_an_error_of_the_strategy_is_told_once_with_its_place() -> None:
     assert detail.endswith("nothing else was checked")
 
 
-def test_what_is_no_draft_is_told_once() -> None:
+def test_an_invalid_draft_is_reported_once() -> None:
     class Lists(DraftStrategy):
         def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
             return [[1]] * len(rows)  # type: ignore[return-value]  # what is tested

@@ -59,7 +59,7 @@ class Heard(NGramDraft):
         self.heard.add(row.id)
 
 
-def test_a_strategy_hears_of_its_own_requests_alone() -> None:
+def test_a_strategy_sees_only_its_own_requests() -> None:
     one, other = Heard(), Heard()
     llm = fly.LLM(random_llama(0), ChooseDraft(one=one, other=other))
     llm.generate(TEXTS, fly.SamplingParams(temperature=0.0, max_tokens=9), draft=["one", "other", "one", "", "other"])

@@ -290,7 +290,7 @@ def test_a_policy_that_raises_is_a_finding() -> None:
     assert len(details) == 1 and details[0].endswith("nothing else was checked")
 
 
-def test_an_error_inside_of_a_dataclass_is_told_with_the_line_of_the_rule() -> None:
+def test_an_error_inside_a_dataclass_names_the_line_of_the_rule() -> None:
     @dataclass(frozen=True)
     class Assigns(Exact):
         share: float = 0.5

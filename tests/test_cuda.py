@@ -12,26 +12,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.exc import Unsupported
 
 from fly.backends import executor_of
-from fly.backends.cuda import attention, rounds
+from fly.backends.cuda import attention, fused, rounds
+from fly.backends.cuda.chain import looked_up
 from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.work import Work
 from fly.backends.torch import TorchExecutor
 from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
 from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
+from fly.drafts.ngram import Index
 from fly.engine import Engine
-from fly.executor import Executor
+from fly.executor import Executor, Lookup, TokenByToken
 from fly.models import Llama
+from fly.models.tokenizer import Tokenizer
 from fly.ops import derive, derived
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
 from fly.request import Sequence
 from fly.runner import Runner
+from fly.structured import Grammars
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated
 from tests.test_drafts import perturbed
+from tests.test_structured import save_tokenizer
 from tests.toys import random_llama
 
 VOCAB = 23
@@ -65,7 +72,7 @@ def device(flash: bool = True) -> Iterator[Gpu]:
     with pytest.MonkeyPatch.context() as patch, emulated() as gpu:
         for module in (attention, rounds):
             patch.setattr(module, "flash_takes", lambda cache: flash)
-        patch.setattr("fly.backends.cuda.work.flash_takes", lambda cache: flash)
+        patch.setattr("fly.backends.cuda.table.flash_takes", lambda cache: flash)
         patch.setattr("fly.backends.cuda.executor.flash_takes", lambda cache: flash)
         yield gpu
 
@@ -167,17 +174,24 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
             assert told(row) == told(other)
 
 
-KINDS = [("near", False), ("near", True), (None, True), (None, False)]
+KINDS = [("near", False, {}), ("near", True, {}), ("near", True, {"reach": 0.2}), (None, True, {}), (None, False, {})]
+
+
+def works_of(engine: Engine) -> list[Work]:
+    """What was made for whole rounds."""
+    (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+    return [work for work in works.made.made.values() if work.shape.pages and work.shape.draft_pages]
 
 
 @pytest.mark.parametrize("count", [1, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize(("drafting", "lookup"), KINDS)
+@pytest.mark.parametrize(("drafting", "lookup", "stop"), KINDS)
 def test_a_round_is_one_wait_and_a_few_launches(
-    drafting: str | None, lookup: bool, temperature: float, count: int
+    drafting: str | None, lookup: bool, stop: dict[str, Any], temperature: float, count: int
 ) -> None:
-    with device() as gpu:
-        engine = engine_of(there, drafting, lookup)
+    with device() as gpu, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rounds.Ways, "choose", lambda ways: (1, 10**6))  # with prompt lookup, where there is one
+        engine = engine_of(there, drafting, lookup, **stop)
         engine.stretch = 1e-9
         rows = [
             row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=300)
@@ -186,10 +200,84 @@ def test_a_round_is_one_wait_and_a_few_launches(
         decode(engine, rows, 4)
         for _ in range(3):
             gpu.waits.clear(), gpu.launches.clear()
+            gpu.glances = 0
             engine.step(rows)
             assert [place for place in gpu.waits if "event" not in place] == [] and len(gpu.waits) == 1
             # draft, score and decide; the state and, at times, pages or copies go up, and the result comes down
-            assert gpu.launches["graph"] == 2 + (drafting is not None) and gpu.launches.total() <= 7
+            further = 0
+            if stop or (lookup and drafting is not None):  # a graph a forward, with a number of where it stands
+                chain = works_of(engine)[-1].chain
+                assert chain is not None
+                further = chain.forwards - 1
+            assert further < rows[0].k and gpu.glances <= further
+            assert gpu.launches["graph"] == 2 + (drafting is not None) + further
+            assert gpu.launches.total() <= 7 + (drafting is not None and count) + 2 * further
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_a_draft_takes_no_more_forwards_than_it_needs_and_one(lookup: bool) -> None:
+    """Where it stops by itself, or copied tokens stand: as many as step by step on the CPU."""
+    needed: list[int] = []
+
+    class Counted(SingleDraft):
+        def propose(self, rows: Any, max_len: Any) -> Any:
+            needed.append(0)
+            return super().propose(rows, max_len)
+
+        def _advance(self, *arguments: Any) -> Any:
+            needed[-1] += 1
+            return super()._advance(*arguments)
+
+    k, stop = 12, {} if lookup else {"reach": 0.3}
+    prompt = [1, 2, 3, 4, 5, 6] * 3
+    for temperature in (0.0, 0.8):
+        needed.clear()
+        level: DraftStrategy = Counted(on_cpu(DRAFTS["near"]), NGramDraft(3, 1, 4) if lookup else None, **stop)
+        plain = Engine(Runner(on_cpu(TARGET), PagedKVCache.for_model(on_cpu(TARGET), 6000)), level)
+        plain.stretch, level._one_call = 0, False  # type: ignore[attr-defined]
+        want, row = (row_of(prompt, k=k, temperature=temperature, max_tokens=70) for _ in range(2))
+        decode(plain, [want])
+        with device(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(rounds.Ways, "choose", lambda ways: (1, 10**6))  # with prompt lookup, where there is one
+            engine, taken = engine_of(there, "near", lookup, **stop), []
+            engine.stretch = 1e-9
+            engine.step([row])
+            while not row.finish_reason:
+                engine.step([row])
+                taken += [work.chain.forwards for work in works_of(engine)[-1:] if work.chain is not None]
+        assert told(row) == told(want)
+        assert all(most <= own <= most + 1 for own, most in zip(taken, needed))
+        assert temperature or sum(taken) < 0.7 * k * len(taken)
+
+
+@pytest.mark.parametrize("repeats", [True, False])
+def test_prompt_lookup_is_taken_while_it_saves_forwards(repeats: bool) -> None:
+    """Of a text that repeats itself, and of one that never does."""
+    with device(), pytest.MonkeyPatch.context() as patch:
+        engine = engine_of(there, "near", True)
+        engine.stretch = 1e-9
+        row = row_of([1, 2, 3, 4], k=8, temperature=0 if repeats else 2.0, max_tokens=200)
+        while not row.finish_reason:
+            engine.step([row])
+        (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
+        assert works.lookup.faster == repeats
+        assert {work.shape.copies for work in works_of(engine)} == {0, 4}  # both were tried
+        patch.setattr(rounds, "_RIDGE", 2)  # forwards of more tokens would take longer
+        shape = works_of(engine)[-1].shape
+        assert rounds._forward_cost(replace(shape, spec=replace(shape.spec, lookup=Lookup(3, 1, 4)))) == 1.08 * 5 / 2
+
+
+@given(st.data())
+def test_prompt_lookup_on_the_device_is_that_of_the_host(data: st.DataObject) -> None:
+    texts = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=20), min_size=1, max_size=3))
+    longest = data.draw(st.integers(1, 5))
+    shortest, most = data.draw(st.integers(1, longest)), data.draw(st.integers(1, 7))
+    text_RS = torch.randint(0, 3, (len(texts), 24), generator=torch.Generator().manual_seed(0))  # what comes after
+    for row_S, text in zip(text_RS, texts):
+        row_S[: len(text)] = torch.tensor(text)
+    copied_RW, found_R = looked_up(text_RS, torch.tensor([len(text) for text in texts]), longest, shortest, most)
+    for text, tokens, found in zip(texts, copied_RW.tolist(), found_R.tolist()):
+        assert (tokens if found else []) == Index(longest, shortest).copied(text, most)
 
 
 def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
@@ -232,10 +320,10 @@ def test_pages_go_up_only_where_they_changed() -> None:
         (works,) = engine.runner.executor._works.values()  # type: ignore[attr-defined]
         (work,) = (each for each in works.made.made.values() if each.shape.pages and each.shape.draft_pages)
         while not row.finish_reason and row.generated < 390:
-            before = work._tables
+            before = work.table.loaded
             gpu.launches.clear()
             engine.step([row])
-            changed += work._tables is not before
+            changed += work.table.loaded is not before
         assert changed <= 4  # of two caches, with what is reserved ahead
 
 
@@ -272,6 +360,72 @@ def test_what_rows_ask_to_be_told_takes_three_waits(asked: dict[str, Any]) -> No
     for row, other in zip(rows, want):
         for mine, theirs in zip(row.logprobs, other.logprobs):
             assert mine == pytest.approx(theirs, abs=1e-4)
+
+
+ASKS: list[dict[str, Any]] = [
+    {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.3},
+    {"logit_bias": {5: 2.0, 7: -100.0, 1: 0.5}},
+    {"min_tokens": 25, "stops": (2, 3, 9)},
+    {"repetition_penalty": 0.8, "logit_bias": {2: 1.0}, "min_tokens": 9, "stops": (5,)},
+    {},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("lookup", [False, True])
+def test_what_rows_ask_of_their_tokens_takes_three_waits(lookup: bool, temperature: float) -> None:
+    """Penalties, biases and bans: the draft is one call, which keeps to them as on the CPU."""
+    rows = [
+        row_of([1, 2, 3, 1, 2, 3, b], POLICIES[b % 2], 5, b, temperature=temperature, **dict(asked))
+        for b, asked in enumerate(ASKS)
+    ]
+    want = [row.sample(row.seed) for row in rows]
+    plain = engine_of(on_cpu, "near", lookup, reach=0.02)
+    decode(plain, want)
+    with device() as gpu:
+        engine = engine_of(there, "near", lookup, reach=0.02)
+        decode(engine, rows, 4)
+        going = [row for row in rows if not row.finish_reason]
+        for _ in range(2):  # the first may be of fewer rows than those before, which are sampled otherwise
+            gpu.waits.clear()
+            engine.step(going)
+        assert len(gpu.waits) <= 3 and not any(row.finish_reason for row in going)
+        decode(engine, rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
+    assert sum(row.stats.accepted for row in rows) > 0
+
+
+@pytest.fixture(scope="module")
+def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
+    """Of a vocabulary of 18 letters, and two tokens that are none."""
+    directory = tmp_path_factory.mktemp("letters")
+    end = save_tokenizer(directory, list("abcdefghijklmnopqr")) - 2
+    return Grammars(Tokenizer(directory), VOCAB, [end])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_form_takes_three_waits_at_temperature_0(grammars: Grammars, temperature: float) -> None:
+    """The draft learns what it may begin with, and once more where it left the form; texts are those of the CPU."""
+    forms = ["[a-r]*", "([a-f][g-r]?){40}", "(ab?|[c-r]+[ab])*", "[a-r]{2,30}"]
+
+    def asked(number: int) -> Sequence:
+        params = {"structured": {"regex": forms[number]}, "temperature": temperature}
+        row = row_of([1, 2, 3 + number], Exact(), 5, number, max_tokens=60, stops=(18,), **params)
+        row.matcher = grammars.matcher(row.params)
+        return row
+
+    rows, want = ([*map(asked, range(4)), row_of([4, 5], k=5)] for _ in range(2))
+    decode(engine_of(on_cpu, "near"), want)
+    with device() as gpu:
+        engine, most = engine_of(there, "near"), 0
+        decode(engine, rows, 4)
+        while going := [row for row in rows if not row.finish_reason]:
+            gpu.waits.clear()
+            engine.step(going)
+            most = max(most, len(gpu.waits))
+        assert most <= 3 or temperature
+    assert [row.tokens for row in rows] == [row.tokens for row in want]
+    assert sum(row.stats.accepted for row in rows[:4]) > 0.8 * sum(row.stats.accepted for row in want[:4]) > 0
 
 
 def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:
@@ -312,6 +466,77 @@ def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
     for other in want:
         decode(engine_of(on_cpu, "near"), [other])
     assert [told(each) for each in (row, *rows, *crowded)] == [told(each) for each in want]
+
+
+def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers are traced whole (a graph break would be an error), and never for a prompt; texts are the same."""
+    monkeypatch.setattr(rounds, "OFTEN", 3)
+    monkeypatch.setattr(fused, "refusal", lambda: None)
+    torch._dynamo.reset()
+    deep, small = (random_llama(seed, **{**SIZES, "layers": 2}) for seed in (3, 4))
+    # drafts of one token: then both models are fed two at a time, and share what is compiled
+    row, other, want, alike = (row_of([1, 2, 3 + n % 2], POLICIES[n % 2], 1, max_tokens=30) for n in range(4))
+
+    def engine_on(run: Callable[[Llama], Executor]) -> Engine:
+        executor = run(deep)
+        drafts = SingleDraft(run(small), cache_tokens=6000)
+        return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)), drafts)
+
+    plain = engine_on(on_cpu)
+    decode(plain, [want]), decode(plain, [alike])
+    with device() as gpu:
+        engine = engine_on(there)
+        engine.stretch = 1e-9
+        for each in (row, other):
+            before = gpu.compiled.copy()
+            engine.step([each])
+            assert gpu.compiled == before  # of a prompt
+            decode(engine, [each])
+        names = {name for name, _ in gpu.compiled}
+        assert names == {"_first", "_between", "_last"} and all(work.shape.compiled for work in works_of(engine)[-1:])
+        assert gpu.compiled["_between", True] > 0  # captured, and launched no more
+        assert gpu.compiled["_between", True] == gpu.compiled["_first", True]
+        assert sum(gpu.compiled.values()) < 60
+        slow = engine.runner.executor.deterministic()
+        assert isinstance(slow, TokenByToken) and isinstance(slow.inner, CudaExecutor) and not slow.inner.compiles
+    assert [told(row), told(other)] == [told(want), told(alike)]
+
+
+@pytest.mark.parametrize("missing", [True, False])
+def test_layers_that_cannot_be_compiled_go_on_as_they_were(
+    missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Broken:
+        def __call__(self, *_: Any) -> Any:
+            raise Unsupported("no such kernel\nand more of that")
+
+    monkeypatch.setattr(rounds, "OFTEN", 3)
+    monkeypatch.setattr(fused, "refusal", lambda: "no compiler is here" if missing else None)
+    monkeypatch.setattr(fused, "CompiledLayers", Broken)
+    fused._say_once.cache_clear()
+    want, row = (row_of([1, 2, 3], max_tokens=100) for _ in range(2))
+    decode(engine_of(on_cpu, "near"), [want])
+    with device():
+        engine = engine_of(there, "near")
+        engine.stretch = 1e-9
+        decode(engine, [row])
+    assert told(row) == told(want)
+    said = [record.getMessage() for record in caplog.records if "layers are not compiled" in record.getMessage()]
+    assert len(said) == 1 + (not missing)  # of each model
+    assert said[0].endswith("no compiler is here" if missing else "Unsupported for 2 tokens: no such kernel")
+
+
+def test_what_layers_need_to_be_compiled_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: None)
+    assert fused.refusal() == "Triton is not installed"
+    monkeypatch.setattr(fused.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (6, 1))
+    assert "compute capability 7.0" in str(fused.refusal())
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(fused.shutil, "which", lambda name: None)
+    assert "no C compiler" in str(fused.refusal())
+    monkeypatch.setattr(fused.shutil, "which", lambda name: name)
+    assert fused.refusal() is None
 
 
 def test_a_rule_that_raises_discards_its_round() -> None:

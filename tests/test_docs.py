@@ -1,38 +1,69 @@
-"""README and guides: every Python block runs, every command of ours parses, every link leads somewhere."""
+"""README and docs: Python blocks run, tutorials run as a whole, commands parse, links lead somewhere."""
 
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import shlex
+import shutil
+import subprocess
 import sys
 import textwrap
 import tomllib
 import types
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import yaml
+from typer.testing import CliRunner
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-LINKED = [*PAGES, *sorted((ROOT / "docs").glob("*/**/*.md")), ROOT / "CONTRIBUTING.md"]
-PROSE = {"docs/README.md", "docs/commands.md", "docs/early-exit.md", "docs/house.md"}  # pages without Python
+DOCS = ROOT / "docs"
+RESULTS = sorted((DOCS / "results").glob("*.md"))
+PAGES = [ROOT / "README.md", *sorted({*DOCS.rglob("*.md")} - {*RESULTS})]
+LINKED = [*PAGES, *RESULTS, ROOT / "CONTRIBUTING.md"]
+TUTORIALS = sorted((DOCS / "tutorials").glob("*.md"))
+PROSE = {
+    "docs/README.md",
+    "docs/contributing.md",
+    "docs/reference/commands.md",
+    "docs/explanation/layout.md",
+    "docs/early-exit.md",
+}
+PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python
+FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)
+ADDRESS = "http://127.0.0.1:8000"
+
+
+class Code(NamedTuple):
+    """A block of code: its language, its text, and the file that the sentence before it says to save it as."""
+
+    kind: str
+    text: str
+    file: str | None
 
 
 def name(page: Path) -> str:
     return page.relative_to(ROOT).as_posix()
 
 
+def code(page: Path) -> Iterator[Code]:
+    text = page.read_text(encoding="utf-8")
+    for block in FENCED.finditer(text):
+        before = text[: block.start()].rstrip().rpartition("\n\n")[2].replace("\n", " ")
+        saved = re.search(r"(?:Save|Add) this (?:as|to) `([\w.-]+)`:$", before)
+        yield Code(block[2], textwrap.dedent(block[3]), saved and saved[1])
+
+
 def blocks(page: Path, *kinds: str) -> list[str]:
-    """The blocks of code of these kinds; those of a list are indented."""
-    found = re.findall(r"^( *)```(\w*)\n(.*?)^\1```$", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    return [textwrap.dedent(text) for _, kind, text in found if kind in kinds]
+    return [block.text for block in code(page) if block.kind in kinds]
 
 
 def prose(page: Path) -> str:
-    return re.sub(r"^( *)```.*?^\1```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    return FENCED.sub("", page.read_text(encoding="utf-8"))
 
 
 def anchors(page: Path) -> set[str]:
@@ -41,25 +72,81 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
 
 
-def commands(page: Path) -> list[list[str]]:
-    """The words behind ``fly``, of every such line in a shell block."""
-    lines = "\n".join(blocks(page, "sh", "bash")).replace("\\\n", " ").splitlines()
-    words = [shlex.split(line, comments=True) for line in lines]
+def commands(text: str) -> list[list[str]]:
+    """The words after ``fly``, of every such line of a shell block."""
+    lines = text.replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if re.search(r"(^|\s)fly\s", line)]
     before = ([], ["-m"], ["|"])
     return [
         line[at + 1 :] for line in words for at, word in enumerate(line) if word == "fly" and line[:at][-1:] in before
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
-def test_the_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def save(block: Code) -> None:
+    """Write a block into its file, after what the file holds already; a module must also import."""
+    path = Path(str(block.file))
+    before = path.read_text(encoding="utf-8") + "\n\n" if path.exists() else ""
+    path.write_text(before + block.text, encoding="utf-8")
+    sys.modules.pop(path.stem, None)
+    importlib.invalidate_caches()
+    if path.suffix == ".py":
+        importlib.import_module(path.stem)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A reader's own folder, in which Python finds modules."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    for module in ("my_rules", "my_drafts"):
+        monkeypatch.delitem(sys.modules, module, raising=False)
+    return tmp_path
+
+
+@pytest.mark.parametrize("page", sorted({*PAGES} - {*TUTORIALS}), ids=name)
+def test_the_page_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, as a reader would type it."""
-    found = blocks(page, "python")
+    found = [block for block in code(page) if block.kind == "python"]
     assert bool(found) != (name(page) in PROSE)
     module = types.ModuleType("my_rules")
-    monkeypatch.setitem(sys.modules, "my_rules", module)
+    if not any(block.file for block in found):
+        monkeypatch.setitem(sys.modules, "my_rules", module)
     for block in found:
-        exec(compile(block, str(page), "exec"), module.__dict__)
+        if block.file:
+            save(block)
+        else:
+            exec(compile(block.text, str(page), "exec"), module.__dict__)
+    sys.modules.pop("my_rules", None)
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=name)
+def test_the_tutorial_runs_as_a_whole(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are saved, commands typed and Python entered, in the order of the page. A server runs beside it."""
+    from fly.cli import app
+    from tests.serving import running
+
+    module = types.ModuleType("tutorial")
+    monkeypatch.setitem(sys.modules, "tutorial", module)
+    with running("ngram") as server:
+        server.service.name = "fly-target"
+        for block in code(page):
+            text = block.text.replace(ADDRESS, server.url)
+            if block.file:
+                save(block)
+            elif block.kind == "python":
+                exec(compile(text, str(page), "exec"), module.__dict__)
+            elif block.kind == "sh" and text.startswith("curl"):
+                if shutil.which("curl"):
+                    answer = subprocess.run(["bash", "-c", text], capture_output=True, text=True, check=True)
+                    assert '"choices"' in answer.stdout, answer.stdout
+            elif block.kind == "sh":
+                for words in commands(text):
+                    if words[0] != "serve":
+                        result = CliRunner().invoke(app, words)
+                        assert result.exit_code == 0, f"fly {shlex.join(words)}\n{result.output}"
+    for module_name in ("my_rules", "my_drafts"):
+        sys.modules.pop(module_name, None)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -73,13 +160,13 @@ def test_what_does_not_run_here_can_be_read(page: Path) -> None:
         assert tomllib.loads(block)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=name)
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name)
 def test_the_page_names_only_commands_and_options_that_exist(page: Path) -> None:
     from typer.main import get_command
 
     from fly.cli import app
 
-    for words in commands(page):
+    for words in commands("\n".join(blocks(page, "sh", "bash"))):
         command: Any = get_command(app)
         while known := getattr(command, "commands", None):
             assert words and words[0] in known, f"{words}; known: {sorted(known)}"
@@ -101,10 +188,24 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{name(page)}: {link}; there are {sorted(anchors(target))}"
 
 
-def test_the_index_lists_every_page() -> None:
-    index = ROOT / "docs" / "README.md"
+@pytest.mark.parametrize(("index", "pages"), [(DOCS / "README.md", PAGES), (DOCS / "results" / "README.md", RESULTS)])
+def test_the_index_lists_every_page(index: Path, pages: list[Path]) -> None:
     listed = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+)\)", prose(index))}
-    assert {page.resolve() for page in PAGES} - {index} <= listed
+    assert {page.resolve() for page in pages} - {index} <= listed
+
+
+def test_no_docstring_reads_as_a_link_definition() -> None:
+    """Markdown leaves out a line such as ``[B, K]: ...``, and so would the reference."""
+    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    left_out = [
+        f"{path.relative_to(ROOT)}: {line}"
+        for path in sorted((ROOT / "fly").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, documented)
+        for line in (ast.get_docstring(node) or "").splitlines()
+        if re.match(r" {0,3}\[[^]]+\]:", line)
+    ]
+    assert not left_out
 
 
 def test_the_readme_stays_short() -> None:

@@ -111,7 +111,9 @@ def test_todays_texts_keep_working(checkpoint: Path, monkeypatch: pytest.MonkeyP
     assert read("none") is None and read(" none ") is None
     assert ngram(read("ngram")) == ngram(NGramDraft())
     small = read("fly-tiny")
-    assert isinstance(small, SingleDraft) and small.draft is None
+    assert isinstance(small, SingleDraft) and type(small.draft) is NGramDraft
+    alone = read("model(fly-tiny)")
+    assert isinstance(alone, SingleDraft) and alone.draft is None and alone.reach == 0 and small.reach is None
     assert [type(level) for level in levels(read("ngram+fly-tiny+fly-draft"))] == [NGramDraft, SingleDraft, SingleDraft]
     assert [type(level) for level in levels(read(" ngram + fly-tiny "))] == [NGramDraft, SingleDraft]
     for text in (str(checkpoint), f'"{checkpoint}"', str(resolve_checkpoint("fly-tiny"))):

@@ -332,7 +332,7 @@ def test_bad_arguments_are_named() -> None:
             make()  # type: ignore[operator]
 
 
-def test_one_level_cannot_stand_twice_in_a_cascade() -> None:
+def test_one_level_cannot_be_twice_in_a_cascade() -> None:
     level = SingleDraft(run(LARGE))
     with pytest.raises(ValueError, match="twice"):
         CascadeDraft([level, level])
@@ -385,7 +385,7 @@ def test_a_level_asks_the_one_below_only_while_that_is_faster(below_is_faster: b
     assert (asked[0] > 50 > 8 > alone[0]) if below_is_faster else (alone[0] > 50)
 
 
-def test_a_level_of_a_cascade_is_loaded_once_and_by_whoever_holds_it() -> None:
+def test_a_level_of_a_cascade_is_loaded_once_by_its_owner() -> None:
     level = SingleDraft("fly-tiny")
     cascades = [CascadeDraft([NGramDraft(), level]), CascadeDraft([NGramDraft(2), level])]
     for cascade in cascades:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -37,7 +38,7 @@ from fly.params import SamplingParams
 from fly.testing import check_draft
 from fly.testing.toys import toy_target
 from fly.train import Answer, Plan, prompts_of, train_head
-from fly.train.head import OwnSteps
+from fly.train.head import _ALIKE, OwnSteps, _begin_like_the_target, _order, _Rows
 
 DATA = Path(__file__).parent / "data"
 COMPILED = available()[0]
@@ -428,8 +429,10 @@ def test_a_training_that_was_killed_goes_on_as_if_it_was_not(tmp_path: Path) -> 
     assert second.losses == first.losses and second.held_out == first.held_out
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, dict(whole.named_parameters())[name])
-    with pytest.raises(ValueError, match=r"is of another training \(its \['plan'\] differ\)"):
-        train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
+    with pytest.raises(ValueError, match=r"is of another training \(its \['batch'\] differ\)"):
+        train_head(executor, answers, replace(PLAN, batch=3), tmp_path / "killed")
+    _, longer = train_head(executor, answers, replace(PLAN, steps=13), tmp_path / "killed")
+    assert longer.losses[:12] == first.losses and longer.step == 13
 
 
 def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
@@ -440,6 +443,7 @@ def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
     head, training = train_head(executor, answers, plan, tmp_path)
     assert sum(training.losses[-10:]) < 0.85 * sum(training.losses[:10])
     assert load_head(tmp_path).shares and (tmp_path / "config.json").exists()
+    assert head.embed_tokens is not None and torch.equal(head.embed_tokens.weight, embedding_of(executor))
     tau = []
     for one in (make_head(), head):
         llm = LLM(executor, Eagle3Draft(TorchHead(one)), k=3)
@@ -447,6 +451,34 @@ def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
         tau.append(sum(out.stats.accepted for out in outputs) / sum(out.stats.rounds for out in outputs))
     assert tau[1] > 1.5 * tau[0]
     assert 0.5 * training.held_out[0] < tau[1]
+
+
+def test_a_head_of_the_targets_width_begins_with_its_output_matrix() -> None:
+    executor = target_on("torch")
+    answers = answers_of(executor, 48)
+    head = Eagle3Head(replace(PLAN, width=None).config(TARGET, 12), embedding=False)
+    head.to_target_U.copy_(torch.arange(24)[::2])
+    rows = _Rows(executor, head.config.states or (), 32)
+    _begin_like_the_target(head, rows, answers)
+    logits_NV, states_TF, places = rows.score(answers[:4], (3,))
+    normed_NC = torch.nn.functional.rms_norm(states_TF[places], (32,), eps=TARGET.rms_norm_eps)
+    torch.testing.assert_close(head.lm_head(normed_NC), logits_NV[:, ::2], atol=0.02, rtol=0.02)
+    _, states_TF, _ = rows.score(answers, rows.states)
+    scaled_F = (states_TF / rows.scale_F).square().mean(0).sqrt()
+    torch.testing.assert_close(scaled_F, torch.ones_like(scaled_F), atol=0.5, rtol=0.5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(8, 500), min_size=1, max_size=200), st.integers(1, 12), st.integers(0, 3))
+def test_every_turn_takes_all_answers_in_batches_of_like_length(lengths: list[int], batch: int, seed: int) -> None:
+    steps = max(1, len(lengths) // batch)
+    turns = [[_order(tuple(lengths), turn * steps + n, batch, seed) for n in range(steps)] for turn in range(2)]
+    for turn in turns:
+        taken = [n for some in turn for n in some]
+        assert len({*taken}) == len(taken) == (len(lengths) // batch * batch or len(lengths))
+        if len(lengths) <= batch * _ALIKE:  # all were drawn together: no two batches overlap
+            ends = sorted((min(lengths[n] for n in some), max(lengths[n] for n in some)) for some in turn)
+            assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends))
 
 
 def test_the_training_time_test_is_drafting(tmp_path: Path) -> None:

@@ -241,7 +241,7 @@ def test_speculation_does_speculate() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("at", range(12))
-def test_output_ends_at_a_stop_id_inside_a_block_that_stands(temperature: float, at: int) -> None:
+def test_output_ends_at_a_stop_id_inside_a_kept_block(temperature: float, at: int) -> None:
     """The target drafts for itself, so that whole blocks stand; nothing behind the end is kept or counted."""
     prompt = [5, 2, 9]
     params = SamplingParams(temperature=temperature, seed=1, max_tokens=30, logprobs=1)

@@ -405,6 +405,29 @@ def test_a_run_killed_twice_ends_with_the_same_report(plan: Plan, whole: Path, t
     assert list(map(len, one)) == list(map(len, two))
 
 
+def test_problems_decoded_together_are_answered_as_alone(whole: Path, tmp_path: Path) -> None:
+    plan = Plan.of({**PLAN, "together": 2})
+    with pytest.raises(KeyboardInterrupt):
+        finish(plan, tmp_path, 12)  # in the middle of two
+    finish(plan, tmp_path)
+    alone, together = (read_records(folder).completions for folder in (whole, tmp_path))
+    assert alone.keys() == together.keys()
+    for key, record in together.items():
+        assert all(record[name] == alone[key][name] for name in ("token_ids", "why", "rounds", "drafts")), key
+    times: dict[tuple[Any, ...], list[float]] = {}
+    for key, record in together.items():
+        seconds = record["seconds"]["prompt"] + record["seconds"]["decoding"]
+        part = record["number"] // 2, key._replace(problem="")
+        times.setdefault(part, []).append(seconds / record["generated"])
+    assert any(len(each) == 2 for each in times.values())
+    whole_parts = [each for each in times.values() if len(each) == 2]
+    shared = [each for each in whole_parts if each[0] == pytest.approx(each[1])]
+    assert len(shared) >= len(whole_parts) - 1  # the one that was interrupted
+    assert "3 problems, 2 at a time" in report([tmp_path]).tables[0].title
+    with pytest.raises(ValueError, match="one problem at a time, not 2 together"):
+        Plan.of({**PLAN, "together": 2, "record": True})
+
+
 def test_a_finished_run_decodes_nothing(plan: Plan, whole: Path) -> None:
     before = (whole / "records.jsonl").read_bytes()
     assert remaining(plan, read_records(whole)) == []

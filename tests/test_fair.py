@@ -248,7 +248,7 @@ def test_without_keys_a_client_is_its_address(host: str, client: str) -> None:
 # --- streams ---------------------------------------------------------------------------------------------
 
 
-def test_tokens_leave_after_the_interval_while_somebody_reads() -> None:
+def test_tokens_leave_after_the_interval_while_a_stream_is_open() -> None:
     with running(draft="none", stream_interval=0.004) as server:
         engine, plans = server.service.llm.engine, []
         if engine.runner.executor.kernels == "torch":

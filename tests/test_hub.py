@@ -192,7 +192,9 @@ def test_names_revisions_and_files_are_what_they_say(online: tuple[Path, dict[st
         ("me/bin", r"has no weights in safetensors; its files: \['config.json', 'pytorch_model.bin'\]"),
     ],
 )
-def test_what_cannot_be_had_is_told(name: str, message: str, online: tuple[Path, dict[str, str], str]) -> None:
+def test_what_cannot_be_downloaded_is_reported(
+    name: str, message: str, online: tuple[Path, dict[str, str], str]
+) -> None:
     assert re.match(f"CheckpointError: .*{message}", online[1][name])
 
 

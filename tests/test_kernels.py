@@ -953,7 +953,7 @@ def test_the_draft_alone_may_have_int8_weights() -> None:
         LLM("fly-tiny", dtype="float16", kernels="int8", device="cpu")
 
 
-def test_kernels_that_this_processor_cannot_run_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kernels_that_this_processor_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "_built", lambda: {"avx1024": False, "avx2": True})
     assert available() == ["avx2", "torch"] and library.number("avx2") == 1
     for wanted in ("avx1024", "avx1024-int8"):
@@ -1069,7 +1069,7 @@ def test_uniforms_are_those_of_tensors(seeds: list[int], start: int, stream: Str
 
 
 @built
-def test_decisions_run_on_one_thread_of_their_own_and_nobody_else_sees_it() -> None:
+def test_decisions_run_on_one_thread_of_their_own_and_others_keep_theirs() -> None:
     """Of torch's threads; forwards have as many as before, and threads that come later begin with as many."""
     seen: list[int] = []
 

@@ -47,14 +47,15 @@ def test_every_room_has_its_place() -> None:
     assert {room(module(path)) for path in FILES} <= {*ROOMS, *PACKAGE}
 
 
-def test_the_page_of_the_house_has_every_room_in_this_order() -> None:
-    table = (ROOT / "docs" / "house.md").read_text(encoding="utf-8").partition("## The rooms")[2].partition("\n## ")[0]
+def test_the_page_of_the_layout_has_every_room_in_this_order() -> None:
+    page = (ROOT / "docs" / "explanation" / "layout.md").read_text(encoding="utf-8")
+    table = page.partition("## The rooms")[2].partition("\n## ")[0]
     places = [line.split("|")[1] for line in table.splitlines() if line.startswith("|")]
     assert re.findall(r"`fly/(\w+)(?:\.py|/)`", " ".join(places)) == ROOMS
 
 
 @pytest.mark.parametrize("path", FILES, ids=module)
-def test_a_room_imports_only_rooms_that_stand_before_it(path: Path) -> None:
+def test_a_room_imports_only_rooms_before_it(path: Path) -> None:
     own = room(module(path))
     if own in PACKAGE or path.name == "__main__.py":
         return
@@ -95,7 +96,7 @@ def test_no_room_above_the_backends_knows_one(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["executor", "runner", "engine", "account", "drafts", "sampling", "types"])
-def test_nobody_probes_what_a_model_can(name: str) -> None:
+def test_no_module_probes_what_a_model_can_do(name: str) -> None:
     for path, text in FILES.items():
         if room(module(path)) == name:
             assert not re.search(r"\bhasattr\(|\bgetattr\((?!self\b)", text), path

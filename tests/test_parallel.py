@@ -42,7 +42,8 @@ from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, for
 from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.config import Config
-from fly.drafts import SingleDraft, parse_draft
+from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, parse_draft
+from fly.engine import Engine
 from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
@@ -68,6 +69,7 @@ from fly.policies import Exact, parse_policy, policy_types
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import SamplingParams
+from tests.emulator import emulated, exchanged
 from tests.toys import build_llama, llama_configs
 
 FORK = multiprocessing.get_context("forkserver")
@@ -631,6 +633,57 @@ def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[flo
     return found.tolist()
 
 
+def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, sharded: bool, temperature: float) -> list[Any]:
+    """What rows say by graphs that hold what ranks exchange, on emulated devices; alone on the CPU."""
+    rows = [
+        Sequence(
+            [1, 2, 3 + b], 3, SamplingParams(temperature=temperature, max_tokens=120), parse_policy(policy), b, 5
+        )
+        for b, policy in enumerate(("exact", "fly(theta=0.1, window=2, hold=2)", "exact"))
+    ]  # fmt: skip
+
+    def decode(load_target: Callable[..., Executor], load_draft: Callable[..., Executor]) -> Iterator[None]:
+        executor, drafter = load_target(target, kernels="torch"), load_draft(draft, kernels="torch")
+        strategy = CascadeDraft([NGramDraft(), SingleDraft(drafter, cache_tokens=2048, reach=0.02)])
+        engine = Engine(Runner(executor, PagedKVCache.for_model(executor, 2048)), strategy)
+        while going := [row for row in rows if not row.finish_reason]:
+            engine.stretch = 1e-9
+            engine.step(going)
+            yield
+
+    if ranks is None:
+        assert len([*decode(load_executor, load_executor)]) > 0
+    else:
+        compares, ranks.compares_forwards = ranks.compares_forwards, False  # as with NCCL, which Gloo stands for
+        divided = partial(load, ranks=ranks, device="cuda")
+        with emulated() as gpu, exchanged(gpu):
+            steps = decode(divided, divided if sharded else partial(load_executor, device="cuda"))
+            for number, _ in enumerate(steps):
+                if 2 <= number <= 3:
+                    assert gpu.launches["all_reduce"] == 0 and gpu.launches["graph"] >= 3, gpu.launches
+                    assert 1 <= len(gpu.waits) <= 4 and all("event" in wait for wait in gpu.waits), gpu.waits
+                gpu.launches.clear(), gpu.waits.clear()
+                ranks.agree([row.tokens for row in rows])
+        ranks.compares_forwards = compares
+        ranks._checksums.clear()
+    return [(row.tokens, row.drafts, row.finish_reason) for row in rows]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_graphs_of_several_devices_hold_what_they_exchange(
+    pool: Pool, tmp_path: Path, sharded: bool, temperature: float
+) -> None:
+    """One wait a round, up to four rounds a call, and the texts of one CPU."""
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=300,
+    )  # fmt: skip
+    target, draft = checkpoints(tmp_path, config, 5)
+    want = rounds_on_gpus(None, target, draft, sharded, temperature)
+    assert pool.run(2, rounds_on_gpus, target, draft, sharded, temperature) == want
+
+
 def _block(executor: Executor) -> Batch:
     cache = PagedKVCache.for_model(executor, 64)
     cache.resize(0, 5)
@@ -1007,7 +1060,7 @@ def test_a_step_reads_what_the_plan_divides(config: LlamaConfig) -> None:
 
 @settings(max_examples=15)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([2, 4]))
-def test_figures_of_stand_ins_foretell_a_model_that_is_none(data: st.DataObject, size: int, itemsize: int) -> None:
+def test_figures_of_stand_ins_predict_another_model(data: st.DataObject, size: int, itemsize: int) -> None:
     """Where forwards take what a machine of any figures makes them take, the figures explain a forward not seen."""
     config = data.draw(divisible_configs())
     config = LlamaConfig.model_validate({**config.model_dump(), "hidden_size": 256, "intermediate_size": 512})

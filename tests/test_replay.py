@@ -285,7 +285,7 @@ def test_the_state_of_a_row_is_carried_from_block_to_block(blocks: Blocks) -> No
     assert free.tau.value > kept.tau.value >= kept.exact
 
 
-def test_a_looser_rule_lets_more_stand(blocks: Blocks) -> None:
+def test_a_looser_rule_keeps_more(blocks: Blocks) -> None:
     taus = [blocks.replay(parse_policy(f"exact | margin({tau})")).tau.value for tau in (0, 0.5, 2, 8, 100)]
     assert taus == sorted(taus) and taus[-1] > blocks.replay(Exact()).tau.value
     everything = blocks.replay(parse_policy("exact | margin(100)"), cases=5)
@@ -439,7 +439,7 @@ def test_what_is_no_recording_is_an_error(tmp_path: Path) -> None:
         Blocks([])
 
 
-def test_predictions_stand_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
+def test_predictions_are_shown_beside_a_run_of_the_rules(run: tuple[Path, Any]) -> None:
     compared, left_out = beside(load_blocks(run[0]), run[0])
     found = {each.way: each for each in compared}
     assert not left_out and len(found) == 4

@@ -248,7 +248,7 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
     assert fast == slow and few <= many
 
 
-def test_somebody_who_waits_ends_a_call_after_the_round_under_way() -> None:
+def test_a_waiting_call_ends_another_after_its_current_round() -> None:
     for count in (1, 3):
         rows, made = rows_of(*[[1, 2, 3]] * count), engine(0, False, None, (400, 400), 4)
         made.stretch = FOREVER
@@ -278,7 +278,7 @@ def calls_of(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 @pytest.mark.parametrize("share", [False, True])
 @pytest.mark.parametrize("drafting", [None, 0])
-def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_holds(
+def test_a_call_takes_as_many_rounds_if_the_cache_is_full_of_idle_pages(
     monkeypatch: pytest.MonkeyPatch, drafting: int | None, share: bool
 ) -> None:
     calls = calls_of(monkeypatch)
@@ -297,7 +297,7 @@ def test_a_call_takes_as_many_rounds_where_the_cache_is_full_of_what_nobody_hold
     assert made.runner.cache.allocator.num_idle >= 16 * share
 
 
-def test_it_is_used_and_only_where_nothing_is_to_be_done_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_used_only_if_nothing_has_to_be_done_between_two_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = calls_of(monkeypatch)
 
     class Own(SingleDraft):
@@ -341,7 +341,7 @@ class Broken(Condition):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_what_is_settled_before_a_rule_fails_stands(temperature: float) -> None:
+def test_tokens_before_a_rule_fails_are_kept(temperature: float) -> None:
     asked = {"temperature": temperature}
     (row,), (want,) = rows_of([1, 2, 3], policy=Exact() | Broken(), **asked), rows_of([1, 2, 3], **asked)
     made, plain = engine(0, False, None, (400, 400), 4), engine(0, False, None, (400, 400), 4)
@@ -412,7 +412,7 @@ def test_a_signal_that_keeps_a_rule_from_answering_ends_the_call(monkeypatch: py
     assert row.generated == len(row.provenance) and held(made)[0][row.id] < len(row.tokens)
 
 
-def test_a_drafter_of_another_vocabulary_is_told_so() -> None:
+def test_a_drafter_of_another_vocabulary_is_refused() -> None:
     wider = executor_of(random_llama(3, **{**SIZES, "vocab_size": 500}), VARIANTS[0])
     for temperature in (0.0, 1.0):
         (row,) = rows_of([1, 2, 3], temperature=temperature)

@@ -84,7 +84,7 @@ def test_several_completions_have_the_scores_of_their_one_prompt() -> None:
             assert {len(one.token_ids) for one in (output, *output.others)} == {most}
 
 
-def test_a_long_prompt_that_is_scored_holds_nobody_up() -> None:
+def test_a_long_scored_prompt_does_not_block_others() -> None:
     """Those that decode take part in every step meanwhile, and short prompts come in beside it."""
     scheduler = Scheduler(Engine(Runner(HashModel(), PagedKVCache(HashModel().config, 200, 2))), step_tokens=64)
     scheduler._scores = 4

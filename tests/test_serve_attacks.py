@@ -325,7 +325,7 @@ def test_dripping_headers_are_not_waited_for() -> None:
         assert dripped < 400
 
 
-def test_where_all_are_busy_others_are_told_and_health_goes_on() -> None:
+def test_a_busy_server_answers_503_and_health_goes_on() -> None:
     stream = {"model": MODEL, "prompt": "Take", "max_tokens": 900, "ignore_eos": True, "stream": True}
     with running(max_connections=16) as server:
         server.service.llm.engine.stretch = 0
@@ -493,7 +493,7 @@ def test_half_a_surrogate_pair_is_the_clients_fault(here: Running, field: str) -
         (b"\x1f\x8b", "decode"),
     ],
 )
-def test_a_body_that_is_no_json_is_told_why(here: Running, content: bytes, says: str) -> None:
+def test_a_body_that_is_not_json_gets_the_reason(here: Running, content: bytes, says: str) -> None:
     got = httpx.post(f"{here.url}/v1/completions", content=content, headers={"content-type": "application/json"})
     status, message = complain(got)
     assert status == 400 and says in message and "JSON" in message

@@ -149,7 +149,7 @@ def test_a_client_that_leaves_frees_everything(streamed: bool) -> None:
         assert 'vllm:request_success_total{finished_reason="length",model_name="fly-tiny"} 0.0' in metrics
 
 
-def test_a_reader_that_does_not_read_holds_up_nobody(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_reader_that_does_not_read_blocks_no_other(caplog: pytest.LogCaptureFixture) -> None:
     with running(write_timeout=1.0) as server:
         address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
         with socket.socket() as connection:
@@ -189,7 +189,7 @@ def test_a_full_queue_says_when_to_come_back() -> None:
         asyncio.run(crowd())
 
 
-def test_whoever_comes_or_leaves_hurries_the_turn_under_way_and_no_other() -> None:
+def test_a_client_that_comes_or_leaves_hurries_only_the_current_turn() -> None:
     hurried = False
     begun: list[tuple[list[str], bool]] = []
     waited: list[bool] = []

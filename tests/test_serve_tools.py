@@ -127,7 +127,7 @@ def test_calls_are_read_however_the_text_is_cut(
 @example("hermes", '```json\n{"name": "bob", "arguments": {}}\n```', [9, 20])
 @example("llama", '{"name": "Bob", "parameters": {}} is he', [])
 @example("mistral", "[TOOL_CALLS] none", [14])
-def test_what_is_no_call_is_text_as_it_stands(form: str, text: str, at: list[int]) -> None:
+def test_text_that_is_not_a_call_is_unchanged(form: str, text: str, at: list[int]) -> None:
     assert read(form, cut(text, at)) == (text, [])
 
 
@@ -161,7 +161,7 @@ def test_arguments_come_as_they_are_written() -> None:
     assert seen == ["", *'{"city": "Oslo"}']
 
 
-def test_formats_are_told_from_templates() -> None:
+def test_formats_are_recognised_from_templates() -> None:
     for said, name in (
         (TEMPLATE, "hermes"),
         ("{{ '[TOOL_CALLS] [' }}", "mistral"),
@@ -208,7 +208,7 @@ def written(form: str, arguments: str = FINE, name: str = "weather", times: int 
 
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
-def test_calls_are_held_to_what_there_is_to_call(tokenizer: Tokenizer, form: str) -> None:
+def test_only_known_functions_can_be_called(tokenizer: Tokenizer, form: str) -> None:
     def fits(text: str, required: bool, parallel: bool = True, **more: Any) -> bool:
         made = grammar(FORMATS[form], SCHEMAS, tokenizer, required=required, parallel=parallel, **more)
         return allowed(tokenizer, made, text)

@@ -29,11 +29,11 @@ from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import NGramDraft, SingleDraft
+from fly.drafts import Eagle3Draft, NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
-from fly.executor import Batch, Drafted, DraftSpec
+from fly.executor import Batch, Drafted, DraftSpec, Executor
 from fly.models import LlamaConfig, load_model, save_model
 from fly.policies import Exact, FLy
 from fly.request import Stats
@@ -210,14 +210,20 @@ def test_the_models_of_a_draft() -> None:
     assert draft_runners(None) == []
 
 
-def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole() -> None:
+@pytest.mark.parametrize("draft", ["fly-draft", "fly-eagle3", "eagle3(fly-eagle3, nodes=8)"])
+def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole(draft: str) -> None:
     asked = list(problems(None, "heldout", 0, 1))
-    llm = strategy_of("fly-draft")
+    llm = strategy_of(draft)
     settings = [Setting("autoregressive", llm, 0), Setting("fly", llm, 5, FLy())]
-    models = llm.engine.runner.executor, draft_runners(llm.draft)[0].executor
+
+    def loaded() -> list[Executor]:
+        found = [runner.executor for runner in (llm.engine.runner, *draft_runners(llm.draft))]
+        return [*found, llm.draft.runner.head] if isinstance(llm.draft, Eagle3Draft) else found
+
+    models = loaded()
     prompts = [llm.chat_prompt(problem.prompt) for problem in asked]
     measured = measure_rounds(settings, prompts, GREEDY, turns=2)
-    assert (llm.engine.runner.executor, draft_runners(llm.draft)[0].executor) == models
+    assert loaded() == models and len(models) == 2
     for rounds, result in zip(measured, compare(settings, asked, GREEDY)):
         assert len(rounds.times) == 2
         assert rounds.stats.rounds == 2 * result.stats.rounds
@@ -270,7 +276,7 @@ def test_times_of_a_completion_are_its_parts() -> None:
 
 
 def test_the_prediction_is_the_formula() -> None:
-    llm = strategy_of("fly-draft")
+    llm = strategy_of("model(fly-draft)")
     stats = Stats(generated=61, rounds=10, emitted=60, drafted=70)
     rounds = Rounds(Setting("exact", llm, 7), stats, [Times(0.1, 1.0, 0.5, 0.2)])
     forwards = [forward(2.0), forward(3.0, tokens=6), forward(5.0, tokens=10)]
@@ -279,7 +285,7 @@ def test_the_prediction_is_the_formula() -> None:
     assert predict(rounds, forwards, draft) == pytest.approx(6.0 / (7 * c + v) / 2.0)
     plain = Rounds(Setting("autoregressive", llm, 0), Stats(rounds=10, emitted=10), [Times(0.1, 1.0, 0.5)])
     assert predict(plain, forwards, draft) == pytest.approx(1 / 2.0)
-    for name in ("ngram+fly-draft", "ngram"):
+    for name in ("fly-draft", "ngram"):
         assert predict(Rounds(Setting(name, strategy_of(name), 7), stats, [Times(0.1, 1.0)]), forwards, draft) is None
     with pytest.raises(ValueError, match="outside 1 to 6"):
         predict(rounds, forwards[:2], draft)
@@ -399,8 +405,8 @@ def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path
     pytest.importorskip("matplotlib")
     record = tmp_path / "speed.json"
     options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", tmp_path / "speed.png")
-    text = run("bench", "speed", "--model", "fly-draft", "--draft", "fly-tiny", "--shape", "64x1x100", *options)
-    for heading in ("Limits", "Forwards of fly-draft", "Forwards of fly-tiny", "Forwards of 64x1x100", "Rounds"):
+    text = run("bench", "speed", "--model", "fly-draft", "--draft", "model(fly-tiny)", "--shape", "64x1x100", *options)
+    for heading in ("Limits", "Forwards of fly-draft", "Forwards of model(fly-tiny)", "Forwards of 64x1x100", "Rounds"):
         assert heading in text
     assert "…" not in text  # tables fit a terminal
     figures = json.loads(record.read_text())
@@ -484,7 +490,7 @@ def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.Monkey
     assert only["right"] is None
 
 
-def test_a_large_shape_has_fewer_prompts_and_tokens_unless_told(
+def test_a_large_shape_has_fewer_prompts_and_tokens_by_default(
     quick_limits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert usual_amount(99_999_999) == (24, 400)

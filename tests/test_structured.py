@@ -294,7 +294,7 @@ def test_rows_without_a_form_are_left_alone(letters: Tokenizer) -> None:
     assert (got[1] > -torch.inf).nonzero().tolist() == [[0, 0], [0, 2], [0, END], [1, 1], [1, END]]
 
 
-def test_what_the_drafter_was_told_is_not_worked_out_again(letters: Tokenizer) -> None:
+def test_masks_of_the_drafter_are_not_computed_again(letters: Tokenizer) -> None:
     params = SamplingParams(structured={"regex": "[ab]*"})  # type: ignore[arg-type]
     matcher, asked = Grammars(letters, WIDTH, [END]).matcher(params), 0
 

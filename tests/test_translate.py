@@ -544,7 +544,7 @@ def test_a_character_drafted_in_part_is_not_proposed_in_part() -> None:
         assert LARGE.decode(drafted) == OTHER.decode(OTHER.encode("the 😀")[read : read + n]).rstrip("\ufffd")
 
 
-def test_a_word_that_goes_on_is_spelled_anew_from_where_it_stands() -> None:
+def test_a_word_that_continues_is_spelled_again_from_its_start() -> None:
     """The row has the beginning of a word that the target would write as one token."""
     th = LARGE.encode(" mat and th", add_special_tokens=False)
     strategy = reciting(" mat and then the", LARGE, OTHER, "text")
@@ -571,7 +571,7 @@ def test_a_drafted_end_is_the_targets_end_where_it_is_shared(name: str) -> None:
 @every_pair
 @settings(max_examples=15)
 @given(batch=rows_of, temperature=st.sampled_from([0.0, 1.0]), data=st.data())
-def test_nothing_is_drafted_behind_an_end(
+def test_nothing_is_drafted_after_an_end(
     name: str, batch: list[list[int]], temperature: float, data: st.DataObject
 ) -> None:
     free = proposals(pair(name).propose([make_row(tokens, temperature) for tokens in batch], [8] * len(batch)))

@@ -84,7 +84,7 @@ def test_a_mask_is_worked_out_once_for_a_function_and_for_equal_rules() -> None:
     assert vocabulary.where(Counted("b").holds_for).tolist() == [False, True, False] and len(asked) == 6
 
 
-def test_without_a_tokenizer_nobody_knows() -> None:
+def test_without_a_tokenizer_texts_are_unknown() -> None:
     vocabulary = Vocabulary(7)
     with pytest.raises(ValueError, match="no tokenizer"):
         vocabulary.where(has_digit)

@@ -229,7 +229,7 @@ def test_chats_and_streams_of_coroutines(llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("way", ["close", "forget", "aclose", "abandon", "cancel", "interrupt"])
-def test_whoever_leaves_frees_the_pages_within_a_round(llm: LLM, way: str) -> None:
+def test_a_call_that_is_given_up_frees_its_pages_within_a_round(llm: LLM, way: str) -> None:
     slowed(llm)
     if way in ("close", "forget"):
         stream = llm.stream([1, 2, 3], LONG)
@@ -272,7 +272,7 @@ def test_whoever_leaves_frees_the_pages_within_a_round(llm: LLM, way: str) -> No
     assert eventually(lambda: whole(llm)) and len(steps) <= 1
 
 
-def test_a_loop_that_is_closed_is_nobody_who_waits(llm: LLM) -> None:
+def test_a_closed_loop_waits_for_nothing(llm: LLM) -> None:
     slowed(llm)
     loop = asyncio.new_event_loop()
     stream = None
@@ -358,7 +358,7 @@ def test_the_end_of_a_with_block_ends_the_thread_and_who_waits() -> None:
     llm.close()
 
 
-def test_what_nobody_holds_is_freed() -> None:
+def test_an_unused_llm_is_freed() -> None:
     llm = make()
     llm.generate([[1, 2]], GREEDY)
     stream = llm.stream([1, 2], LONG)
@@ -384,7 +384,7 @@ def test_the_thread_that_asks_and_the_one_that_holds_may_go() -> None:
     assert first + "".join(streams[0]) == expected
 
 
-def test_jobs_of_one_loop_are_told_at_once(llm: LLM) -> None:
+def test_jobs_of_one_loop_get_their_news_at_once(llm: LLM) -> None:
     """One call of the loop a step, however many wait there."""
     slowed(llm, 0.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from fly.models.exits import load_exits
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
-__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor"]
+__all__ = ["LoadExecutor", "early", "executor_of", "load", "load_executor", "part_executor"]
 
 LoadExecutor = Callable[..., Executor]  # as ``load_executor``
 
@@ -43,8 +43,8 @@ def executor_of(model: Any, kernels: str = "auto") -> Executor:
     is, a ``Llama`` (or one that is being loaded) on compiled kernels or on PyTorch, anything else on PyTorch. Away from
     the CPU ``"int8"`` is PyTorch on weights that torchao rounds (``fly.backends.int8``).
 
-    ``"auto"`` takes PyTorch for what there is no compiled code for: another device, another dtype, no ``Llama``. On the
-    CPU that is logged, once for each reason.
+    ``"auto"`` takes PyTorch if there is no compiled code: for another device, another dtype, or a model that is no
+    ``Llama``. On the CPU that is logged, once for each reason.
 
     Raises ``ValueError`` for kernels that are unknown, not available here, or not for this model.
     """
@@ -94,6 +94,16 @@ def _on_torch(model: Model | Loading) -> Executor:
 
         return CudaExecutor(model)
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
+
+
+def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
+    """What runs the part of a model that this process holds of it, on PyTorch; ``awaited`` is entered around each wait
+    for what others have to do their part of."""
+    if model.device.type == "cuda":
+        from fly.backends.cuda.executor import CudaExecutor
+
+        return CudaExecutor(model, awaited=awaited)
+    return TorchExecutor(model)
 
 
 def load_executor(

@@ -50,5 +50,5 @@ def _round(module: nn.Module) -> None:
     """Round each matrix of a module."""
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    # Settings of torch's compiler are nobody's business who only loads a model.
+    # Loading a model should not change settings of torch's compiler.
     quantize_(module, Int8WeightOnlyConfig(set_inductor_config=False))

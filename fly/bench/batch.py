@@ -93,7 +93,7 @@ def measure_load(
     for setting in settings:
         for runner in runners_of(setting.llm):
             for stored in (runner.cache.keys, runner.cache.values):
-                stored.zero_()  # memory is taken when it is first written, which is nobody's decoding
+                stored.zero_()  # memory is taken when it is first written, which is not part of decoding
         _run(Load(setting, 2), problems[:2], params)
     return [_run(Load(setting, size), problems, params, advance) for size in sizes for setting in settings]
 

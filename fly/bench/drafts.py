@@ -29,26 +29,24 @@ __all__ = ["PROMISE", "STRATEGIES", "Drafted", "Misleading", "Promise", "Ratio",
 STRATEGIES = (
     "fly-draft",
     "fly-tiny",
+    "model(fly-draft)",
     "ngram",
     "suffix",
     "skip",
     "model(fly-draft, confidence=0.4)",
     "tree(fly-draft)",
-    "ngram+fly-draft",
     "suffix+fly-draft",
     "ngram+fly-tiny+fly-draft",
     "fly-tiny+fly-draft",
-    "relay((fly-draft, 10), (ngram, 5))",
     "union(suffix, fly-draft)",
     "adaptive(ngram)",
     "adaptive(fly-draft)",
-    "adaptive(ngram+fly-draft)",
     "adaptive(union(suffix, fly-draft))",
 )
 """What ``fly bench drafts`` measures if nothing else is asked for; the first is the draft that others are held to."""
 
 RANDOM, WRONG = "random, T 1.5", "always wrong"
-"""The texts that nobody can predict, and the drafter that never does."""
+"""Texts that cannot be predicted, and the drafter that never predicts."""
 
 PROMISE = 0.98
 """Of the speed of autoregressive decoding, what an adaptive strategy keeps where nothing can be predicted."""
@@ -147,8 +145,8 @@ class Promise:
 class Misleading(Wrapper):
     """A strategy of chains that is always wrong and costs what another does: what that one proposes, by other tokens.
 
-    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to whoever judges them, and the
-    strategy below goes on from its own.
+    Each id goes ``shift`` further around the vocabulary. The ids are deterministic to the rule that judges them, and
+    the strategy below goes on from its own.
     """
 
     def __init__(self, strategy: DraftStrategy, vocab_size: int, shift: int = 1) -> None:

@@ -134,7 +134,7 @@ def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]
 
 
 def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
-    """Whether it is one model that nobody drafts for."""
+    """Whether it is one model without a draft."""
     return isinstance(strategy, SingleDraft) and strategy.draft is None
 
 

@@ -137,7 +137,7 @@ def measure_matches(
     """Let every contender decode every prompt, ``rows`` of them together, ``turns`` times over, in turns of a few
     prompts after a warm-up.
 
-    A few, since whoever comes next finds the caches of the processor full of another's weights, and for a moment its
+    A few, since the next library finds the caches of the processor full of another's weights, and for a moment its
     threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
     completion, or every ``rows`` of them.
     """
@@ -316,9 +316,9 @@ def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
 def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, options: dict[str, Any]) -> list[Setting]:
     """fly's ways to speculate, all of ``plain``'s weights: a copy for each would drive the others from the caches of
     the processor."""
-    fast, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
-    levels = LLM(plain, f"ngram+{draft}", **options)
-    surely = LLM(plain, SingleDraft(draft, confidence=SURE, reach=0.0, **options))
+    levels, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
+    fast = LLM(plain, SingleDraft(draft, reach=None, **options))
+    surely = LLM(plain, SingleDraft(draft, confidence=SURE, **options))
     sure, most = f" (to {SURE})", max(k, MOST_SURE)
     found = [
         Setting("exact", fast, k),

@@ -130,7 +130,7 @@ class Forwards:
     """Times a model's forwards over a cache of random keys and values, which take as long as true ones.
 
     Args:
-        name: of the model, for whoever reads the figures.
+        name: of the model, for the reader of the figures.
         model: a loaded model, compiled or not.
         tokens: most tokens in its cache, over all rows.
     """

@@ -218,10 +218,10 @@ def measure_twins(
     del originals
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels, "cache_tokens": _TOKENS}
     plain = LLM(paths[0], **options)
-    single = LLM(plain, paths[1], **options)
-    levels = LLM(plain, f"ngram+{paths[1]}", **options)
+    single = LLM(plain, f"model({paths[1]!r})", **options)
+    levels = LLM(plain, f"ngram+model({paths[1]!r})", **options)
     options = {"dtype": dtype, "device": device, "kernels": kernels}
-    surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, reach=0.0, **options))
+    surely = LLM(plain, SingleDraft(paths[1], confidence=confidence, **options))
     ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
     settings = [Setting("autoregressive", plain, 0)]
     for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:

@@ -67,7 +67,7 @@ def is_here(name: str | Path) -> bool:
 
 
 def usual_draft(model: str | Path | None) -> str:
-    """Who proposes for a model where nobody says: for ``fly-target`` its draft, for any other nobody."""
+    """The default draft of a model: for ``fly-target`` its draft model, for any other none."""
     return BUNDLED[1] if str(model) == BUNDLED[0] else "none"
 
 

@@ -105,7 +105,7 @@ def run_job(code: str, tests: list[str], language: str) -> tuple[bool, str]:
                 return False, f"test: {refused}"
             if eval(compile(expression, "test", "eval"), space) is not True:
                 return False, f"failed: {test}"[:300]
-    except BaseException as error:  # whatever the program does, somebody waits for an answer
+    except BaseException as error:  # whatever the program does, an answer is expected
         return False, f"{type(error).__name__}: {error}"[:300]
     return True, ""
 
@@ -383,7 +383,7 @@ def serve() -> None:
     sys.dont_write_bytecode = True
     import collections, heapq, itertools, math, random, re, string, typing  # noqa: E401, F401, I001
 
-    refused: str | None = None  # why no full Python; None: nobody asked
+    refused: str | None = None  # why no full Python; None: not asked for
     print("ready", flush=True)
     for line in sys.stdin:
         code, tests, language, timeout_s, memory = json.loads(line)

@@ -1,4 +1,4 @@
-"""Run programs that nobody has read, on tests, in processes that can do no harm (``fly.bundled.jail`` says how).
+"""Run unknown programs on tests, in processes that can do no harm (``fly.bundled.jail`` says how).
 
 The bundled tasks need a small language only, which is safe anywhere. Real programs are run in full Python where the
 Linux kernel isolates them; elsewhere they are refused.

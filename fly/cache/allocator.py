@@ -1,4 +1,4 @@
-"""Block tables as plain integers: who owns which page of the cache. Knows nothing of tensors or models."""
+"""Block tables as plain integers: which sequence owns which page of the cache. Knows nothing of tensors or models."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class BlockAllocator:
     run after another sequence, so that both keep room to grow.
 
     Pages whose content is known (``publish``) can be shared by later sequences that begin with the same tokens
-    (``adopt``) and have the same ``salt``: sequences of different salts never share any. Content is compared as it is,
-    no hash stands for it. A page that nobody holds any more keeps its content until the room is needed; those unused
-    for longest go first, the ends of texts before their beginnings.
+    (``adopt``) and have the same ``salt``: sequences of different salts never share any. Content is compared itself,
+    not by a hash. A page that no sequence holds keeps its content until the room is needed; the least recently used go
+    first, the ends of texts before their beginnings.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -41,7 +41,9 @@ class BlockAllocator:
         self._references = [0] * num_blocks
         self._used = bytearray(num_blocks)  # 0 where neither held nor idle; searched at C speed for free runs
         self._free = num_blocks  # how many those are
-        self._idle: OrderedDict[int, None] = OrderedDict()  # held by nobody, content known; the longest unused first
+        self._idle: OrderedDict[int, None] = (
+            OrderedDict()
+        )  # held by no sequence, content known; least recently used first
         self._tables: dict[Hashable, list[int]] = {}
         self._lengths: dict[Hashable, int] = {}
         # A page's content is the page before it (or the salt), and its own tokens. Contents are numbered, no number
@@ -62,11 +64,11 @@ class BlockAllocator:
         return len(self._idle)
 
     def __contains__(self, seq: Hashable) -> bool:
-        """Whether ``seq`` holds an entry, be it of no pages."""
+        """Whether ``seq`` has an entry, even one without pages."""
         return seq in self._tables
 
     def sequences(self) -> list[Hashable]:
-        """Sequences that hold an entry, in order of arrival."""
+        """Sequences with an entry, in order of arrival."""
         return list(self._tables)
 
     def table(self, seq: Hashable) -> list[int]:
@@ -128,8 +130,8 @@ class BlockAllocator:
         return n_tokens > length and length % self.block_size > 0 and self._references[self._tables[seq][-1]] > 1
 
     def publish(self, seq: Hashable, tokens: Sequence[int], n_tokens: int, salt: str = "") -> None:
-        """Say that ``seq`` holds the first ``n_tokens`` of ``tokens``, whose whole pages later ones of this salt may
-        share.
+        """Declare that ``seq`` holds the first ``n_tokens`` of ``tokens``, so that later sequences of this salt may
+        share their whole pages.
 
         Raises ``ValueError`` if ``seq`` has no room for so many.
         """
@@ -164,15 +166,15 @@ class BlockAllocator:
         return self._lengths[seq]
 
     def forget(self) -> None:
-        """Let no later sequence share what is published so far."""
+        """Let no later sequence share what was published so far."""
         self._evict(self.num_free)
         for block in list(self._keys):
             self._unlist(block)
         self._published.clear()
 
     def next_key(self, seq: Hashable, tokens: Sequence[int], salt: str = "") -> Hashable:
-        """Names the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
-        would work out the same page. None if there is no whole one left."""
+        """A key of the first whole page of ``tokens`` that ``seq`` has not published: two sequences with the same key
+        would compute the same page. None if there is no whole page left."""
         known = self._published.get(seq, _Published(0, salt))
         start = known.pages * self.block_size
         page = tuple(tokens[start : start + self.block_size])
@@ -212,7 +214,7 @@ class BlockAllocator:
             self._free += 1
 
     def _unlist(self, block: int) -> None:
-        """What ``block`` holds is no longer known."""
+        """Forget the content of ``block``."""
         if (key := self._keys.pop(block, None)) is not None:
             del self._contents[key]
 

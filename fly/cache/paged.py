@@ -24,12 +24,12 @@ from fly.cache.allocator import BlockAllocator
 __all__ = ["DEFAULT_BYTES", "Cacheable", "PagedBatch", "PagedKVCache", "Sizes", "block_size_for"]
 
 _LARGE = 1 << 22  # bytes
-DEFAULT_BYTES = 4 << 30  # of keys and values, where nobody says how much
+DEFAULT_BYTES = 4 << 30  # default bytes of keys and values
 
 
 def block_size_for(device: torch.device | str) -> int:
-    """Tokens a page on a kind of device: few on the CPU, whose kernels find their way through any table, so that little
-    is left unused after the end of a short text; 256 elsewhere, what paged attention kernels on CUDA take."""
+    """Tokens in a page on a kind of device: few on the CPU, whose kernels read any table, so that little is unused
+    after the end of a short text; 256 elsewhere, which paged attention kernels on CUDA take."""
     return 4 if torch.device(device).type == "cpu" else 256
 
 
@@ -50,7 +50,7 @@ class Sizes(Protocol):
 
 
 class Cacheable(Protocol):
-    """What a cache must know of a model."""
+    """What a cache needs to know of a model."""
 
     @property
     def config(self) -> Sizes: ...
@@ -220,17 +220,17 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class PagedKVCache:
-    """Keys and values of every layer in pages, and the allocator that says whose they are.
+    """Keys and values of every layer in pages, with the allocator of the pages.
 
     Args:
         config: sizes of the model whose keys and values are stored.
         num_blocks: pages; one page holds ``block_size`` tokens of all layers.
-        block_size: tokens a page; None is what suits the device, ``block_size_for`` it.
+        block_size: tokens in a page; None chooses by the device (``block_size_for``).
         dtype, device: of the stored tensors.
 
-    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z. Where there is a device that runs
-    forwards of fixed shapes, one more page, ``nobody``, is never handed out: what they compute of padding goes there.
-    ``context`` is the longest text of the model.
+    ``keys`` and ``values`` are [L, P·Z, G, D]: page p is the slots p·Z to (p+1)·Z. On a device that runs forwards of
+    fixed shapes, one more page, ``nobody``, is never handed out: the results of padding go there. ``context`` is the
+    longest text of the model.
     """
 
     def __init__(

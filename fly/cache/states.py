@@ -1,4 +1,4 @@
-"""Hidden states of cached tokens, for whoever drafts by them. Knows nothing of models.
+"""Hidden states of cached tokens, for heads that draft by them. Knows nothing of models.
 
 Shape legend: N consecutive tokens of a row, F hidden states side by side.
 """
@@ -15,16 +15,16 @@ from fly.request import Sequence
 
 __all__ = ["HiddenStates"]
 
-_MOST = 8192  # tokens of a row whose hidden states stay where nobody drafts by them
+_MOST = 8192  # tokens of a row whose hidden states are kept while no drafter uses them
 
 
 class HiddenStates:
-    """What a model's layers said of the cached tokens of each row, for somebody who drafts by it: the residual stream
+    """A model's hidden states of the cached tokens of each row, for a drafter that needs them: the residual stream
     after so many ``layers`` each, side by side [n, F], of a run of consecutive tokens up to the last that is cached.
 
-    Where tokens are cached that were not fed (their pages came from another row), the run begins after them. ``begin``
-    is asked for a new row of how many of its first tokens whoever drafts needs none: more are not shared; ``end`` is
-    told of one that is over.
+    If tokens are cached that were not fed (their pages came from another row), the run begins after them. ``begin``
+    returns, for a new row, of how many of its first tokens the drafter needs none: no more are shared. ``end`` is
+    called when a row is over.
     """
 
     def __init__(self, layers: abc.Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""The ``fly`` command. Everything it does, the Python interface does too; it only asks and shows."""
+"""The ``fly`` command. Everything it does can be done from Python too; it only reads options and prints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fly.cli.training import train_exit_command, train_head_command
 __all__ = ["app"]
 
 app = typer.Typer(
-    help="Pluggable speculative decoding: any draft proposes, any acceptance policy decides what stands.",
+    help="Pluggable speculative decoding: any draft proposes tokens, any acceptance policy decides which are kept.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,

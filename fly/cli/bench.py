@@ -57,7 +57,7 @@ def bench_policy(
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Device = "auto",
 ) -> None:
-    """What a decision costs, for B × K × V, beside the verification forward it follows (12 layers of width 768)."""
+    """What a decision costs, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
     rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
     shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
     where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}
@@ -80,11 +80,11 @@ def bench_policy(
 def bench_drafts(
     draft: Annotated[list[str] | None, typer.Option(help="Strategies; may be given several times.")] = None,
     policy: Policy = "exact",
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems a kind, and unpredictable texts.")] = 8,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems of each kind, and unpredictable texts.")] = 8,
     repeats: Annotated[
         int,
         typer.Option(
-            min=0, help="Times an unpredictable text is decoded, for each adaptive(...) draft; 0 leaves it out."
+            min=0, help="How often each unpredictable text is decoded, for each adaptive(...) draft; 0 leaves it out."
         ),
     ] = 3,
     k: K = 15,
@@ -93,7 +93,7 @@ def bench_drafts(
     device: Device = "auto",
     kernels: Kernels = "auto",
 ) -> None:
-    """Every draft strategy on every kind of task; and adaptive ones where nothing can be predicted."""
+    """Every draft strategy on every kind of task, and adaptive ones on texts that cannot be predicted."""
     names, rule = tuple(draft or STRATEGIES), parse_policy(policy, trusted=True)
     setup = {"model": model, "dtype": dtype, "device": device, "kernels": kernels}
     show_drafts(names, rule, problems, k, **setup)
@@ -193,7 +193,9 @@ def bench_batch(
     size: Annotated[
         list[int] | None, typer.Option(min=1, help="Requests at a time; may be given several times.")
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all, held-out problems of all kinds.")] = 64,
+    requests: Annotated[
+        int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
+    ] = 64,
     policy: Policy = "fly",
     draft: DraftOption = None,
     k: K = 15,
@@ -277,15 +279,17 @@ def bench_plan(
     target: Annotated[
         str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
     ] = None,
-    draft: Annotated[str, typer.Option(help="Likewise, or 'none'.")] = "llama-3.1-8b",
-    tau: Annotated[float | None, number(1, help="Tokens a round emits; needed with --target.")] = None,
-    draft_tau: Annotated[float, number(1, help="Tokens a forward of the draft gives (multi-level).")] = 1.0,
+    draft: Annotated[str, typer.Option(help="The draft, named likewise, or 'none'.")] = "llama-3.1-8b",
+    tau: Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")] = None,
+    draft_tau: Annotated[
+        float, number(1, help="Tokens that a forward of the draft gives (with several levels).")
+    ] = 1.0,
     k: K = 15,
     device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
     ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
     per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
     rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens each has behind it.")] = 2048,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of context of each.")] = 2048,
     check: Annotated[
         bool, typer.Option("--check", help="Predict the bundled pair (or --target, --draft) here, and run it.")
     ] = False,
@@ -295,7 +299,7 @@ def bench_plan(
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
 ) -> None:
-    """Whether a setting fits on machines, and what speculation should gain there, by a model of costs.
+    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
 
     --check compares the model with this machine, on as many ranks as torchrun starts.
     """

@@ -26,7 +26,7 @@ from fly.llm import LLM, Piece, Stream
 from fly.policies import parse_policy
 from fly.types import SamplingParams
 
-MOST = 1024  # tokens of an answer, where nobody says
+MOST = 1024  # default tokens of an answer
 
 
 @alone
@@ -34,20 +34,21 @@ def chat(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Target, as --model of other commands; fly-target otherwise."),
+        typer.Argument(help="The target, as --model of other commands. Default: fly-target."),
     ] = None,
     named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
     draft: DraftOption = None,
     policy: Policy = "fly",
     k: K = 15,
     max_tokens: Annotated[
-        int | None, typer.Option(min=1, help=f"Most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise.")
+        int | None,
+        typer.Option(min=1, help=f"The most tokens of an answer; the checkpoint's limit, or {MOST}, otherwise."),
     ] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 is greedy; the checkpoint's otherwise.")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0 is greedy. Default: the checkpoint's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Same seed, same answers.")] = None,
-    system: Annotated[str | None, typer.Option(help="The system prompt; the chat template's own otherwise.")] = None,
+    system: Annotated[str | None, typer.Option(help="The system prompt. Default: the chat template's own.")] = None,
     chat_template_kwargs: Annotated[
-        str | None, typer.Option(help="What else the chat template looks at, as JSON.", metavar='{"NAME": VALUE}')
+        str | None, typer.Option(help="Further variables of the chat template, as JSON.", metavar='{"NAME": VALUE}')
     ] = None,
     dtype: Dtype = "auto",
     device: Device = "auto",
@@ -55,11 +56,11 @@ def chat(
     max_context: MaxContext = None,
     exits: Exits = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
+        bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
     ] = False,
     config: ConfigFile = None,
 ) -> None:
-    """Talk with a model; colours show why each token stands. /help lists the commands, Ctrl+C stops an answer, Ctrl+D
+    """Talk with a model; colours show why each token was kept. /help lists the commands, Ctrl+C stops an answer, Ctrl+D
     ends."""
     if named is not None:
         if model not in (None, named):
@@ -145,7 +146,7 @@ class Conversation:
                 break
             except KeyboardInterrupt:
                 self._tell("stopped")
-            except Exception as error:  # a slip, or somebody's plug-in: the conversation goes on
+            except Exception as error:  # a mistake, or an error of a plug-in: the conversation goes on
                 message = explain(error) if isinstance(error, ValidationError) else str(error)
                 kind = "" if isinstance(error, (ValueError, OSError)) else f"{type(error).__name__}: "
                 errors.print(f"[bold red]error:[/] {escape(kind + message)}", highlight=False, soft_wrap=True)
@@ -200,7 +201,7 @@ class Conversation:
         run(text.strip())
 
     def _policy(self, text: str) -> None:
-        """TEXT: which drafted tokens stand, as 'exact' or 'fly(theta=0.3) & after(2)'; without it, say which."""
+        """TEXT: the acceptance policy, such as 'exact' or 'fly(theta=0.3) & after(2)'; without TEXT, show it."""
         if text:
             policy = parse_policy(text, trusted=True)
             policy.bind(self.llm.vocabulary)
@@ -208,7 +209,7 @@ class Conversation:
         self._tell(f"policy {self.policy} ({self.policy.guarantee.value})")
 
     def _k(self, text: str) -> None:
-        """N: most tokens drafted a round; 0 drafts none."""
+        """N: the most tokens drafted in a round; 0 drafts none."""
         if text:
             if not (text.isascii() and text.isdigit()):
                 raise ValueError(f"/k {text!r} must be an integer of at least 0")
@@ -216,7 +217,7 @@ class Conversation:
         self._tell(f"k {self.k}" + (" (there is no draft: /draft)" if self.llm.draft is None and self.k else ""))
 
     def _draft(self, text: str) -> None:
-        """TEXT: who proposes, as 'none', 'ngram', 'fly-draft' or 'ngram+fly-draft'. What is cached is made anew."""
+        """TEXT: the draft, such as 'none', 'ngram', 'fly-draft' or 'model(fly-draft)'. Starts with an empty cache."""
         if text:
             setup = self.setup.model_copy(update={"draft": text})
             own = {name: getattr(setup, name) for name in type(setup).model_fields if name not in Config.of_ranks}
@@ -236,13 +237,13 @@ class Conversation:
         self._tell(f"temperature {self.params.temperature:g}")
 
     def _system(self, text: str) -> None:
-        """TEXT: the system prompt, from the next answer on; "" is none of ours."""
+        """TEXT: the system prompt, from the next answer on; "" is the template's own."""
         if text:
             self.system = None if text == '""' else text
         self._tell("no system prompt but the template's own" if self.system is None else f"system: {self.system}")
 
     def _drop(self, text: str) -> None:
-        """N: forget the oldest N turns; 1 otherwise."""
+        """N: forget the oldest N turns; 1 without N."""
         turns = len(self.turns) // 2
         if not (text or "1").isdecimal() or not 1 <= int(text or 1) <= turns:
             raise ValueError(f"/drop {text or 1} must be in 1..{turns}, the number of turns there are")

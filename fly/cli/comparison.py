@@ -46,22 +46,13 @@ def demo(
     console.print()
     legend(llm, stats, elapsed)
     console.print()
-    compare_on_bundled(policy, problems, k, split, seed, True, dtype=dtype, kernels=kernels)
+    compare_on_bundled(policy, problems, k, split, seed, dtype=dtype, kernels=kernels)
 
 
-def compare_on_bundled(
-    rule: str,
-    count: int,
-    k: int,
-    split: str = "heldout",
-    seed: int = 0,
-    multi_level: bool = False,
-    **options: Any,
-) -> None:
+def compare_on_bundled(rule: str, count: int, k: int, split: str = "heldout", seed: int = 0, **options: Any) -> None:
     """Run bundled problems through the bundled models by each way, and print the tables. Nothing is kept."""
 
     task = {"task": f"bundled-{split}", "generated": {"split": split, "seed": seed}, "limit": count}
-    levels = [{"policy": rule, "k": k, "draft": "ngram+fly-draft"}] if multi_level else []
-    plan = Plan.of({"k": k, "policies": [rule], "settings": levels, "tasks": [task], **options})
+    plan = Plan.of({"k": k, "policies": [rule], "tasks": [task], **options})
     with tempfile.TemporaryDirectory(prefix="fly-eval-") as folder:
         show_report(run_plan(plan, Path(folder)))

@@ -1,4 +1,4 @@
-"""``fly generate``, and how a completion is shown: in colours that say why each token stands."""
+"""``fly generate``, and how a completion is shown: in colours that say why each token was kept."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ from fly.types import SamplingParams, StructuredOutput
 # eyes without colour.
 STYLES = {
     "match": ("green", "drafted, and the target's own choice"),
-    "relaxed": ("bold yellow underline", "drafted, excused by the policy"),
-    "correction": ("red", "the target's, for a draft it rejected"),
-    "bonus": ("cyan", "the target's, after a draft that stood"),
+    "relaxed": ("bold yellow underline", "drafted, kept only by the relaxed rule"),
+    "correction": ("red", "the target's own, in place of a rejected token"),
+    "bonus": ("cyan", "the target's own, after a fully kept draft"),
 }
 
 
@@ -55,7 +55,7 @@ def generate(
     k: K = 15,
     max_tokens: Annotated[
         int | None,
-        typer.Option(min=0, help="Where not given, the checkpoint's (as all of sampling), or 256."),
+        typer.Option(min=0, help="The most tokens of the answer. Default: the checkpoint's, or 256."),
     ] = None,
     min_tokens: Annotated[int | None, typer.Option(min=0)] = None,
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None,
@@ -70,7 +70,9 @@ def generate(
     presence_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     frequency_penalty: Annotated[float, typer.Option(help="In [-2, 2]; 0 is off.")] = 0.0,
     repetition_penalty: Annotated[float | None, typer.Option(help="Above 0; 1 is off.")] = None,
-    bad_word: Annotated[list[str] | None, typer.Option(help="Never say this; may be given several times.")] = None,
+    bad_word: Annotated[
+        list[str] | None, typer.Option(help="A text that never appears; may be given several times.")
+    ] = None,
     logit_bias: Annotated[
         list[str] | None,
         typer.Option(
@@ -82,7 +84,9 @@ def generate(
         str | None,
         typer.Option(help="Answer with JSON under this schema: a file, or its text.", metavar="FILE_OR_TEXT"),
     ] = None,
-    regex: Annotated[str | None, typer.Option(help="Answer with a text that this matches as a whole.")] = None,
+    regex: Annotated[
+        str | None, typer.Option(help="Answer with a text that this expression matches as a whole.")
+    ] = None,
     grammar: Annotated[
         str | None,
         typer.Option(
@@ -99,13 +103,13 @@ def generate(
     max_context: MaxContext = None,
     exits: Exits = None,
     deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Results that do not depend on what is fed together, to the bit.")
+        bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
     ] = False,
     heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     config: ConfigFile = None,
 ) -> None:
-    """Complete a prompt; on a terminal, colours show why each token stands."""
+    """Complete a prompt; on a terminal, colours show why each token was kept."""
     with ranks_of(context, config) as ranks:
         forms: dict[str, Any] = {
             "json_schema": _text_of("--json-schema", json_schema, r"\A\s*\{", "object"),
@@ -139,8 +143,8 @@ def generate(
 
 
 def _text_of(option: str, given: str | None, pattern: str, what: str) -> str | None:
-    """What an option gives that takes a text, known by its ``pattern``, or else a file of it (``@`` before its name is
-    allowed)."""
+    """The value of an option that takes a text, known by its ``pattern``, or a file with the text (``@`` before its
+    name is allowed)."""
     if given is None or re.search(pattern, given):
         return given
     try:
@@ -168,7 +172,7 @@ def _biases(given: list[str]) -> dict[int, float]:
 def show_stream(
     llm: LLM, prompt: Any, params: SamplingParams, policy: AcceptancePolicy | None = None
 ) -> tuple[Stats, float]:
-    """Print a completion as it stands, in colours on a terminal. Its stats, and the seconds it took."""
+    """Print a completion as it comes, in colours on a terminal. Returns its stats, and the seconds it took."""
     request = llm.stream(prompt, params, policy=policy)
     start = time.perf_counter()
     try:
@@ -180,7 +184,7 @@ def show_stream(
 
 
 def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, float]:
-    """Print the several completions of a prompt, a line before each. Their stats, and the seconds they took."""
+    """Print the several completions of a prompt, a line before each. Returns their stats, and the seconds they took."""
     start = time.perf_counter()
     first = llm.generate([prompt], params)[0]
     elapsed = time.perf_counter() - start
@@ -192,8 +196,8 @@ def _show_all(llm: LLM, prompt: Any, params: SamplingParams) -> tuple[Stats, flo
 
 
 def show(texts: Iterable[Piece]) -> None:
-    """Print pieces of text as they come, on a terminal each in the colour of why it stands, thinking dimmed. Elsewhere
-    there is the text alone, to the letter."""
+    """Print pieces of text as they come: on a terminal in the colour of why each was kept, thinking dimmed; elsewhere
+    the text alone, to the letter."""
     thought = ""
     for piece in texts:
         if piece.kind == "reasoning":

@@ -1,4 +1,4 @@
-"""``fly tasks``, ``fly eval`` and ``fly report``: what is asked, a run of it, and what the run found."""
+"""``fly tasks``, ``fly eval`` and ``fly report``: the tasks, a run of them, and its results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fly.llm import LLM
 _TaskOption = Annotated[
     list[str] | None,
     typer.Option(
-        help="A task ('fly tasks'), NAME=PATH with its data, or a .yaml of yours; several. [default: bundled-middle]",
+        help="A task ('fly tasks'), NAME=PATH with its data, or your .yaml file; repeatable. Default: bundled-middle.",
         show_default=False,
     ),
 ]
@@ -41,7 +41,7 @@ _TaskOption = Annotated[
 
 @alone
 def harness(context: typer.Context) -> None:
-    """The lm-evaluation-harness's own command, with fly as one of its models: --model fly --model_args model=..."""
+    """Run lm-evaluation-harness's own command, with fly as one of its models: --model fly --model_args model=..."""
     try:
         from fly.eval.harness import main
     except ModuleNotFoundError as error:
@@ -56,13 +56,15 @@ def tasks(
     ] = None,
     problem: Annotated[int, typer.Option(min=0, help="Which of its problems to show.")] = 0,
     model: Annotated[str | None, typer.Option(help="Show the prompt as this model's template writes it.")] = None,
-    shots: Annotated[int | None, typer.Option(min=0, help="Examples before it, where the task has some.")] = None,
+    shots: Annotated[
+        int | None, typer.Option(min=0, help="How many examples to put before it, if the task has some.")
+    ] = None,
     references: Annotated[
         bool, typer.Option("--references", help="Score the solutions that the task's file gives: all should be right.")
     ] = False,
     run_code: Annotated[bool, typer.Option("--run-code", help="Run programs, in the sandbox.")] = False,
 ) -> None:
-    """List the tasks, or show one: the first prompt as a model is given it, and the scorer."""
+    """List the tasks, or show one: its first prompt as a model gets it, and its scorer."""
     if task is None:
         _list_tasks()
         return
@@ -117,34 +119,41 @@ def evaluate(
     context: typer.Context,
     plan: Annotated[
         Path | None,
-        typer.Argument(help="A YAML or JSON file of the settings, or a run's folder, to go on; options win."),
+        typer.Argument(
+            help="A YAML or JSON file of settings, or the folder of a run to continue; options override it."
+        ),
     ] = None,
     task: _TaskOption = None,
     policy: Annotated[
-        list[str] | None, typer.Option(help="Rules to compare; several. [default: fly]", show_default=False)
+        list[str] | None, typer.Option(help="A rule to compare; repeatable. Default: fly.", show_default=False)
     ] = None,
     draft: Annotated[
         list[str] | None,
-        typer.Option(help="Who proposes; several. [default: fly-draft, or ngram for other models]", show_default=False),
+        typer.Option(help="A draft; repeatable. Default: fly-draft, or ngram for other models.", show_default=False),
     ] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Most tokens drafted a round; several. [default: 15]", show_default=False),
+        typer.Option(min=1, help="The most tokens drafted in a round; repeatable. Default: 15.", show_default=False),
     ] = None,
     temperature: Annotated[
-        list[float] | None, typer.Option(min=0, help="Several. [default: 0]", show_default=False)
+        list[float] | None, typer.Option(min=0, help="Temperature; repeatable. Default: 0.", show_default=False)
     ] = None,
     seed: Annotated[
         list[int] | None,
-        typer.Option(help="Of what is drawn, above temperature 0; several. [default: 0]", show_default=False),
+        typer.Option(help="Seed of sampling, above temperature 0; repeatable. Default: 0.", show_default=False),
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="How many problems of each task. [default: 48, of a plan: all]", show_default=False),
+        typer.Option(min=1, help="How many problems of each task. Default: 48; with a plan all.", show_default=False),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Instead of the tasks' own limits.")] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
+    ] = None,
+    together: Annotated[
+        int | None, typer.Option(min=1, help="Problems decoded at a time. [default: 1]", show_default=False)
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The run's folder; a run that is in it goes on. Without it nothing is kept.")
+        Path | None, typer.Option(help="The run's folder; a run in it is continued. Without it nothing is kept.")
     ] = None,
     run_code: Annotated[
         bool, typer.Option("--run-code", help="Run programs that models wrote, in the sandbox.")
@@ -161,7 +170,7 @@ def evaluate(
     collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
     json_: Json = None,
 ) -> None:
-    """Accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
+    """Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
     given = {
         "tasks": task,
         "policies": policy,
@@ -170,6 +179,7 @@ def evaluate(
         "temperatures": temperature,
         "seeds": seed,
         "max_tokens": max_tokens,
+        "together": together,
         "limit": problems or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,
@@ -207,7 +217,7 @@ def _folder(out: Path | None, ranks: Any) -> Iterator[Path]:
 
 
 def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
-    """Decode what a run still lacks, score it and report; on a terminal with a bar and the table so far."""
+    """Decode the rest of a run, score it and report; on a terminal with a bar and the table so far."""
     leads = ranks is None or ranks.leads
     if leads:
         check_folder(plan, folder)
@@ -276,7 +286,7 @@ def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Cal
 
 
 def show_report(found: Report) -> None:
-    """Print a report's tables and what a reader should know."""
+    """Print a report's tables and notes."""
     several = len({each.run for each in found.tables}) > 1
     for each in found.tables:
         title = f"{each.run}: {each.title}" if several else each.title
@@ -315,11 +325,13 @@ def report_command(
         Path | None, typer.Option(help="Write the answers as Spec-Bench's scripts read them into this folder.")
     ] = None,
     by_group: Annotated[
-        bool, typer.Option("--by-group", help="A table for each group of a task's problems too.")
+        bool, typer.Option("--by-group", help="Add a table for each group of a task's problems.")
     ] = False,
-    cases: Annotated[int, typer.Option(min=0, help="Problems of each task whose texts the page shows.")] = 12,
+    cases: Annotated[
+        int, typer.Option(min=0, help="How many problems of each task the page shows with their texts.")
+    ] = 12,
 ) -> None:
-    """Compare what runs decoded: speed, accuracy with intervals, recovery with a paired test, where the texts part."""
+    """Compare runs: speed, accuracy with intervals, recovery with a paired test, where the texts differ."""
     found = report(runs, by_group, cases)
     show_report(found)
     write_json(json_, as_json(found))

@@ -23,16 +23,17 @@ from fly.policies import parse_policy
 def bench_gpu(
     target: Annotated[str, typer.Option(help=f"Shape of the target, of random weights: {', '.join(SHAPES)}.")] = "8b",
     draft: Annotated[str, typer.Option(help="Shape of the draft model, likewise.")] = "1b",
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; several times for several.")] = None,
-    k: Annotated[list[int] | None, typer.Option(min=0, help="Draft lengths; several times for several.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; several times for several.")] = None,
-    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Several times for several.")] = None,
-    peers: Annotated[bool, typer.Option(help="Decode with transformers too, where it is installed.")] = True,
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeatable.")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=0, help="Draft length; repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policy; repeatable.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; repeatable.")] = None,
+    peers: Annotated[bool, typer.Option(help="Decode with transformers too, if it is installed.")] = True,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     device: Device = "auto",
     json_: Json = None,
 ) -> None:
-    """A CUDA device: autoregression against its bandwidth, what verifying K tokens takes, what a round loses."""
+    """A CUDA device: autoregressive decoding against its bandwidth, the cost of verifying K tokens, what a round
+    loses."""
     for name in (target, draft):
         if name not in SHAPES:
             raise ValueError(f"shape {name!r} is unknown; choices: {list(SHAPES)}")

@@ -12,7 +12,8 @@ from fly.config import LONGEST, SHORTEST
 
 
 def number(least: float, most: float = math.inf, *, help: str) -> Any:
-    """An option that is a finite number in a range. What is not is named, which ``min`` and ``max`` of typer do not."""
+    """An option that is a finite number in a range. Errors name the bad value, which typer's ``min`` and ``max`` do
+    not."""
     within = f"of at least {least:g}" if most == math.inf else f"in [{least:g}, {most:g}]"
 
     def check(value: float | None) -> float | None:
@@ -25,7 +26,7 @@ def number(least: float, most: float = math.inf, *, help: str) -> Any:
 
 
 def output(*names: str, help: str) -> Any:
-    """An option that is a file to write, refused at once where it has no directory: figures would be lost."""
+    """An option that is a file to write. Refused at once if its directory does not exist, or figures would be lost."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None and not path.absolute().parent.is_dir():
@@ -41,18 +42,20 @@ Model = Annotated[
 ]
 MaxContext = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens of a text at most, prompt and answer; less memory than the model's own context."),
+    typer.Option(
+        min=1, help="The most tokens of a text, prompt and answer; takes less memory than the model's own context."
+    ),
 ]
 DraftOption = Annotated[
     str | None,
     typer.Option(
-        help="Who proposes: 'none', a checkpoint, a strategy ('fly drafts'), or a cascade 'ngram+fly-draft'; if not "
+        help="The draft: 'none', a checkpoint (prompt lookup drafts for it), or a strategy ('fly drafts'); if not "
         "given, fly-draft for fly-target, none for any other."
     ),
 ]
-Policy = Annotated[str, typer.Option(help="Acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
-K = Annotated[int, typer.Option(min=0, help="Most tokens drafted a round; 0 decodes autoregressively.")]
-DraftLength = Annotated[int, typer.Option(min=1, help="Most tokens drafted a round.")]
+Policy = Annotated[str, typer.Option(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+K = Annotated[int, typer.Option(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
+DraftLength = Annotated[int, typer.Option(min=1, help="The most tokens drafted in a round.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]
 Device = Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, ...")]
 Kernels = Annotated[
@@ -67,16 +70,17 @@ Exits = Annotated[
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
 Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]
-Turns = Annotated[int, typer.Option(min=1, help="Times that everything is measured, in turns.")]
+Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]
 Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
 ConfigFile = Annotated[
     Path | None,
     typer.Option(
-        help="YAML or JSON with model, draft, policy, k; options given here win. What neither says: exact, no draft."
+        help="A YAML or JSON file with model, draft, policy, k; options override it. Without either: exact, no draft."
     ),
 ]
 HeartbeatTimeout = Annotated[
-    float, number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank is lost.")
+    float,
+    number(SHORTEST, LONGEST, help="With torchrun: seconds without a sign of life after which a rank counts as lost."),
 ]
 CollectiveTimeout = Annotated[
     float, number(SHORTEST, LONGEST, help="With torchrun: seconds a rank waits in a collective for the others.")

@@ -1,4 +1,4 @@
-"""What there is, and whether it is sound: ``fly models``, ``policies``, ``drafts`` and ``check``."""
+"""Lists and checks: ``fly models``, ``policies``, ``drafts`` and ``check``."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from fly.policies.registry import PRESETS
 def models(
     name: Annotated[
         str | None,
-        typer.Argument(help="Tell of this one: a directory, a GGUF file or a name on the Hugging Face hub."),
+        typer.Argument(help="Show this one: a directory, a GGUF file or a name on the Hugging Face hub."),
     ] = None,
 ) -> None:
-    """List the bundled checkpoints, or tell what one is and what memory it takes; of one on the hub no weights are
-    fetched for that."""
+    """List the bundled checkpoints, or show what one is and how much memory it takes, without downloading weights from
+    the hub."""
     if name is not None:
         show_model(name)
         return
@@ -54,8 +54,8 @@ def models(
 
 
 def show_model(name: str) -> None:
-    """Print what a checkpoint is. Raises ``CheckpointError`` for one that is not supported, or whose weights or
-    tokenizer cannot be used, where they are here."""
+    """Print what a checkpoint is. Raises ``CheckpointError`` if it is not supported, or if its local weights or
+    tokenizer cannot be used."""
     checkpoint = open_checkpoint(resolve_checkpoint(name, weights=False))
     if not isinstance(find_checkpoint(name), HubName):
         Loading(checkpoint)
@@ -138,11 +138,12 @@ def check(
         str | None, typer.Option(help="Check a draft strategy instead, such as my_drafts:MyDraft.")
     ] = None,
     problems: Annotated[
-        int, typer.Option(min=0, help="Held-out problems to show what it gains and breaks; 0 skips that.")
+        int, typer.Option(min=0, help="How many held-out problems show what it gains and breaks; 0 skips that.")
     ] = 24,
     k: K = 15,
 ) -> None:
-    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on real models.
+    """Prove or refute an acceptance rule in a minute: the conformance kit, then speed and accuracy on the bundled
+    models.
 
     With --draft the same for a draft strategy.
     """
@@ -174,8 +175,8 @@ def check(
 
 
 def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) -> None:
-    """Speed and accuracy of a rule or else a draft on the bundled models, of one that is not ``sound`` too, as far as
-    it gets."""
+    """Speed and accuracy of a rule, or of a draft, on the bundled models. One that is not ``sound`` is measured as far
+    as it runs."""
     checkpoint = open_model("fly-target")
     try:
         if rule is not None:
@@ -195,7 +196,7 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
 
 
 def _strategy(text: str) -> Any:
-    """A fresh strategy of a text; in float32, since a coarser model rounds otherwise in another batch."""
+    """A fresh strategy from a text; in float32, since a coarser dtype rounds differently in another batch."""
     if (strategy := parse_draft(text, trusted=True, dtype="float32")) is None:
         raise ValueError("'none' drafts nothing, and there is nothing to check")
     return strategy

@@ -37,38 +37,45 @@ def replay(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs that 'fly eval --record' made.", metavar="RUN...")
     ],
-    policy: Annotated[list[str] | None, typer.Option(help="Rules to try; several.", show_default=False)] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="A rule to try; repeatable.", show_default=False)] = None,
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Most tokens drafted a round; several. [default: as recorded]", show_default=False),
+        typer.Option(
+            min=1, help="The most tokens drafted in a round; repeatable. Default: as recorded.", show_default=False
+        ),
     ] = None,
     confidence: Annotated[
         list[float] | None,
-        typer.Option(min=0, max=1, help="The draft stops where it is less sure; several.", show_default=False),
+        typer.Option(
+            min=0, max=1, help="The draft stops after a token less probable than this; repeatable.", show_default=False
+        ),
     ] = None,
     reach: Annotated[
         list[float] | None,
-        typer.Option(min=0, max=1, help="The draft stops where all of it is less likely to stand; several."),
+        typer.Option(
+            min=0, max=1, help="The draft stops once the product of its probabilities is below this; repeatable."
+        ),
     ] = None,
     measured: Annotated[
-        Path | None, typer.Option("--beside", help="A run of other rules: predicted beside measured.", metavar="RUN")
+        Path | None,
+        typer.Option("--beside", help="A run of other rules: shows predicted beside measured figures.", metavar="RUN"),
     ] = None,
     c: Annotated[
         float | None,
-        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. [default: measured]"),
+        typer.Option("--draft-cost", min=0, help="Cost of a drafted token in target forwards. Default: measured."),
     ] = None,
     v: Annotated[
         float | None,
-        typer.Option("--verify-cost", min=1, help="The same of a verification as recorded. [default: measured]"),
+        typer.Option("--verify-cost", min=1, help="Cost of a verification in target forwards. Default: measured."),
     ] = None,
-    cases: Annotated[int, typer.Option(min=0, help="Relaxed tokens of each rule to show.")] = 0,
+    cases: Annotated[int, typer.Option(min=0, help="How many relaxed tokens of each rule to show.")] = 0,
     plot: Annotated[
         Path | None,
         output(help="Write a plot of speed by nats, a line a rule (png, svg or pdf); of several tasks NAME-TASK.png."),
     ] = None,
     json_: Json = None,
 ) -> None:
-    """Try any rule on recorded blocks: tokens a round, what is relaxed, and how fast that would be."""
+    """Try any rule on recorded blocks: tokens a round, relaxed tokens, and how fast that would be."""
     if not (policy or measured):
         raise ValueError("nothing to replay: give rules (--policy TEXT, several), or a run to compare with (--beside)")
     if plot is not None:

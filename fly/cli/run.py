@@ -28,9 +28,9 @@ _Command = TypeVar("_Command", bound=Callable[..., None])
 
 
 def command(run: _Command, alone: bool = False) -> _Command:
-    """A command whose bad input is one clear line and exit status 2, not a traceback; so is an error of somebody's
-    plug-in, with its place. What is left over is ours, and shows all it can. ``alone``: not for the ranks of torchrun,
-    each of which would do all of it for itself."""
+    """A command whose errors of input are one clear line and exit status 2, not a traceback; so is an error of a
+    plug-in, with its place. Any other error is our own and shows its traceback. ``alone``: not for the ranks of
+    torchrun, since each would do all of it."""
 
     @functools.wraps(run)
     def guarded(*arguments: Any, **options: Any) -> None:
@@ -46,7 +46,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
                 return run(*arguments, **options)
         except (typer.Exit, typer.Abort):
             raise
-        except BrokenPipeError:  # whoever read has seen enough; nothing more is to be flushed to them
+        except BrokenPipeError:  # the reader has closed the pipe; nothing more can be flushed to it
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(1) from None
         except KeyboardInterrupt:
@@ -66,7 +66,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A warning is one line, and not of the place in the code that gave it."""
+    """Print a warning as one line, without its place in the code."""
     errors.print(f"[yellow]warning:[/] {escape(str(message))}", highlight=False, soft_wrap=True)
 
 
@@ -82,7 +82,7 @@ def ranks_of(context: typer.Context, config: Path | None = None, on_fault: Any =
     from fly.parallel import launch
 
     timeouts = {name: context.params[name] for name in Config.of_ranks}
-    with suppress(ValueError):  # what is wrong with the file is said once, when there are ranks
+    with suppress(ValueError):  # errors of the file are reported once, after ranks have started
         timeouts = _given(context, config, timeouts)
     with launch(**timeouts, on_fault=on_fault) as ranks:
         if not ranks.leads:
@@ -120,7 +120,7 @@ def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -
 
 
 def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
-    """What every rank took of memory when it had loaded; said where there are several. All ranks must ask."""
+    """The memory that every rank took after loading; printed if there are several. All ranks must call it."""
     from fly.parallel import memory_here
 
     memory = [memory_here()] if ranks is None else ranks.collect(memory_here())

@@ -33,23 +33,27 @@ def serve(
     context: typer.Context,
     model: Model = "fly-target",
     draft: DraftOption = None,
-    policy: Annotated[str, typer.Option(help="What requests get that say nothing.")] = "exact",
+    policy: Annotated[str, typer.Option(help="The policy of requests that name none.")] = "exact",
     k: K = 15,
-    host: Annotated[str, typer.Option(help="0.0.0.0 to be reached from elsewhere.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any that is free.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="What clients call the model; its path otherwise.")] = None,
+    host: Annotated[
+        str, typer.Option(help="The address to listen on; 0.0.0.0 is reachable from other machines.")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
+    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: its path.")] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
             "--policies",
             help="What requests may name: rules ('fly', with any parameters) or whole policies ('fly & after(2)'); may "
-            "be given several times. All installed rules otherwise.",
+            "be given several times. Default: all installed rules.",
         ),
     ] = None,
-    require_lossless: Annotated[bool, typer.Option("--require-lossless", help="Refuse any other policy.")] = False,
+    require_lossless: Annotated[
+        bool, typer.Option("--require-lossless", help="Refuse every policy that is not lossless.")
+    ] = False,
     api_key: Annotated[
         list[str] | None,
-        typer.Option(help="Requests must bear one of these; may be given several times. Else $FLY_API_KEY."),
+        typer.Option(help="A key that requests must bear; may be given several times. Default: $FLY_API_KEY."),
     ] = None,
     allowed_host: Annotated[
         list[str] | None,
@@ -59,34 +63,37 @@ def serve(
         list[str] | None,
         typer.Option(help="A page that may send requests ('https://example.org', '*'); may be given several times."),
     ] = None,
-    max_connections: Annotated[int, typer.Option(min=16, help="Most connections open at the same time.")] = 1000,
+    max_connections: Annotated[int, typer.Option(min=16, help="The most connections open at the same time.")] = 1000,
     access_log: Annotated[bool, typer.Option("--access-log", help="A line for every request, keys hashed.")] = False,
-    max_waiting: Annotated[int, typer.Option(min=0, help="Completions that may wait; more get a 429.")] = 256,
+    max_waiting: Annotated[int, typer.Option(min=0, help="The most completions that wait; more get a 429.")] = 256,
     max_open: Annotated[
         int | None,
-        typer.Option(min=1, help="Completions that a client (a key; without keys an address) may have at once."),
+        typer.Option(min=1, help="The most completions that a client (a key; without keys an address) has at once."),
     ] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of a completion.")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=1, help="The most tokens of a completion.")] = None,
     max_k: Annotated[
-        int | None, typer.Option(min=0, help="Most tokens a request may have drafted a round; 64, or --k, otherwise.")
+        int | None,
+        typer.Option(min=0, help="The most tokens that a request may have drafted in a round. Default: 64, or --k."),
     ] = None,
-    max_rows: Annotated[int, typer.Option(min=1, help="Most completions in one step of the engine.")] = 256,
+    max_rows: Annotated[int, typer.Option(min=1, help="The most completions in one step of the engine.")] = 256,
     cache_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that the KV caches hold; eight full contexts otherwise.")
+        int | None, typer.Option(min=1, help="Tokens that the KV caches hold. Default: eight full contexts.")
     ] = None,
     cache_bytes: Annotated[
         int | None,
-        typer.Option(min=1, help="Most memory for the KV caches; 4 GiB or half of what is free if not given."),
+        typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
     ] = None,
     share_prefixes: Annotated[
         Literal["key", "all"],
-        typer.Option(help="Whose requests share what is cached of equal beginnings: those of one API key, or all."),
+        typer.Option(help="Which requests share cached beginnings: those of one API key ('key'), or all."),
     ] = "key",
     stream_interval: Annotated[
-        float, number(0, 1, help="Seconds for which tokens are held back to send several rounds' at once.")
+        float, number(0, 1, help="Seconds for which tokens may be held back, to send several rounds at once.")
     ] = 0.01,
-    timeout: Annotated[float, typer.Option(help="Seconds for a request, its wait included.")] = 600.0,
-    drain_timeout: Annotated[float, typer.Option(help="Seconds to finish what runs when told to end.")] = 600.0,
+    timeout: Annotated[float, typer.Option(help="The most seconds for a request, waiting included.")] = 600.0,
+    drain_timeout: Annotated[
+        float, typer.Option(help="Seconds to finish running requests when the server is stopped.")
+    ] = 600.0,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
@@ -101,7 +108,7 @@ def serve(
     keys = _keys(api_key)
 
     def lost(message: str) -> None:
-        """A rank is gone: whoever waits for an answer hears of it before this process ends."""
+        """A rank is lost: open requests get an error before this process ends."""
         for service in services:
             service.llm.worker.fail(RuntimeError(message))
             time.sleep(0.5)
@@ -145,8 +152,8 @@ def serve(
 
 
 def _keys(given: list[str] | None) -> tuple[str, ...]:
-    """The keys of the command line, or else of the environment. Raises ``ValueError`` for what is no key: where one is
-    meant to be, nothing is served without."""
+    """The keys of the command line, or else of the environment. Raises ``ValueError`` for a bad key, so that a server
+    that should have keys never runs without."""
     from fly.serve.settings import wrong_with_key
 
     if not given and (key := os.environ.get("FLY_API_KEY")) is not None:

@@ -25,7 +25,7 @@ _Key = TypeVar("_Key")
 
 
 def note(text: str) -> None:
-    """Print text that explains what stands above it."""
+    """Print text that explains the output above it."""
     console.print(f"[dim]{text}[/]", highlight=False)
 
 

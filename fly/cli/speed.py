@@ -1,4 +1,5 @@
-"""``fly bench speed``, ``peers`` and ``twins``: speed held against the machine, other libraries, and a formula."""
+"""``fly bench speed``, ``peers`` and ``twins``: speed compared with the machine's limits, other libraries, and a
+formula."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from fly.bench.speed import (
 )
 from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
 from fly.bundled import usual_draft
-from fly.cli.options import Device, DraftLength, DraftOption, Dtype, Json, Kernels, Model, Policy, Turns, output
+from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Policy, Turns, output
 from fly.cli.run import alone, kernels_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
@@ -47,18 +48,25 @@ SHAPE, NO_SHAPE = "768x12x32000", "none"
 @alone
 def bench_speed(
     model: Model = "fly-target",
-    draft: DraftOption = None,
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="Who proposes; the formula of a round needs one model alone, 'model(NAME)'. [default: "
+            "model(fly-draft) for fly-target, none for any other]",
+            show_default=False,
+        ),
+    ] = None,
     policy: Policy = "fly",
     k: DraftLength = 15,
     shape: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, of 8 bits with :int8 or :w8a8 behind ({SHAPE}, "
+            help=f"Random models beside it, WIDTHxLAYERSxVOCABULARY, in 8 bits with :int8 or :w8a8 after it ({SHAPE}, "
             f"each way); '{NO_SHAPE}' for none."
         ),
     ] = None,
     problems: Annotated[
-        int | None, typer.Option(min=1, help="Prompts that rounds are timed on. If not given 12, 8 of a large model.")
+        int | None, typer.Option(min=1, help="How many prompts rounds are timed on. Default: 12, for a large model 8.")
     ] = None,
     turns: Turns = 15,
     dtype: Dtype = "auto",
@@ -70,12 +78,14 @@ def bench_speed(
     ] = None,
     json_: Json = None,
 ) -> None:
-    """The machine's limits, and every forward and every round held against them."""
+    """The machine's limits, and every forward and round compared with them."""
 
     check_plot(plot)
     rule = parse_policy(policy, trusted=True)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-    shapes, draft = [] if shape == [NO_SHAPE] else shape or [SHAPE], draft or usual_draft(model)
+    shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
+    if draft is None:
+        draft = usual if (usual := usual_draft(model)) == "none" else f"model({usual})"
     plain = LLM(model, **options)
     fast = LLM(plain, parse_draft(draft, trusted=True, **options), **options)
     target = target_of(plain)
@@ -257,7 +267,9 @@ def bench_peers(
     model: Model = "fly-target",
     draft: Annotated[
         str | None,
-        typer.Option(help="Draft checkpoint for all who take one, or 'none'; fly-draft for fly-target if not given."),
+        typer.Option(
+            help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
+        ),
     ] = None,
     policy: Policy = "fly",
     k: DraftLength = 15,
@@ -267,16 +279,16 @@ def bench_peers(
     ] = None,
     problems: Annotated[
         int | None,
-        typer.Option(min=1, help="Prompts. If not given 24, and 8 for a model of 100M parameters or more."),
+        typer.Option(min=1, help="How many prompts. Default: 24, or 8 for a model of 100M parameters or more."),
     ] = None,
     tokens: Annotated[
         int | None,
         typer.Option(
             min=2,
-            help="Most tokens a prompt. If not given 400, and fewer for such a model (110M: 160, 270M or more: 64).",
+            help="The most tokens of an answer. Default: 400, fewer for such a model (110M: 160, from 270M on: 64).",
         ),
     ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by those who can.")] = 1,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by the libraries that can.")] = 1,
     skip_prompts: Annotated[
         bool, typer.Option("--skip-prompts", help="Do not time the reading of long prompts.")
     ] = False,
@@ -330,7 +342,7 @@ def bench_peers(
 
 
 def peers_table(matches: Sequence[Match], title: str) -> Table:
-    """Everybody's speed, what they answer, and fly's speed over each peer's of the same kind."""
+    """The speed of all libraries, what they answer, and fly's speed over each peer's of the same kind."""
     by_library = grouped(matches, lambda match: match.contender.library)
     own = by_library["fly"]
 
@@ -391,23 +403,25 @@ def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup:
 def bench_twins(
     pair: Annotated[
         list[str] | None,
-        typer.Option(help="Whose cost ratio: 70b:8b, 405b:8b (both if none is given), or a number such as 0.05."),
+        typer.Option(
+            help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. Default: both names."
+        ),
     ] = None,
     model: Model = "fly-target",
     draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
     policy: Policy = "fly",
     k: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Draft lengths to measure; those published for the pair if none is given."),
+        typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
     ] = None,
-    width: Annotated[int, typer.Option(min=1, help="Both are made this many times as wide; 4 is exact.")] = 4,
+    width: Annotated[int, typer.Option(min=1, help="How many times as wide both models are made; 4 is exact.")] = 4,
     problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
     json_: Json = None,
 ) -> None:
-    """What a pair gains at the cost ratio of a large pair, measured on twins: its functions at a multiple of the cost.
+    """What a pair gains at the cost ratio of a large pair, measured on twins: the same functions at a higher cost.
 
     Acceptance and answers are those of the small pair; only the time is a larger pair's.
     """

@@ -20,45 +20,53 @@ from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_
 from fly.types import SamplingParams
 
 Prompts = Annotated[
-    Path | None, typer.Option(help="File of prompts: .jsonl (text, messages, or an object with either), or lines.")
+    Path | None,
+    typer.Option(help="A file of prompts: .jsonl (texts, messages, or objects with either), or one prompt a line."),
 ]
-TaskOf = Annotated[str | None, typer.Option(help="Instead a kind of the bundled tasks: arithmetic, text, code or all.")]
-Count = Annotated[int | None, typer.Option(min=1, help="Prompts at most; of a task 2000 if not given.")]
-MostTokens = Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")]
+TaskOf = Annotated[
+    str | None, typer.Option(help="Instead of --prompts, a kind of the bundled tasks: arithmetic, text, code or all.")
+]
+Count = Annotated[int | None, typer.Option(min=1, help="The most prompts. Default: all; of a task 2000.")]
+MostTokens = Annotated[int, typer.Option(min=1, help="The most tokens of an answer.")]
 
 
 @alone
 def train_head_command(
-    out: Annotated[Path, typer.Argument(help="The head's directory; what was begun there goes on.")],
+    out: Annotated[Path, typer.Argument(help="The head's directory; training that was begun there is continued.")],
     model: Model = "fly-target",
     prompts: Prompts = None,
     task: TaskOf = None,
     count: Count = None,
     max_tokens: MostTokens = 512,
-    temperature: Annotated[float, typer.Option(min=0, help="Of the target's answers; 0 is greedy.")] = 0.0,
+    temperature: Annotated[float, typer.Option(min=0, help="Temperature of the target's answers; 0 is greedy.")] = 0.0,
     width: Annotated[
         int | None, typer.Option(min=32, help="The head's width; if not given the target's, whose embedding it shares.")
     ] = None,
     intermediate: Annotated[int | None, typer.Option(min=1, help="Width of its feed-forward.")] = None,
     states: Annotated[
-        str | None, typer.Option(help="After how many of the target's layers it reads hidden states, as 1,2,4.")
+        str | None,
+        typer.Option(help="The layers after which the head reads the target's hidden states, such as 1,2,4."),
     ] = None,
     draft_vocabulary: Annotated[int | None, typer.Option(min=1, help="Tokens it can draft; at most 32000.")] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = Plan.steps,
     batch: Annotated[int, typer.Option(min=1, help="Answers a step.")] = Plan.batch,
-    length: Annotated[int, typer.Option(min=8, help="Tokens of a prompt and its answer at most.")] = Plan.length,
-    test_steps: Annotated[int, typer.Option(min=1, help="Own steps of the training-time test.")] = Plan.test_steps,
-    learning_rate: Annotated[float, typer.Option(help="Of AdamW, at its highest.")] = Plan.learning_rate,
-    precision: Annotated[str, typer.Option(help="Of products while training: bfloat16 or float32.")] = Plan.precision,
+    length: Annotated[int, typer.Option(min=8, help="The most tokens of a prompt and its answer.")] = Plan.length,
+    test_steps: Annotated[
+        int, typer.Option(min=1, help="The head's own steps in the training-time test.")
+    ] = Plan.test_steps,
+    learning_rate: Annotated[float, typer.Option(help="The highest learning rate of AdamW.")] = Plan.learning_rate,
+    precision: Annotated[
+        str, typer.Option(help="Precision of products while training: bfloat16 or float32.")
+    ] = Plan.precision,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = Plan.save_every,
-    seed: Annotated[int, typer.Option(help="Of problems, first values and order.")] = Plan.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the problems, the first weights and the order.")] = Plan.seed,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
 ) -> None:
     """Train an EAGLE-3 draft head for a target on its own answers, and write it in the published layout.
 
-    The same command goes on after it was killed: answers and checkpoints are in the directory.
+    If it is killed, the same command continues: answers and checkpoints are in the directory.
     """
     plan = Plan(
         width, intermediate, _numbers("--states", states), draft_vocabulary, steps, batch, length, test_steps,

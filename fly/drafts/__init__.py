@@ -1,9 +1,8 @@
-"""Draft strategies: who proposes."""
+"""Draft strategies, which propose tokens."""
 
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy, pad, pad_trees
 from fly.drafts.choose import ChooseDraft
-from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
@@ -12,6 +11,7 @@ from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.translate import TranslatedDraft
 from fly.drafts.tree import TreeDraft
+from fly.drafts.union import UnionDraft
 
 __all__ = [
     "AdaptiveDraft",
@@ -21,7 +21,6 @@ __all__ = [
     "Eagle3Draft",
     "LayerSkipDraft",
     "NGramDraft",
-    "RelayDraft",
     "SingleDraft",
     "SuffixDraft",
     "TranslatedDraft",

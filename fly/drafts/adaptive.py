@@ -1,5 +1,5 @@
-"""How much to draft: as much as pays, by measured costs and acceptance; nothing where nothing does. Knows nothing of
-what a draft is made of."""
+"""How much to draft: as much as pays, by measured costs and acceptance, and nothing if nothing pays. Knows nothing of
+how a draft is made."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["AdaptiveDraft"]
 _PLAIN, _DRAFTING = 0, 1  # the two ways
 _FIRST = 2, 8  # rounds of each to begin with
 _TRIED = 2  # rounds of a try later: in the first, a drafter has to catch up with the text
-_GUESS = 0.3  # what chance is worth a token, while nothing is known of the costs
+_GUESS = 0.3  # the chance that a token must have while costs are unknown
 _SHORT = 4  # tokens to ask for meanwhile, where a strategy knows no chances
 _LATEST = 8  # drafts of a row that say how easy it is
 _AGAIN = 16  # rounds after which a row that seemed too hard is tried again
@@ -28,7 +28,7 @@ _AGAIN = 16  # rounds after which a row that seemed too hard is tried again
 
 @dataclass
 class _Load:
-    """What was measured with so many rows, or a few less, all of them at temperature 0 or not."""
+    """Measurements with about so many rows, all of them at temperature 0 or not."""
 
     ways: Ways = field(default_factory=lambda: Ways(_FIRST, _TRIED))
     drafting: Line = field(default_factory=Line)  # seconds a round, by the tokens drafted
@@ -38,7 +38,7 @@ class _Load:
 
     @property
     def worth(self) -> float:
-        """The chance of standing from which on a token pays."""
+        """The chance of being kept from which on a token pays."""
         slope = self.drafting.slope + self.scoring.slope
         return slope / min(self.ways.seconds) if slope else _GUESS
 
@@ -63,23 +63,23 @@ class _Round:
 
 
 class AdaptiveDraft(Wrapper):
-    """Drafts on for as long as the next token pays, and not at all while nothing does.
+    """Drafts as long as the next token pays, and not at all while nothing pays.
 
-    Tokens come fastest where the last drafted one just pays for itself. So a token is worth drafting if
+    Tokens come fastest if the last drafted one just pays for itself. So a token is worth drafting if
 
-        chance that it stands  >  (seconds to draft one more + seconds to verify one more) / seconds that a token takes.
+        chance that it is kept > (seconds to draft one more + seconds to verify one more) / seconds that a token takes.
 
     The right side is measured for each number of rows that decode together: a full machine drafts less. The chance is
-    the draft model's own, the product of its probabilities so far (``SingleDraft.reach``), or the square root of that
-    under a rule that excuses mismatches. Where a strategy knows none, it is how often drafts stood up to that position
-    lately, in all rows and in this one.
+    the draft model's own: the product of its probabilities so far (``SingleDraft.reach``), or the square root of that
+    under a rule that excuses mismatches. If a strategy has no probabilities, it is how often recent drafts reached that
+    position, in all rows and in this one.
 
-    Whether to draft at all is tried: decoding with drafts and without are both timed, the faster is taken, and the
-    other tried again for two rounds, after 8 rounds, 16, and so on up to 512.
+    Whether to draft at all is found by trying: decoding with and without drafts are both timed, the faster is used, and
+    the other is tried again for two rounds, after 8 rounds, 16, and so on up to 512.
 
     Args:
-        strategy: who proposes.
-        clock: gives seconds; where ranks share the work, all go by one.
+        strategy: proposes the drafts.
+        clock: gives seconds; ranks that share the work use the same.
     """
 
     learns = True
@@ -106,7 +106,7 @@ class AdaptiveDraft(Wrapper):
         return draft
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Rounds without a draft until one is to be tried again, or rounds of a strategy that goes on by itself."""
+        """Rounds without a draft until drafts are tried again, or rounds of a strategy that goes on by itself."""
         none = [0] * len(rows)
         if not any(row.k for row in rows):
             return Continuation(None, none)
@@ -146,7 +146,7 @@ class AdaptiveDraft(Wrapper):
 
     @property
     def _drafts(self) -> bool:
-        """Whether the strategy is to hear of the round under way: even listening takes time."""
+        """Whether the strategy takes part in the current round: even observing takes time."""
         return self._round is None or self._round.way == _DRAFTING
 
     def _begin(self, rows: abc.Sequence[Sequence]) -> tuple[_Round, int]:
@@ -203,7 +203,7 @@ class AdaptiveDraft(Wrapper):
                 load.drafting.add(size, drafting / rounds, plain)
             load.scoring.add(size, scoring, plain)
             for row, some in zip(rows, drafts):
-                tell = some[:-1] if row.finish_reason else some  # the end cuts off what would stand
+                tell = some[:-1] if row.finish_reason else some  # the end cuts off tokens that would be kept
                 for drafted, accepted in tell:
                     load.rates.add(drafted, accepted)
             if total := sum(n for some in drafts for n, _ in some):

@@ -36,9 +36,8 @@ Load = Callable[..., Loaded]
 
 
 class Continuation(NamedTuple):
-    """What a strategy proposes for every row where that is just what one model says, token after token, up to the
-    first it is not sure of: the most likely ones, or drawn as ``SingleDraft`` draws. Without a model, what
-    ``spec.lookup`` copies."""
+    """The proposal of a strategy that just continues each row with one model: token after token, most likely or drawn
+    as ``SingleDraft`` draws, up to the first that it is not sure of. Without a model, what ``spec.lookup`` copies."""
 
     runner: Drafter | None
     most: list[int]  # tokens a round, of each row
@@ -48,38 +47,39 @@ class Continuation(NamedTuple):
 
 
 class DraftStrategy(ABC):
-    """Who proposes. A strategy may keep state by ``row.id``; it must never change a row.
+    """Proposes the tokens that the target verifies. A strategy may keep state by ``row.id``; it must never change a
+    row.
 
     ``row.tokens`` is always the truth. A level above may call ``propose`` with forks of a row (same ``id``, other
     tokens at the end) several times before it commits: state follows the tokens it is given, by comparing them.
     """
 
     vocab_size: int | None = None  # ids it may propose are below this; None: only ids it has seen in the row
-    tokenizer: Tokenizer | None = None  # of its vocabulary, where it knows it
+    tokenizer: Tokenizer | None = None  # the tokenizer of its vocabulary, if it knows one
     vocabulary: Vocabulary | None = None  # what the ids of the rows stand for, once it is bound
     context: int | None = None  # tokens a row may have at most to be drafted for; None: no limit
     learns: bool = False  # whether it remembers past texts, or other rows, on purpose
     device: torch.device = torch.device("cpu")  # of its drafts' tensors
     clock: Callable[[], float] = staticmethod(time.perf_counter)  # of one that decides by time; ranks share the first's
-    knows_chances: bool = False  # whether it can tell how likely its tokens stand, and ends a draft by ``worth``
-    worth: float = 0.0  # the chance of standing from which on a token pays; set by who asks (``AdaptiveDraft``)
+    knows_chances: bool = False  # whether it knows how likely its tokens are kept, and ends a draft by ``worth``
+    worth: float = 0.0  # the chance of being kept from which on a token pays; set by ``AdaptiveDraft``
     made_for: LlamaConfig | None = None  # sizes of the only targets that it can draft for; None: any of its vocabulary
-    spare: int = 0  # tokens of a tree beside its longest path: room that the caches must have beyond a row's end
+    spare: int = 0  # tokens of a tree outside its longest path: room that the caches need beyond a row's end
 
     def parts(self) -> list[DraftStrategy]:
-        """The strategies that it holds in attributes, by themselves or in a list or tuple."""
+        """The strategies in its attributes, alone or in a list or tuple."""
         values = (value if isinstance(value, (list, tuple)) else (value,) for value in vars(self).values())
         return [part for several in values for part in several if isinstance(part, DraftStrategy)]
 
     def resolve(self, load: Load) -> None:
         """Load the models that it holds by name. Called once, by ``LLM``, before ``attach``. The default has none, and
-        has its ``parts`` load theirs."""
+        calls it for its ``parts``."""
         for part in self.parts():
             part.resolve(load)
 
     def bind(self, vocabulary: Vocabulary) -> None:
-        """What the ids of the rows that it will draft for stand for. Called once, after ``resolve`` and before
-        ``attach``; with its ``parts``, unless these read rows of their own."""
+        """Take the vocabulary of the rows that it will draft for. Called once, after ``resolve`` and before ``attach``;
+        for its ``parts`` too, unless these read rows of their own."""
         self.vocabulary = vocabulary
         for part in self.parts():
             part.bind(vocabulary)
@@ -91,52 +91,51 @@ class DraftStrategy(ABC):
         """
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
-        """The target takes in each row up to its first so many tokens, of a prompt that comes in by chunks. A strategy
-        may do the same, so that it need not take in all at once when it first drafts. The default waits until then."""
+        """The target reads a prompt in chunks, up to so many tokens of each row now. A strategy may do the same, so
+        that it need not read everything when it first drafts. The default waits until then."""
 
     @abstractmethod
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
         """A draft of at most ``max_len[b]`` tokens for each row (along any path, if it is a tree), to follow the row's
         last token.
 
-        Fewer, or none, is always allowed. Where a token was drawn, ``probs_BKV`` holds the distribution it was drawn
-        from. How much it proposes must not depend on what it drew, other than by ending after a token that ends the
-        row.
+        Fewer, or none, is always allowed. If a token was drawn, ``probs_BKV`` holds the distribution it was drawn from.
+        The length of a draft must not depend on what was drawn, except that it may end after a token that ends the row.
         """
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        """Where ``propose`` would just go on with what a model says of each row, or with its text, whatever the target
-        says: that. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other
-        strategy."""
+        """For a strategy that just continues each row with a model, or with its own text, whatever the target says:
+        how. Rounds may then be taken without ``propose`` and ``observe``. None, the default, is any other strategy."""
         return None
 
     @property
     def last(self) -> DraftStrategy:
-        """The level whose tokens it proposes: itself, but for a cascade of several."""
+        """The level whose tokens it proposes: itself, except for a cascade."""
         return self
 
     def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy | None:
-        """A strategy that drafts the same with a model, by tokens ``allowed`` only (None: by all): what can be
-        translated to another vocabulary. None where there is no such model, as by default."""
+        """The same strategy with a model that uses only tokens ``allowed`` (None: all), so that it can be translated to
+        another vocabulary. None, the default, if there is no such model."""
         return None
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """What the target said of a draft of this strategy, before any of it is committed. The default forgets it."""
+        """Learn what the target said about a draft of this strategy, before any of it is committed. The default ignores
+        it."""
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         """The rows' tokens are now the truth: roll own state back to it. The default has no state.
 
-        Called after every round in which something was asked of it, and at times after others."""
+        Called after every round in which it was asked to propose, and sometimes after others."""
 
     def release(self, row: Sequence) -> None:
         """``row`` is over: free what is held for it. The default holds nothing."""
 
     def choices(self) -> list[str]:
-        """Names of which a request may choose one (``Sequence.draft``); none where there is nothing to choose."""
+        """The names that a request may choose from (``Sequence.draft``); empty if there is no choice."""
         return []
 
     def executors(self) -> list[Executor] | None:
-        """The models that it drafts with, but for its target's. None, the default: nobody knows."""
+        """The models that it drafts with, except its target's. None, the default: unknown."""
         return None
 
     def allocators(self) -> list[BlockAllocator]:
@@ -144,17 +143,17 @@ class DraftStrategy(ABC):
         return []
 
     def bytes_per_token(self) -> int:
-        """Bytes that its caches take for one token, those of a size of their own left out: its part of a budget that it
-        shares with the target's cache."""
+        """Bytes that its caches take for one token, without caches that have a size of their own: its part of a budget
+        that it shares with the target's cache."""
         return 0
 
     def reserve(self, tokens: int) -> None:
-        """How many tokens its caches are to hold, unless they have a size of their own; called before ``attach``."""
+        """Set how many tokens its caches hold, unless they have a size of their own; called before ``attach``."""
 
 
 class Wrapper(DraftStrategy):
-    """A strategy over others, its ``members``: what concerns them all is passed on to each. With a single one it has
-    its vocabulary and its limits."""
+    """A strategy over others, its ``members``: calls are passed on to each. With a single member it has that one's
+    vocabulary and limits."""
 
     def __init__(self, members: abc.Sequence[DraftStrategy]) -> None:
         self.members = list(members)
@@ -198,7 +197,7 @@ class Wrapper(DraftStrategy):
             member.prefill(parts)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
-        """Every member hears of the whole block: what the target said of it is true whoever proposed it."""
+        """Every member observes the whole block: the target's output is valid whichever member proposed it."""
         for member in self.members:
             member.observe(rows, draft, target)
 
@@ -249,7 +248,7 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
 
 
 def until_end(tokens: list[int], row: Sequence) -> list[int]:
-    """``tokens`` up to and with the first that ends ``row``: what follows would be drafted in vain."""
+    """``tokens`` up to and including the first that ends ``row``: the rest would be drafted in vain."""
     ends = (at for at, token in enumerate(tokens, start=1) if token in row.stop_ids)
     return tokens[: next(ends, len(tokens))]
 

@@ -1,4 +1,4 @@
-"""Several strategies, of which each request has one.
+"""Several strategies, from which each request chooses one.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -19,10 +19,10 @@ __all__ = ["ChooseDraft"]
 
 
 class ChooseDraft(Wrapper):
-    """Strategies by name, of which a request chooses one (``LLM.generate(..., draft=name)``), and only one, for all of
-    its rounds: ``choose(small=fly-tiny, copy=ngram)``. The first is for requests that name none.
+    """Strategies by name. A request chooses one (``LLM.generate(..., draft=name)``) for all of its rounds:
+    ``choose(small=fly-tiny, copy=ngram)``. The first is for requests that name none.
 
-    Each strategy sees its own requests alone. All are loaded, and a cache's size is found for all together.
+    Each strategy sees only its own requests. All are loaded, and share one budget of memory.
     """
 
     def __init__(self, **members: DraftStrategy) -> None:

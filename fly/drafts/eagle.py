@@ -41,8 +41,9 @@ _BACKLOG = 256  # tokens that a row is behind at most before the head catches up
 class Eagle3Draft(DraftStrategy):
     """A trained EAGLE-3 head: one layer that goes on from the target's own hidden states, token after token.
 
-    Its keys and values are cached as a draft model's are. Of tokens whose hidden states nobody has (their pages came
-    from another request's prompt, and the head's are gone) it knows nothing, and drafts by those after them.
+    Its keys and values are cached as a draft model's are. It knows nothing of tokens whose hidden states are gone
+    (their pages came from another request's prompt, and the head's are no longer cached), and drafts by those after
+    them.
 
     Args:
         head: the path, bundled name or hub name of a head in either published layout (``fly.models.eagle``), which

@@ -167,7 +167,7 @@ class HeadRunner:
             if (held := self._follow(row)) is not None and held.first == 1 and self.share:
                 self.cache.allocator.publish(row.id, held.text[1:], held.slots, _salt(row))
             if not row.k:
-                self.states.release(row)  # nobody drafts for it
+                self.states.release(row)  # no drafter needs it
             elif held is not None:
                 self.states.drop(row, len(held.text) - 1 - _KEPT)
 

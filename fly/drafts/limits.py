@@ -1,4 +1,4 @@
-"""What a draft strategy may propose. Knows nothing of how it comes to it."""
+"""What a draft strategy may propose. Knows nothing of how strategies work."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["check_draft"]
 
 
 def check_draft(draft: object, max_len: list[int], vocabulary: int, name: str) -> None:
-    """A strategy is somebody else's code: what it may not propose is named before anything is done with it.
+    """Check a proposal before it is used, since a strategy may be a user's code.
 
     Raises ``ValueError`` naming the strategy, what it proposed, and what was asked of it.
     """

@@ -1,5 +1,5 @@
-"""What drafting costs, as a straight line, and how much of it stands, by position, as measured lately. Knows nothing of
-strategies, and of no clock."""
+"""What drafting costs, as a straight line, and how much of it is kept, by position, as measured lately. Knows nothing
+of strategies or clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ __all__ = ["Line", "Rates"]
 _COSTS = 32.0  # measurements that a cost looks back on, about
 _PAUSE = 3.0  # a measurement counts for at most so many times what was expected: the machine may have paused
 _TOKENS = 400.0  # drafted tokens that acceptance looks back on, about
-_HOPE, _PRIOR = 0.9, 4.0  # chance that a drafted token stands, while nothing is known, and the tokens it counts for
+_HOPE, _PRIOR = (
+    0.9,
+    4.0,
+)  # chance that a drafted token is kept while nothing is known, and how many tokens this counts for
 
 
 class Line:
@@ -51,7 +54,7 @@ class Line:
 
 
 class Rates:
-    """How often a drafted token stood where all before it did, by its position; what is long past counts for little."""
+    """How often a drafted token was kept if all before it were, by its position; old measurements count for little."""
 
     def __init__(self) -> None:
         self.tried: list[float] = []
@@ -73,8 +76,8 @@ class Rates:
             self.stood[position] += position < accepted
 
     def longest(self, most: int, worth: float, drafts: abc.Iterable[tuple[int, int]]) -> int:
-        """How many tokens to draft, at most: up to the last that stands, with all before it, with a chance of
-        ``worth`` or more. ``drafts`` are the latest of the row, each by its tokens and those that stood: it may be
+        """The most tokens to draft: up to the last whose chance of being kept, with all before it, is ``worth`` or
+        more. ``drafts`` are the row's latest drafts, each with its numbers of drafted and kept tokens: the row may be
         easier than others, or harder."""
         common = self.overall
         reached = [(min(drafted, accepted + 1), accepted) for drafted, accepted in drafts]

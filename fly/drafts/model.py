@@ -38,21 +38,21 @@ __all__ = ["CascadeDraft", "SingleDraft", "seed_of"]
 
 
 class SingleDraft(DraftStrategy):
-    """One draft model. Alone it decodes autoregressively; with a ``draft`` strategy of its own, that proposes and
-    this model verifies, round after round, until enough tokens stand: a speculative decoder is a draft strategy.
+    """One draft model. Alone it decodes autoregressively. With a ``draft`` strategy of its own, that strategy proposes
+    and this model verifies, round after round, until enough tokens are kept: a speculative decoder is a draft strategy.
 
     Args:
         model: the path or bundled name of a checkpoint, which ``LLM`` loads, or a loaded model.
-        draft: who proposes for this model; None for nobody. Prompt lookup (``NGramDraft``) changes no token that this
-            model drafts, only how many forwards that takes. Where the executor drafts in one call, another ``draft`` is
-            asked, at temperature 0, only while that is measured to take less time.
-        policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of what it
-            proposes in a way nobody knows, so it is refused above temperature 0.
-        k: tokens it proposes at most (None: as many as asked).
+        draft: proposes for this model; None for no strategy. Prompt lookup (``NGramDraft``) changes no token that this
+            model drafts, only how many forwards that takes. If the executor drafts in one call, another ``draft`` is
+            used, at temperature 0, only while it is measured to take less time.
+        policy: how this model verifies its own draft. A rule that is not lossless changes the distribution of the
+            drafted tokens in an unknown way, so it is refused above temperature 0.
+        k: the most tokens it proposes (None: as many as asked).
         reach: it stops after a token if the product of the largest probabilities, from the first drafted token to that
-            one, is less: the chance, by its own account, that all of them stand (0 never stops). None, as where a text
-            is just a checkpoint's name, is 0.5 for rows under a lossless rule, and 0.1 for others, which may want to
-            see what follows a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
+            one, is less: its own estimate of the chance that all of them are kept (0 never stops). None, which a
+            checkpoint's bare name means, is 0.5 for rows under a lossless rule, and 0.1 for others, which may need the
+            tokens after a mismatch. ``AdaptiveDraft`` sets it by what tokens cost.
         confidence: it stops after a token if none had at least this probability there (0 never stops).
         entropy: it stops after a token if the entropy there exceeded this many nats (SVIP, arXiv 2411.18462, stops
             where a function of the draft's entropy exceeds a threshold; infinity never stops). All three look at the
@@ -219,7 +219,7 @@ class SingleDraft(DraftStrategy):
             return Draft.empty(len(rows), self.executor.device)
         if not self._lossless and not all(rows[b].greedy for b in active):
             raise ValueError(f"a draft level verified by {self.policy} has no known distribution above temperature 0")
-        self._attach_below()  # where nobody attached this level itself
+        self._attach_below()  # if this level was not attached itself
         going = [rows[b] for b in active]
         spec = self.spec(going)
         if not (self._one_call and self._is_one_model(going, spec)):
@@ -267,7 +267,7 @@ class SingleDraft(DraftStrategy):
 
     def _is_one_model(self, rows: abc.Sequence[Sequence], spec: DraftSpec) -> bool:
         """Whether the draft is what the model alone says of these rows, token after token."""
-        if any(map(constrains, rows)):
+        if not all(map(self.executor.may_extend, rows)):
             return False
         # with another level below, what is drawn depends on what that proposes
         return self.draft is None or spec.lookup is not None or (self._lossless and all(row.greedy for row in rows))

@@ -17,13 +17,13 @@ from fly.bundled import BUNDLED, HEADS, find_checkpoint, is_here, names_a_checkp
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import DraftStrategy
 from fly.drafts.choose import ChooseDraft
-from fly.drafts.combine import RelayDraft, UnionDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
+from fly.drafts.union import UnionDraft
 from fly.expressions import CLASS_PATH, Registry, Text, hints_of
 from fly.models.eagle import is_head
 from fly.policies import AcceptancePolicy, parse_policy
@@ -44,14 +44,16 @@ STRATEGIES = Registry(
         "tree": TreeDraft,
         "eagle3": Eagle3Draft,
         "skip": LayerSkipDraft,
-        "relay": RelayDraft,
         "union": UnionDraft,
         "adaptive": AdaptiveDraft,
         "choose": ChooseDraft,
     },
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
-    gone={"recycling": "it won nowhere: of what needs no model use 'suffix', or 'ngram+CHECKPOINT'"},
+    gone={
+        "recycling": "it won nowhere: of what needs no model use 'suffix', or 'ngram+CHECKPOINT'",
+        "relay": "it won nowhere: a checkpoint's name alone, or 'union(A, B)', gains more of the same parts",
+    },
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},
     more=", or a checkpoint: the path of a directory or GGUF file, or a name on the Hugging Face hub",
@@ -87,18 +89,20 @@ def parse_draft(
     - a strategy is a registered name (``draft_types``), a call of one, or a checkpoint: its bundled name, the path of
       its directory or GGUF file, or its name on the Hugging Face hub (``fly.models.hub``), in quotes if it holds
       spaces, brackets, quotes, commas or one of ``+ = :``; a directory that holds a draft head is ``eagle3`` of it;
-    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next;
-    - a parameter that takes a strategy (by its annotation) reads its argument as one, a parameter that takes a policy
-      as a policy; to all others a bare word is a string, as in ``model(fly-draft)``;
+    - a checkpoint's name stands for the model as it drafts best: prompt lookup drafts for it, and it stops by itself
+      (``SingleDraft(name, NGramDraft(), reach=None)``); ``model(name)`` is the model and nothing else;
+    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and nobody for the first;
+    - a parameter annotated as a strategy reads its argument as a strategy, one annotated as a policy as a policy; for
+      all others a bare word is a string, as in ``model(fly-draft)``;
     - a class whose first parameter is a sequence of strategies takes them as positional arguments,
-      ``union(ngram, fly-draft)``; what belongs to each goes with it in brackets, ``relay((ngram, 4), (fly-draft, 8))``.
+      ``union(ngram, fly-draft)``.
 
     Args:
         trusted: whether ``module:Class`` (or ``module:instance``) may import. Never true for a text from the network.
         dtype, device, kernels: how checkpoints are loaded and run; for every class with parameters of these names
             that the text does not give.
 
-    Raises ``ValueError`` (``CheckpointError`` where a checkpoint cannot be used) naming the part that is wrong, and the
+    Raises ``ValueError`` (``CheckpointError`` if a checkpoint cannot be used) naming the part that is wrong, and the
     choices.
     """
     if text.strip() == "none":
@@ -111,14 +115,14 @@ def parse_draft(
 
 
 class _Reader(Text):
-    def strategy(self, node: ast.expr) -> DraftStrategy:
-        """What an expression describes, where a strategy is wanted."""
+    def strategy(self, node: ast.expr, level: bool = False) -> DraftStrategy:
+        """What an expression describes, where a strategy is wanted. ``level``: of a cascade."""
         levels: list[ast.expr] = []
         while _is_sum(node):  # a loop: chains may be long
             levels.append(node.right)
             node = node.left
         if levels:
-            built = [self.strategy(level) for level in (node, *reversed(levels))]
+            built = [self.strategy(level, level=True) for level in (node, *reversed(levels))]
             try:
                 return CascadeDraft(built)
             except ValueError as error:
@@ -138,7 +142,7 @@ class _Reader(Text):
                 )
         else:
             raise self.error(f"{self.source(node)!r} is no strategy")
-        return _of_checkpoint(word, self.defaults)
+        return _of_checkpoint(word, self.defaults, level)
 
     def _call(self, make: Any, word: str, call: ast.Call) -> DraftStrategy:
         """A class whose first parameter is a sequence of strategies takes them one by one, too."""
@@ -164,12 +168,13 @@ class _Reader(Text):
         return value
 
 
-def _of_checkpoint(name: str, loading: abc.Mapping[str, Any]) -> DraftStrategy:
-    """The strategy that drafts with a checkpoint: one on the hub is a model."""
+def _of_checkpoint(name: str, loading: abc.Mapping[str, Any], level: bool = False) -> DraftStrategy:
+    """The strategy that drafts with a checkpoint: one on the hub is a model. Prompt lookup drafts for it, unless it is
+    a ``level`` of a cascade, where the text says who does."""
     found = find_checkpoint(name)
     if isinstance(found, Path) and is_head(found):
         return Eagle3Draft(name, reach=None, **loading)
-    return SingleDraft(name, reach=None, **loading)
+    return SingleDraft(name, None if level else NGramDraft(), reach=None, **loading)
 
 
 def _is_sum(node: ast.expr) -> TypeGuard[ast.BinOp]:

@@ -19,7 +19,7 @@ from fly.types import Draft
 
 __all__ = ["LayerSkipDraft", "expected_speedup"]
 
-_LONGEST = 16  # draft length up to which the search looks where nobody says
+_LONGEST = 16  # draft length up to which the search looks by default
 
 
 def expected_speedup(acceptance: float, cost: float, k: int) -> tuple[float, int]:

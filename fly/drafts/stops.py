@@ -25,7 +25,7 @@ REACH, REACH_EXCUSED = 0.5, 0.1
 
 
 def check_chance(name: str, chance: float | None) -> None:
-    """Raises ``ValueError``, with the name, for what is no chance."""
+    """Raises ``ValueError``, with the name, for a value outside [0, 1]."""
     if chance is not None and not 0 <= chance <= 1:
         raise ValueError(f"{name} {chance} must be in [0, 1]")
 
@@ -53,7 +53,7 @@ class Certainty:
 
     @property
     def asks(self) -> bool:
-        """Whether it can ever stop."""
+        """Whether it may stop."""
         return self.least > 0 or self.spec.confidence > 0 or self.spec.entropy < math.inf
 
     def after(self, probs_NV: Tensor) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Suffix decoding: propose what most often followed the longest piece of text that looked like this."""
+"""Suffix decoding: propose what most often followed the longest earlier text that looked like this."""
 
 from __future__ import annotations
 
@@ -66,11 +66,10 @@ class SuffixDraft(DraftStrategy):
     """Suffix decoding (Oliaro et al., arXiv 2411.04975; ArcticInference): find the longest end of the text, up to
     ``depth`` tokens, that occurred before, and go on step by step with what most often came next there.
 
-    It looks in the request's own text, and in the outputs of this strategy's finished requests of the same
-    ``cache_salt``. Each gives a proposal, and the one with the higher score stands (the request's own among equals). A
-    step's probability is the share, among the places that agreed so far, of those that go on with its token (the latest
-    place's among equally frequent ones); the score is the sum over steps of their running product, the expected number
-    of accepted tokens.
+    It looks in the request's own text, and in the outputs of finished requests with the same ``cache_salt``. Each gives
+    a proposal, and the one with the higher score is used (the request's own among equals). A step's probability is the
+    share, among the places that agreed so far, of those that go on with its token (the latest place's among equally
+    frequent ones); the score is the sum over steps of their running product, the expected number of accepted tokens.
 
     What differs from the published one: an index of short grams stands in place of suffix trees, and looks at the
     latest ``lookback`` places of the longest indexed gram only (8, 4, 2 or 1 tokens), so a longer match or other

@@ -261,13 +261,13 @@ class TranslatedDraft(Wrapper):
     target alone has. What is claimed is what was drawn from, hence every lossless rule stays lossless. (Restricted
     after the filters instead, a nucleus without any shared token would leave no distribution at all.)
 
-    In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a
-    deterministic draft (``probs_BKV`` None). That is lossless whatever is proposed and whoever proposes it, as long as
-    the coins of the round are independent of it: for one fixed token x, keeping x with chance target(x) and else
-    drawing from target without x emits exactly target; a proposal from an independent source is one fixed token for
-    every outcome of that source, and an average of equal distributions is that distribution. Drafting by a draw would
-    be lossless too, but x ~ draft is kept with chance sum(draft · target), which is at most that of the target's own
-    favourite, and the draft's favourite is the best guess at it.
+    In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a deterministic
+    draft (``probs_BKV`` None). That is lossless whatever is proposed, as long as the coins of the round are independent
+    of it: for one fixed token x, keeping x with chance target(x) and else drawing from target without x emits exactly
+    target; a proposal from an independent source is one fixed token for every outcome of that source, and an average of
+    equal distributions is that distribution. Drafting by a draw would be lossless too, but x ~ draft is kept with
+    chance sum(draft · target), which is at most that of the target's own favourite, and the draft's favourite is the
+    best guess at it.
 
     What the draft model reads is a function of the row's tokens alone, kept up with piece by piece. Characters of
     which only some bytes are there go over byte by byte where both tokenizers are byte-level; otherwise the row is

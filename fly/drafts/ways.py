@@ -1,4 +1,4 @@
-"""Which of two ways to the same tokens takes less time. Knows nothing of what they are."""
+"""Which of two ways to the same tokens takes less time. Knows nothing of the ways themselves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _PAUSE = 4.0  # a measurement counts for at most so many times what was expected
 
 
 class Ways:
-    """Going without (0), or with (1).
+    """The choice between going without (0) and with (1).
 
     Both are measured for some rounds (``first``); then the faster is taken, and the other tried again for ``tried``
     rounds, after more and more of the faster.
@@ -27,7 +27,7 @@ class Ways:
         self._waited, self._wait = 0, _FIRST_WAIT
 
     def choose(self) -> tuple[int, int]:
-        """The way to go now, and for how many rounds before this is asked again."""
+        """The way to go now, and for how many rounds until this is asked again."""
         for way, (rounds, first) in enumerate(zip(self._rounds, self.first)):
             if rounds < first:
                 return way, first - rounds
@@ -40,8 +40,8 @@ class Ways:
         return self.seconds.index(min(self.seconds))
 
     def add(self, way: int, seconds: float, tokens: float, rounds: int = 1) -> None:
-        """So long so many tokens took, in so many rounds. The first measurement of a way counts only until there is a
-        second: it may have had other things to do, such as to catch up with a text."""
+        """Learn the seconds of so many tokens, in so many rounds. The first measurement of a way counts only until
+        there is a second, since it may include other work, such as catching up with a text."""
         faster, known = self.faster, min(self._measured) > 0
         keep = (_KEEP if way == faster else _KEEP_TRIED) ** rounds if self._measured[way] > 1 else 0.0
         if self._measured[way] > 1:

@@ -1,4 +1,4 @@
-"""Predictions of a replay beside what runs of the same rules measured."""
+"""Predictions of a replay beside measured runs of the same rules."""
 
 from __future__ import annotations
 
@@ -104,8 +104,7 @@ def _limits(known: Blocks, way: Way) -> tuple[int, float, float] | None:
 
 
 def _drafter(text: str) -> SingleDraft | None:
-    """The model that proposes, where what it says is all that decides on a draft: a lossless level below it changes no
-    token."""
+    """The model that proposes, if it alone decides on a draft: a lossless level below it changes no token."""
     try:
         strategy = parse_draft(text, trusted=True)
     except ValueError:  # a checkpoint that is gone

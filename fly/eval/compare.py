@@ -1,4 +1,4 @@
-"""Run the same problems through several decoding settings and say what each gains and costs."""
+"""Run the same problems through several decoding settings and measure what each gains and costs."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Result:
 def in_turns(
     everybody: Sequence[_Who], prompts: Sequence[_Prompt], together: int = _TOGETHER
 ) -> Iterator[tuple[_Who, _Prompt]]:
-    """Everybody with every prompt, a few prompts a turn."""
+    """Every setting with every prompt, a few prompts a turn."""
     for first in range(0, len(prompts), together):
         for one in everybody:
             for prompt in prompts[first : first + together]:
@@ -68,11 +68,10 @@ def decode(
 ) -> list[Result]:
     """Decode every prompt (a chat message, or token ids) with every setting, one request at a time.
 
-    Settings take turns of a few prompts (``together``), so that a busy moment of the machine falls on all of them
-    alike, and none always finds another's data in the processor's caches; each is warmed up before any
-    clock runs, on another prompt, since a strategy may remember what it has seen.
-    ``advance(name)`` is called after every completion; ``clocked`` also times the models, which waits for a GPU after
-    every forward.
+    Settings take turns of a few prompts (``together``), so that a busy moment of the machine affects all of them alike,
+    and none always finds another's data in the processor's caches. Each is warmed up first, on another prompt, since a
+    strategy may remember texts. ``advance(name)`` is called after every completion; ``clocked`` also times the models,
+    which waits for a GPU after every forward.
     """
     if not settings or not prompts:
         raise ValueError(f"need at least one setting and one prompt, got {len(settings)} and {len(prompts)}")

@@ -1,7 +1,7 @@
 """fly as a model of EleutherAI's lm-evaluation-harness (``lm_eval``, the extra ``lm-eval``): ``--model fly``.
 
-Importing this module registers it. The harness looks for models in itself alone, so that its own command knows this one
-only where somebody has imported it: ``fly harness`` does, and is that command otherwise (``main``).
+Importing this module registers it. The harness knows only models that are imported, so its own command does not find
+this one: ``fly harness`` imports it and is otherwise the same command (``main``).
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ _ALL = 1024  # requests given to the engine at a time where the batch size is "a
 
 @register_model("fly")
 class Fly(TemplateLM):  # type: ignore[misc, unused-ignore]  # the harness need not be installed
-    """A target with its draft and policy, as the harness asks it.
+    """A target with its draft and policy, as a model of the harness.
 
-    Likelihoods are the target's own: drafts and policies have no part in them. What requests have in common at their
-    beginning is worked out once. Generation is speculative, by the policy given.
+    Likelihoods are the target's own: drafts and policies do not affect them. Common beginnings of requests are computed
+    once. Generation is speculative, by the given policy.
 
     Args:
         model: as for ``LLM``, or the ``LLM`` itself.
         draft, policy: as texts; None decodes autoregressively, and by ``Exact()``.
         batch_size: requests given to the engine at a time, or ``"auto"`` for as many as there are: it makes batches
             of them by itself.
-        max_gen_toks: tokens of an answer at most, where the task says nothing.
+        max_gen_toks: the most tokens of an answer, if the task gives no limit.
         prefix_token_id: the token that a text without a context follows; None is the begin token, else the end token.
         max_batch_size: is the harness's own, and changes nothing here.
         device: as for ``LLM``. ``cuda:0``, which the harness gives unasked, is ``auto`` where there is no GPU.

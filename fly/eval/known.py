@@ -1,7 +1,7 @@
-"""Logits of which only the likeliest tokens are known, their number of tokens, mass and entropy: what a recording has.
+"""Logits of which only the likeliest tokens, the mass and the entropy are known, as in a recording.
 
-Rules look at such a tensor as at any other. The passes of ``fly.ops``, a softmax, and picking positions are answered
-from what is known; whatever needs all of the vocabulary raises ``Unknown``.
+Rules use such a tensor like any other. The functions of ``fly.ops``, a softmax, and picking positions are answered from
+what is known; anything that needs the whole vocabulary raises ``Unknown``.
 
 Shape legend: V vocabulary, n likeliest tokens, "..." any leading dimensions.
 """
@@ -21,7 +21,7 @@ __all__ = ["Known", "Unknown"]
 
 
 class Unknown(ValueError):
-    """A recording does not say what was asked of it."""
+    """A recording does not hold what a rule needs."""
 
 
 class Known(Tensor):

@@ -35,7 +35,7 @@ AUTOREGRESSIVE = "autoregressive"
 
 
 def rule_name(rule: AcceptancePolicy) -> str:
-    """A short name for a table: without parameters, and of what is composed only that there is more."""
+    """A short name for a table: without parameters, and shortened if it is composed."""
     return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
 
 
@@ -82,7 +82,7 @@ def _one_or_several(kind: Any) -> Any:
 
 
 class _Extra(BaseModel):
-    """A way beside the product; what it leaves out is the plan's first."""
+    """A way beside the product; fields that it leaves out are the plan's first."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -93,7 +93,7 @@ class _Extra(BaseModel):
 
 class Asked(BaseModel):
     """A task of a plan: ``task`` names it (``NAME``, ``NAME=PATH`` or a ``.yaml`` file), ``limit`` is how many of its
-    problems; any other field is one of the task's own that is to be other than in its file."""
+    problems; any other field replaces the task's own field of this name."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
@@ -111,9 +111,10 @@ class Plan(BaseModel):
 
     Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
-    at every temperature with every seed. ``limit`` is how many problems of each task that says nothing else;
-    ``max_tokens`` holds instead of the tasks' own. ``record`` keeps the blocks of exact speculation, at temperature 0,
-    for ``fly replay``. ``exits`` decodes all of it a second time with a target that leaves early.
+    at every temperature with every seed. ``limit`` is how many problems of each task, unless the task says otherwise;
+    ``max_tokens`` replaces the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
+    blocks of exact speculation, at temperature 0, for ``fly replay``. ``exits`` decodes all of it a second time with a
+    target that leaves early.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -128,6 +129,7 @@ class Plan(BaseModel):
     tasks: tuple[Asked, ...] = (Asked(task="bundled-middle"),)
     limit: int | None = Field(default=None, ge=1)
     max_tokens: int | None = Field(default=None, ge=1)
+    together: int = Field(default=1, ge=1)
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = Field(default=0, ge=0)
     run_code: bool = False
@@ -148,7 +150,7 @@ class Plan(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _somebody_drafts(cls, values: Any) -> Any:
-        """Where nobody is named: fly-target's draft, or for another model prompt lookup."""
+        """The default draft: fly-target's draft, or for another model prompt lookup."""
         if not isinstance(values, dict) or values.get("drafts") is not None:
             return values
         usual = usual_draft(values.get("model", BUNDLED[0]))
@@ -165,6 +167,8 @@ class Plan(BaseModel):
     def _can_be_recorded(self) -> Plan:
         if self.record and 0.0 not in self.temperatures:
             raise ValueError(f"record: blocks are recorded at temperature 0, which {self.temperatures} leave out")
+        if self.record and self.together > 1:
+            raise ValueError(f"record: blocks are recorded one problem at a time, not {self.together} together")
         return self
 
     @field_validator("drafts")
@@ -201,7 +205,7 @@ class Plan(BaseModel):
         return found
 
     def loaded_tasks(self) -> dict[str, tuple[Task, int]]:
-        """Every task by its name, and how many of its problems are to be decoded.
+        """Every task by its name, and how many of its problems to decode.
 
         Raises ``ValueError`` if two have one name, or one cannot be loaded.
         """

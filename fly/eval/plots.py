@@ -114,7 +114,7 @@ def _room(values: Sequence[float]) -> tuple[float, float]:
 
 
 def front(points: Sequence[Point]) -> list[Point]:
-    """Those that no other beats in one figure without losing in the other, from left to right."""
+    """The Pareto front: points that no other beats in both figures, from left to right."""
 
     def beaten(point: Point, by: Point) -> bool:
         no_worse = by.x.value >= point.x.value and by.y.value >= point.y.value

@@ -1,7 +1,8 @@
-"""Recording blocks as they are decided: of each what any acceptance rule could ask of it, in a file a completion.
+"""Recording blocks as they are decided: everything that an acceptance rule could ask about them, one file for each
+completion.
 
-A recorder stands around the target's executor, sees what a rule sees, and changes nothing. Rounds are taken one by one
-while it does.
+A recorder wraps the target's executor, sees what a rule sees, and changes nothing. Rounds are taken one by one
+meanwhile.
 
 Shape legend: N blocks, T their drafted tokens in all, P = T + N places (of each block one after its last token too),
 n likeliest tokens, J places of one block, V vocabulary.
@@ -39,7 +40,7 @@ _FORMAT = "fly blocks 1"
 
 @dataclass(frozen=True)
 class Said:
-    """What a model said at places: raw logits, which no temperature has touched."""
+    """A model's output at places: raw logits, before temperature."""
 
     ids: Tensor  # [P, n] int32, the likeliest tokens, likeliest first
     logits: Tensor  # [P, n] float32, their logits
@@ -66,7 +67,7 @@ class Said:
 
     @staticmethod
     def nothing(places: int, n: int = LIKELIEST) -> Said:
-        """Where nobody said anything: ids of -1, and no numbers."""
+        """The entry for places without output: ids of -1, and no numbers."""
         numbers = (torch.full(shape, torch.nan) for shape in ((places, n), (places,), (places,)))
         return Said(torch.full((places, n), -1, dtype=torch.int32), *numbers)
 
@@ -94,7 +95,7 @@ class Recording:
     logit_T: Tensor  # float32, the target's raw logit of each drafted token
     rank_T: Tensor  # int32, how many tokens the target found likelier
     target: Said  # [P]
-    draft: Said | None  # [T]; None where no model drafted, or nobody could ask it
+    draft: Said | None  # [T]; None if no model drafted, or its output is unknown
 
     def save(self, path: Path) -> None:
         """Write it; a file that a kill cut short never has the name."""
@@ -128,7 +129,7 @@ class Recording:
 
 
 class Recorder(Wrapped):
-    """A target's executor that keeps what is said of each block of a row, decoded alone."""
+    """A target's executor that keeps the outputs about each block of a row, decoded alone."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -193,7 +194,7 @@ class Recorder(Wrapped):
 
 @contextmanager
 def recorded(llm: LLM) -> Iterator[Recorder]:
-    """While this lasts, what ``llm`` decides is recorded; of a draft that is one model's, what that said too.
+    """Record what ``llm`` decides while this context lasts; for a draft by one model, its output too.
 
     One request at a time, at temperature 0.
     """

@@ -1,14 +1,14 @@
-"""Any rule tried on recorded blocks, at thousands a second: what it would have let stand.
+"""Any rule tried on recorded blocks, thousands a second: which tokens it would have kept.
 
-What a rule says of a recorded block is what it would have said of it: target and draft had been given the drafted
-tokens, so it is right up to the end of the block, past mismatches too. Two things are estimates.
+A rule judges a recorded block exactly as it would have in the run, up to the end of the block and past mismatches too,
+since target and draft had been given the drafted tokens. Two things are estimates.
 
 - Where the next block begins. A relaxed text is another text, of which nothing is recorded. The replay goes on in the
-  text of exact decoding, as many tokens further as the rule let stand. At temperature 0 what follows from there is
-  known wherever a block begins: a draft says the same after the same tokens.
-- What comes after the end of a recorded block, where a longer draft is needed since this one began later: the exact
-  text's own next tokens (``beyond``), among them the one that ended a block that stood whole, which nobody drafted
-  (taken for a match).
+  text of exact decoding, as many tokens further as the rule kept. At temperature 0 what follows from there is known
+  wherever a block begins: a draft says the same after the same tokens.
+- What follows the end of a recorded block, if a longer draft is needed since this one began later: the exact text's own
+    next tokens (``beyond``). One of them is the bonus after a fully kept block, which was never drafted (it counts as a
+    match).
 
 Exact speculation replayed is the run itself; with a smaller K it differs by no more than rounding. ``blocks`` is the
 plainer estimate, the mean over the recorded blocks as they are: it counts a stretch of text with many mismatches once
@@ -62,7 +62,7 @@ class RelaxedToken(NamedTuple):
 
 @dataclass
 class Replay:
-    """What a rule would have done, as far as a recording says.
+    """What a rule would have done, by a recording.
 
     Attributes:
         tau: tokens a round, with the interval of a bootstrap over problems.
@@ -71,7 +71,7 @@ class Replay:
         drafted: tokens a round.
         relaxed: share of tokens.
         nats: what relaxed tokens cost in a thousand tokens, each -ln of the target's probability of it.
-        beyond: share of tokens that stood beyond the end of what was recorded after a relaxed one.
+        beyond: share of tokens that were kept beyond the recorded part after a relaxed one.
         curve: for each place of a draft, the share of the drafts that were that long in which it stood,
         excused: and in which it was relaxed.
         speed: over autoregression, deciding free (``neutral_speed``); None where costs are not known.
@@ -248,7 +248,7 @@ class Blocks:
     def judged(
         self, policy: AcceptancePolicy, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxed_B: Tensor, nats_B: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """What ``policy`` lets stand of drafts: how many tokens [B], and which of them are relaxed [B, K]."""
+        """What ``policy`` keeps of drafts: how many tokens [B], and which of them are relaxed [B, K]."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -290,7 +290,7 @@ class Blocks:
         """What ``policy`` would do with drafts of at most ``k`` tokens (None: as many as were recorded), that stop by
         ``confidence`` or ``reach`` as those of a ``SingleDraft`` do. ``cases``: relaxed tokens to give as examples.
 
-        Raises ``Unknown`` if the recording does not say what the rule asks, ``ValueError`` for a longer draft.
+        Raises ``Unknown`` if the recording lacks what the rule needs, ``ValueError`` for a longer draft.
         """
         k = self.k if k is None else k
         if not 1 <= k <= self.k:

@@ -1,4 +1,4 @@
-"""What a run found: each way beside autoregressive decoding and the best exact speculation, on the same problems.
+"""The results of a run: each way beside autoregressive decoding and the best exact speculation, on the same problems.
 
 Everything is computed from a run's folder; no model is loaded.
 """
@@ -37,8 +37,8 @@ def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
         S = τ / (K̄·c + v)
 
     τ tokens a round, K̄ drafted tokens a round (``drafted``), c and v as exact speculation measured them in the same
-    run, with the same draft and length. It keeps the rule apart from its implementation: what lies between S and the
-    measured speed is the decision's cost, the prompts, and what else a round does beside the models. (Leviathan et al.
+    run, with the same draft and length. It separates the rule from its implementation: the difference between S and the
+    measured speed is the decision's cost, the prompts, and other work of a round besides the models. (Leviathan et al.
     2023, with a v for the verification, which costs more than one token's forward.)
     """
     return tau / (drafted * costs.c + costs.v)
@@ -46,7 +46,7 @@ def neutral_speed(tau: float, drafted: float, costs: Costs) -> float:
 
 @dataclass
 class Row:
-    """One way on one task. Estimates have intervals of 95 %; None is what cannot be said."""
+    """One way on one task. Estimates have intervals of 95 %; None is unknown."""
 
     way: str
     policy: str
@@ -113,16 +113,18 @@ class Table:
     refusals: bool  # whether right means refused
     best_exact: str | None
     cases: list[Case]
+    together: int  # problems decoded at a time
 
     @property
     def title(self) -> str:
         group = f" · {self.group}" if self.group else ""
-        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems"
+        few = f", {self.together} at a time" if self.together > 1 else ""
+        return f"{self.task}{group} · temperature {self.temperature:g} · {self.rows[0].problems} problems{few}"
 
 
 @dataclass
 class Report:
-    """Tables of one or several runs, what made them, and what a reader should know of them."""
+    """Tables of one or several runs, what made them, and notes for the reader."""
 
     tables: list[Table]
     environments: list[dict[str, Any]]
@@ -189,6 +191,7 @@ def _tables(run: str, plan: Plan, tasks: dict[str, Any], records: Records, by_gr
                     refusals=tasks[name]["scorer"] == "refusal",
                     best_exact=best,
                     cases=[] if group else _cases(plan, records, part, cases),
+                    together=plan.together,
                 )
             )
     return found
@@ -388,7 +391,7 @@ def pieces_of(record: Record) -> list[tuple[str, str]]:
 
 
 def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
-    """What a reader of the tables should know."""
+    """Notes for the reader of the tables."""
     notes = []
     if len(records.environments) > 1:
         kinds = [

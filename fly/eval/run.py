@@ -1,4 +1,4 @@
-"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that a kill does not harm."""
+"""A run: every problem of a plan's tasks decoded in every way, in turns, into a folder that survives a kill."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -44,21 +45,21 @@ class Turn:
 
 
 def turns_of(plan: Plan) -> Iterator[Turn]:
-    """All completions of a plan, in order. The ways take turns at each problem, so that a busy moment of the machine
-    falls on all of them alike; who comes first goes round. At temperature 0 seeds change nothing, and the first is
-    enough."""
+    """All completions of a plan, in order. The ways take turns at each problem (or each few that are decoded together),
+    so that a busy moment of the machine falls on all of them alike; who comes first goes round. At temperature 0 seeds
+    change nothing, and the first is enough."""
     tasks, ways = plan.loaded_tasks(), plan.ways
-    for number in range(max(limit for _, limit in tasks.values())):
+    for part, first in enumerate(range(0, max(limit for _, limit in tasks.values()), plan.together)):
         for task, limit in tasks.values():
-            if number >= limit:
-                continue
-            problem = task.problems[number]
+            few = list(enumerate(task.problems[:limit]))[first : first + plan.together]
             for temperature in plan.temperatures:
                 for seed in plan.seeds if temperature else plan.seeds[:1]:
-                    for way in ways[number % len(ways) :] + ways[: number % len(ways)]:
-                        for turn in range(len(problem.turns)):
-                            key = Key(task.name, problem.id, turn, seed, temperature, way.label)
-                            yield Turn(key, number, task, problem, way)
+                    for way in ways[part % len(ways) :] + ways[: part % len(ways)]:
+                        for turn in range(max((len(problem.turns) for _, problem in few), default=0)):
+                            for number, problem in few:
+                                if turn < len(problem.turns):
+                                    key = Key(task.name, problem.id, turn, seed, temperature, way.label)
+                                    yield Turn(key, number, task, problem, way)
 
 
 def remaining(plan: Plan, records: Records) -> list[Turn]:
@@ -67,12 +68,12 @@ def remaining(plan: Plan, records: Records) -> list[Turn]:
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder one of this plan, or see that it is.
+    """Make the folder one of this plan, or check that it is.
 
     More problems of the same tasks, and more tasks, may be asked for; and code may be run now that was not.
 
-    Raises ``ValueError`` naming every setting that is another than when the run began: what was decoded by one and what
-    by the other would be mixed up.
+    Raises ``ValueError`` naming every setting that has changed since the run began, since results of both would be
+    mixed up.
     """
     fields = plan.model_dump(mode="json")
     loaded = plan.loaded_tasks()
@@ -150,42 +151,52 @@ def decode_run(
     settings = _settings(plan, [turn.way for turn in todo], ranks)
     warm = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=_WARM_TOKENS)
     for setting in settings.values():
-        complete(setting, [0, 1, 2, 3], warm, clocked=True)
+        complete(setting, [[0, 1, 2, 3]] * plan.together, [warm] * plan.together, clocked=True)
     base = next(iter(settings.values())).llm
     around = environment(base, plan.model)
     with nullcontext() if ranks is not None and not ranks.leads else Appender(folder / "records.jsonl") as file:
         if file is not None and around["id"] not in records.environments:
             file.write(around)
             records.environments[around["id"]] = around
-        for turn in todo:
-            key, task = turn.key, turn.task
-            setting = settings[key.way]
-            before = [records.completions[key._replace(turn=n)]["text"] for n in range(key.turn)]
-            prompt = task.prompt_ids(setting.llm, turn.problem, before)
-            params = SamplingParams(
-                temperature=key.temperature,
-                top_p=plan.top_p,
-                top_k=plan.top_k,
-                seed=_row_seed(key),
-                max_tokens=plan.max_tokens or task.max_tokens,
-                stop=task.stop,
-            )
+        for _, group in groupby(todo, lambda turn: (turn.number // plan.together, turn.key._replace(problem=""))):
+            turns = list(group)
+            key, setting = turns[0].key, settings[turns[0].key.way]
+            prompts = [_prompt(turn, records, setting.llm) for turn in turns]
+            params = [
+                SamplingParams(
+                    temperature=key.temperature,
+                    top_p=plan.top_p,
+                    top_k=plan.top_k,
+                    seed=_row_seed(turn.key),
+                    max_tokens=plan.max_tokens or turn.task.max_tokens,
+                    stop=turn.task.stop,
+                )
+                for turn in turns
+            ]
             for allocator in setting.llm.scheduler.allocators():
                 allocator.forget()  # or the next way would find the prompt in the cache
-            records_blocks = plan.record and key.temperature == 0 and turn.way.exact
+            records_blocks = plan.record and key.temperature == 0 and turns[0].way.exact
             try:
                 with recorded(setting.llm) if records_blocks else nullcontext() as recorder:
-                    done = complete(setting, prompt, params, clocked=True)
+                    completions = complete(setting, prompts, params, clocked=True)
             except ValueError as error:
-                place = f"task {task.name!r}, problem {turn.problem.id}"
+                named = ", ".join(turn.problem.id for turn in turns)
+                place = f"task {key.task!r}, problem {named}"
                 raise ValueError(f"{place}: {error} (the task's 'only' leaves problems out)") from None
-            record = _record(turn, done, around["id"], setting.llm)
-            if recorder is not None:
-                record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
-            records.completions[key] = record
-            if file is not None:
-                file.write(record)
-            advance(record)
+            for turn, prompt, done in zip(turns, prompts, completions):
+                record = _record(turn, done, around["id"], setting.llm)
+                if recorder is not None:
+                    record["blocks"] = _save_blocks(folder, turn, recorder, prompt, done, setting.llm)
+                records.completions[turn.key] = record
+                if file is not None:
+                    file.write(record)
+                advance(record)
+
+
+def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
+    """A turn's prompt, with what was answered before."""
+    before = [records.completions[turn.key._replace(turn=n)]["text"] for n in range(turn.key.turn)]
+    return turn.task.prompt_ids(llm, turn.problem, before)
 
 
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
@@ -278,8 +289,8 @@ def _ends(text: str, tokens: list[int], llm: LLM) -> list[int]:
 
 
 def score_run(plan: Plan, folder: Path, advance: Callable[[], None] = lambda: None) -> int:
-    """Say of every last completion that has no score yet whether it is right, where the task says what is; and of code
-    only where the plan lets it run. Returns how many are left unscored for that."""
+    """Score every completion that has no score yet, if its task has a scorer, and programs only if the plan lets them
+    run. Returns how many are left unscored for that."""
     tasks, records, left = plan.loaded_tasks(), read_records(folder), 0
     problems = {(name, problem.id): problem for name, (task, _) in tasks.items() for problem in task.problems}
     with Programs(plan.run_code) as programs, Appender(folder / "scores.jsonl") as file:

@@ -42,7 +42,7 @@ class Score(NamedTuple):
 
 class Programs:
     """Runs programs in one sandbox per limit of time and memory, each started when it is first needed; a context
-    manager. ``allowed``: whether somebody asked for real programs to be run."""
+    manager. ``allowed``: whether the user allowed real programs."""
 
     def __init__(self, allowed: bool = False) -> None:
         self.allowed = allowed
@@ -147,8 +147,8 @@ def _decimal(text: str) -> Decimal | None:
 
 
 class Pattern(_Scorer):
-    """What the last match of ``pattern`` holds (its first group, or all of it) is the answer; where a task has no
-    ``answer``, any match will do."""
+    """The last match of ``pattern`` (its first group, or all of it) is the answer; if a task has no ``answer``, any
+    match is right."""
 
     kind: Literal["regex"] = "regex"
     pattern: str
@@ -193,7 +193,7 @@ class Choice(_Scorer):
 class Code(_Scorer):
     """A program passes its tests. ``program`` is the template of the whole, tests included: it has the problem's fields
     and ``answer_code``, the completion's first fenced block, or all of it. It passes if it runs to its end. It is run
-    only where the user asked for that (``--run-code``), in full Python, in the sandbox."""
+    only if the user asked for that (``--run-code``), in full Python, in the sandbox."""
 
     kind: Literal["code"] = "code"
     program: str
@@ -213,7 +213,7 @@ class Code(_Scorer):
 
 class Refusal(_Scorer):
     """The answer begins as refusals do: one of ``signs`` (regular expressions) among its first 300 characters. This
-    reads words and not sense: what it is for is whether a refusal of one decoding is still one in another."""
+    looks at words, not at sense: it only tells whether a refusal of one decoding is still one in another."""
 
     kind: Literal["refusal"] = "refusal"
     signs: tuple[str, ...] = (

@@ -1,4 +1,4 @@
-"""Tasks as files: what is asked, how it is put to a model, and when an answer is right."""
+"""Tasks as files: the problems, how they become prompts, and when an answer is right."""
 
 from __future__ import annotations
 
@@ -46,15 +46,16 @@ class Task(BaseModel):
     """A task's file. Templates are jinja2, and see the fields of a problem (one line of JSON); unknown fields of either
     are errors.
 
-    ``only`` says "True" of the problems that count, ``id`` names one and ``group`` is its kind.
+    ``only`` is "True" for the problems that count, ``id`` names a problem, and ``group`` is its kind.
 
-    Where problems come from is one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to
-    the task's), ``rows`` (in the file itself) and ``generated``.
+    Problems come from one of ``data`` (a file of JSON lines, or of a JSON list, ``.gz`` or not, relative to the task's
+    file), ``rows`` (in the task's file itself) and ``generated``.
 
     ``prompt`` is the user's message (or the text to go on from, where ``chat`` is false). ``turns`` names a field with
     several messages, to be asked in one conversation; the prompt is then the template of each, with ``turn``.
-    ``answer`` is what the scorer compares with. ``solution`` is a whole answer known to be right: of the ``shots``
-    first ``examples``, which stand before every problem, and for ``fly tasks NAME --references``.
+    ``answer`` is what the scorer compares with. ``solution`` is the template of a whole answer that is known to be
+    right: for the first ``shots`` of ``examples``, which are put before every problem, and for ``fly tasks NAME
+    --references``.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", ignored_types=(cached_property,))
@@ -234,7 +235,7 @@ def load_task(text: str, **changes: Any) -> Task:
     """A task by its name, or a YAML file of one; ``NAME=PATH`` gives it its data.
 
     Args:
-        changes: fields of ``Task`` that are to be other than in the file.
+        changes: fields of ``Task`` that replace those of the file.
 
     Raises:
         ValueError: no such task or file, or a field that is wrong, by its name.

@@ -1,18 +1,19 @@
-"""One completion with a clock: how long its prompt took, its rounds, and of these the models."""
+"""Completions with a clock: how long their prompts took, their rounds, and of these the models."""
 
 from __future__ import annotations
 
 import time
 from collections import abc
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch import Tensor
 
-from fly.drafts import CascadeDraft, DraftStrategy, SingleDraft
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, Wrapped
+from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, SingleDraft
+from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Head, Question, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
@@ -37,7 +38,7 @@ class Setting:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done all it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -97,6 +98,26 @@ class Clock(Wrapped):
             self.seconds += time.perf_counter() - start
 
 
+class HeadClock(Clock, Head):
+    """The same around a draft head."""
+
+    def __init__(self, inner: Head) -> None:
+        super().__init__(inner)
+        self.head, self.options, self.to_target_U, self.shares = inner, inner.options, inner.to_target_U, inner.shares
+
+    def share(self, weight_VC: Tensor) -> None:
+        self.head.share(weight_VC)
+
+    def begin(self, batch: Batch, states_TF: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._clocked(self.head.begin, batch, states_TF, places)
+
+    def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
+        return self._clocked(self.head.step, batch, x_TC, places)
+
+    def chains(self, *arguments: Any, **options: Any) -> Drafted | None:
+        return self._clocked(self.head.chains, *arguments, **options)
+
+
 def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
     """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
     if isinstance(strategy, CascadeDraft):
@@ -107,14 +128,27 @@ def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
 
 
 @contextmanager
-def _clocked(runner: Runner) -> Iterator[Clock]:
-    """While this lasts, a clock around the runner's model."""
-    executor = runner.executor
-    runner.executor = clock = Clock(executor)
+def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
+    """While this lasts, clocks around the models, where ``wanted``: the target's first, then those of its drafts."""
+    if not wanted:
+        yield []
+        return
+    runners, head = [llm.engine.runner, *draft_runners(llm.draft)], None
+    executors = [runner.executor for runner in runners]
+    clocks = [Clock(executor) for executor in executors]
+    for runner, clock in zip(runners, clocks):
+        runner.executor = clock
+    if isinstance(llm.draft, Eagle3Draft):
+        head = llm.draft.runner.head
+        llm.draft.runner.head = around = HeadClock(head)
+        clocks.append(around)
     try:
-        yield clock
+        yield clocks
     finally:
-        runner.executor = executor
+        for runner, executor in zip(runners, executors):
+            runner.executor = executor
+        if head is not None and isinstance(llm.draft, Eagle3Draft):
+            llm.draft.runner.head = head
 
 
 @dataclass
@@ -142,15 +176,17 @@ class Times(Summed):
 
 
 class _Timed(Job):
-    """Notes when its first token came, and sets clocks to 0 there."""
+    """Notes when all its requests had a token, and sets clocks to 0 there."""
 
     def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
         super().__init__(requests)
         self._clocks, self.first = clocks, 0.0
+        self._waiting = set(range(len(requests)))
 
     def note(self, index: int, tokens: list[Token]) -> None:
         super().note(index, tokens)
-        if not self.first:
+        self._waiting.discard(index)
+        if not self.first and not self._waiting:
             self.first = time.perf_counter()
             for clock in self._clocks:
                 clock.seconds, clock.judged = 0.0, 0
@@ -164,27 +200,33 @@ class Completion(NamedTuple):
     drafts: list[tuple[int, int]]  # of each round with one: its tokens, and how many of them stand
 
 
-def complete(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> Completion:
-    """Decode a prompt alone, as ``LLM.generate`` does; with clocks around the models where ``clocked``."""
+def complete(
+    setting: Setting, prompts: abc.Sequence[list[int]], params: abc.Sequence[SamplingParams], clocked: bool = False
+) -> list[Completion]:
+    """Decode prompts together, as ``LLM.generate`` does; with clocks around the models where ``clocked``. The times are
+    shared among them by the tokens that each was given, so that tokens over seconds is what all of them had together.
+    """
     llm = setting.llm
-    with ExitStack() as stack:
-        clocks: list[Clock] = []
-        if clocked:
-            runners = [llm.engine.runner, *draft_runners(llm.draft)]
-            clocks = [stack.enter_context(_clocked(runner)) for runner in runners]
-        job = _Timed(llm.requests([prompt], params, setting.policy, setting.k), clocks)
+    with _clocks(llm, clocked) as clocks:
+        job = _Timed(llm.requests([*prompts], [*params], setting.policy, setting.k), clocks)
         begin = time.perf_counter()
         llm.worker.run(job)
         end = time.perf_counter()
-    times = Times(job.first - begin, end - job.first)
-    if clocks:
-        times.target, times.draft = clocks[0].seconds, sum(clock.seconds for clock in clocks[1:])
-        times.judged = clocks[0].judged
-    (request,) = job.requests
-    return Completion(request.output(), times, list(request.row.drafts))
+    target, draft = (sum(clock.seconds for clock in some) for some in (clocks[:1], clocks[1:]))
+    outputs = [request.output() for request in job.requests]
+    tokens = max(1, sum(len(output.token_ids) for output in outputs))
+    rounds = sum(output.stats.rounds for output in outputs)
+    found = []
+    for request, output in zip(job.requests, outputs):
+        share = len(output.token_ids) / tokens
+        times = Times((job.first - begin) * share, (end - job.first) * share, target * share, draft * share)
+        if clocks and rounds:
+            times.judged = round(clocks[0].judged * output.stats.rounds / rounds)
+        found.append(Completion(output, times, list(request.row.drafts)))
+    return found
 
 
 def timed(setting: Setting, prompt: list[int], params: SamplingParams, clocked: bool = False) -> tuple[Output, Times]:
-    """The output and the times of ``complete``."""
-    output, times, _ = complete(setting, prompt, params, clocked)
+    """The output and the times of ``complete``, of one prompt alone."""
+    ((output, times, _),) = complete(setting, [prompt], [params], clocked)
     return output, times

@@ -1,4 +1,4 @@
-"""What a family's makers mean by a chat: their Jinja templates, and thinking told from the answer. No tokens here."""
+"""Chat templates (Jinja), and separating a model's thinking from its answer. No tokens here."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from fly.errors import short
 __all__ = ["ChatPrompt", "ChatTemplate", "Kind", "Splitter", "Tags", "Thinking", "conversation", "pick"]
 
 Kind = Literal["text", "reasoning"]
-_SPEAKERS = ("system", "developer", "user")  # who have nothing to say but a content
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # what callers and templates call a message's thinking
+_SPEAKERS = ("system", "developer", "user")  # roles that have nothing but a content
+_REASONING = (
+    "reasoning_content",
+    "thinking",
+    "reasoning",
+)  # names that callers and templates use for a message's thinking
 
 
 _BLANKS = 64  # characters that may stand before the tag that opens thinking
 
 
 class Tags(NamedTuple):
-    """What stands before and after the thinking of a family's models."""
+    """The tags before and after the thinking of a family's models."""
 
     open: str
     close: str
@@ -58,11 +62,11 @@ class ChatPrompt(list[int]):
 
 
 class Splitter:
-    """Tells the thinking of an answer from its text, as the answer comes in, in pieces of any size.
+    """Separates the thinking of an answer from its text, while the answer comes in, in pieces of any size.
 
-    Thinking is what stands between the tags where the answer begins with the first of them (or the prompt ended with
-    it), without the newlines around it; text is the rest, without the newlines after the thinking. An answer that ends
-    before the second tag is thinking alone. Nothing of a tag is given out. Without ``thinking`` all is text.
+    Thinking is the part between the tags, if the answer begins with the first tag (or the prompt ended with it),
+    without the newlines around it; text is the rest, without the newlines after the thinking. An answer that ends
+    before the second tag is all thinking. No part of a tag is given out. Without ``thinking`` everything is text.
     """
 
     def __init__(self, thinking: Thinking | None) -> None:
@@ -147,13 +151,14 @@ class ChatTemplate:
         self.source = source
 
     def render(self, variables: Mapping[str, Any]) -> str:
-        """The text it makes of ``variables``, as those that it looks at are called. Raises whatever it likes, for it is
-        a program."""
+        """The text that it makes of ``variables``, by their names in the template. A template is a program: it may
+        raise any error."""
         return self._compiled.render(variables)
 
     @cached_property
     def variables(self) -> frozenset[str]:
-        """What it looks at, such as ``messages`` and ``tools``. Raises ``ValueError`` if it is no template."""
+        """The variables that it reads, such as ``messages`` and ``tools``. Raises ``ValueError`` if it is not a
+        template."""
         try:
             return frozenset(jinja2.meta.find_undeclared_variables(_environment().parse(self.source)))
         except jinja2.TemplateError as error:
@@ -221,8 +226,8 @@ def pick(templates: Mapping[str, ChatTemplate], name: str | None, tools: bool) -
 
 def conversation(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Messages as templates read them: a message's thinking (``reasoning_content``, or ``thinking``, or ``reasoning``)
-    goes by the first two of these names, and a content that comes in parts (``{"type": "text", ...}``) is one text.
-    Raises ``ValueError`` for what is no message."""
+    gets the first two of these names, and a content in parts (``{"type": "text", ...}``) is one text. Raises
+    ``ValueError`` for anything that is not a message."""
     found = []
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping):

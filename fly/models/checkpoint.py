@@ -26,8 +26,7 @@ Cut = tuple[slice, ...]  # a slice for each dimension
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a file. Each reading maps its own bytes, for as long as what was read lives: nothing else is touched,
-    and nothing stays in memory that nobody holds."""
+    """A tensor in a file. Each reading maps only its own bytes, as long as the result is in use."""
 
     path: Path
     offset: int  # where its bytes begin in the file
@@ -54,9 +53,9 @@ class Stored:
 
 
 class Checkpoint(ABC):
-    """A model as it lies on the disk, each part of it read when it is asked for.
+    """A model on the disk; each part is read when it is asked for.
 
-    Whatever is asked raises ``CheckpointError`` for what is missing, broken or not supported.
+    All of it raises ``CheckpointError`` for parts that are missing, broken or not supported.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,14 +85,14 @@ class Checkpoint(ABC):
         return config.model_copy(update={"max_position_embeddings": most})
 
     def limit(self, context: int | None) -> None:
-        """Use positions below ``context`` only, where the model has more; None is all it has."""
+        """Use positions below ``context`` only, if the model has more; None is all of them."""
         if context is not None and context < 1:
             raise ValueError(f"context {context} must be at least 1")
         self._context = context
 
     @abstractmethod
     def settings(self, name: str) -> dict[str, Any]:
-        """What a JSON file of this name says, such as ``generation_config.json``; empty if there is none."""
+        """The contents of a JSON file of this name, such as ``generation_config.json``; empty if there is none."""
 
     @abstractmethod
     def where(self, name: str) -> str:

@@ -62,7 +62,7 @@ def is_head(path: Path) -> bool:
     try:
         return _names_a_head(read_json(path / "config.json"))
     except CheckpointError:
-        return False  # whoever loads it says what is wrong
+        return False  # loading it reports what is wrong
 
 
 def _names_a_head(raw: dict[str, Any]) -> bool:
@@ -107,7 +107,7 @@ class HeadConfig(BaseModel):
         return 3 if self.states is None else len(self.states)
 
     def states_of(self, layers: int) -> tuple[int, ...]:
-        """After how many of a target's ``layers`` hidden states are taken; where nobody says, as the paper's code does.
+        """After how many of a target's ``layers`` hidden states are taken; by default as in the paper's code.
 
         Raises ``ValueError`` for a target too small for that.
         """
@@ -244,7 +244,7 @@ class Eagle3Head(nn.Module):
                 f"{[layer.vocab_size, layer.hidden_size]}"
             )
         weight = nn.Parameter(weight_VC.to(self.device, self.dtype), requires_grad=False)
-        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight)
+        self.embed_tokens = nn.Embedding(*weight_VC.shape, _weight=weight, _freeze=True)
 
     def fuse(self, states_TF: Tensor) -> Tensor:
         """Features [T, C] of the target's hidden states."""

@@ -1,7 +1,8 @@
 """Model families as data: what the one decoder (``fly.models.llama``) does for each. Knows nothing of tensors.
 
-A further family is one more ``Family`` here, which the tests then draw with all others, and hold to transformers. What
-no description can say yet is a new field, and a branch where the decoder and the compiled kernels read it.
+A further family is one more ``Family`` here; the tests then compare it with transformers like all others. What a
+``Family`` cannot express yet becomes a new field, and a branch where the decoder and the compiled kernels read it.
+docs/contributing.md has the steps.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def _all_but_each_nth(raw: Mapping[str, Any], layers: int) -> list[str]:
 
 @dataclass(frozen=True)
 class Family:
-    """What sets a family apart from Llama, which is the description without any of it."""
+    """How a family differs from Llama, which has all the defaults."""
 
     name: str  # config.json: model_type
     architecture: str  # config.json: architectures

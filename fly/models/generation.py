@@ -1,4 +1,4 @@
-"""What the makers say of sampling: ``generation_config.json``, every field honoured or named. No tensors here."""
+"""A checkpoint's recommended sampling: ``generation_config.json``, with every field used or named. No tensors here."""
 
 from __future__ import annotations
 
@@ -57,10 +57,10 @@ _NEUTRAL: Mapping[str, Any] = {
 
 
 def read_sampling_defaults(checkpoint: str | Path | Checkpoint, vocab_size: int | None = None) -> SamplingParams:
-    """What ``generation_config.json`` asks for where a request says nothing: greedy unless ``do_sample`` is true.
+    """The defaults of ``generation_config.json``: greedy unless ``do_sample`` is true.
 
-    One warning names all that it asks for and does not get. Raises ``CheckpointError`` for values out of range, token
-    ids outside a vocabulary of ``vocab_size`` among them.
+    One warning names everything in it that has no effect. Raises ``CheckpointError`` for values out of range, token ids
+    outside a vocabulary of ``vocab_size`` among them.
     """
     checkpoint, name = open_checkpoint(checkpoint), "generation_config.json"
     params, ignored = sampling_defaults(checkpoint.settings(name), checkpoint.where(name), vocab_size)

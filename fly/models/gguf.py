@@ -421,7 +421,7 @@ def _files_of(path: Path, count: int) -> list[Path]:
 
 
 def _short(value: float) -> float:
-    """A number that was written as float32, as somebody would write it."""
+    """A number that was written as float32, in its shortest decimal form."""
     return float(str(np.float32(value)))
 
 

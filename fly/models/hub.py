@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub, fetched into its own cache by its own library.
+"""Checkpoints on the Hugging Face hub, downloaded into the hub library's cache.
 
 A name is ``owner/name``, with ``@revision`` after it for another revision than ``main``, and with ``/file.gguf`` after
 that for one of its GGUF files: ``Qwen/Qwen2.5-Coder-1.5B-Instruct``, ``owner/name@v1.0``,
@@ -42,7 +42,7 @@ class HubName:
 
 
 def hub_name(text: str) -> HubName | None:
-    """What a text names on the hub, by its form alone; None if it is no such name."""
+    """The hub name in a text, recognised by its form alone; None if it is not one."""
     match = _NAME.fullmatch(text)
     if match is None or text.split("/")[1].endswith(".gguf"):  # owner/file.gguf is a path
         return None
@@ -50,10 +50,10 @@ def hub_name(text: str) -> HubName | None:
 
 
 def fetch(name: HubName, weights: bool = True) -> Path:
-    """Where the files of ``name`` lie, after those have been fetched that are not in the cache yet: a directory, or a
-    GGUF file. Without ``weights`` a directory may hold everything else only.
+    """The path of ``name``'s files, a directory or a GGUF file, after downloading those that are not in the cache yet.
+    Without ``weights`` a directory may lack them.
 
-    Raises ``CheckpointError`` naming the repository, why it cannot be had, and what to do.
+    Raises ``CheckpointError`` naming the repository, why it cannot be downloaded, and what to do.
     """
     from httpx2 import HTTPError
     from huggingface_hub import constants, errors, snapshot_download

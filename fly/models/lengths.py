@@ -1,4 +1,4 @@
-"""How few tokens a text can have, told from its length alone. No tensors here."""
+"""The least number of tokens that a text can have, from its length alone. No tensors here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lengths:
         added = raw.get_added_tokens_decoder().values()
         self._strips = any(token.lstrip or token.rstrip for token in added)
         self._dropped = b""  # bytes that the vocabulary has no token for
-        self._widest = 0  # bytes of a text that a token stands for at most; 0: nobody knows
+        self._widest = 0  # bytes of a text that a token stands for at most; 0: unknown
         shrinks, kinds = _shrinks(_state(raw.normalizer)), _kinds(_state(raw.pre_tokenizer))
         if shrinks is None or kinds is None or type(raw.model).__name__ != "BPE":
             return
@@ -42,7 +42,7 @@ class Lengths:
             self._widest = shrinks * max([longest, *(len(token.content.encode()) for token in added), 1])
 
     def least(self, text: str) -> int:
-        """So many tokens ``text`` has at least; 0 where nobody knows."""
+        """The least number of tokens of ``text``; 0 if unknown."""
         if not self._widest:
             return 0
         if self._strips:  # a special token may take the whitespace around it

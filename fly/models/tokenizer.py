@@ -214,7 +214,7 @@ class Tokenizer:
         template = pick(self.templates, chat_template, bool(tools))
         lists = {"tools": tools, "documents": documents}
         given = {**{name: value for name, value in lists.items() if value is not None}, **variables}
-        # Nobody can foresee the marks, so nobody can set or end one.
+        # The marks are unpredictable, so a message can neither set nor end one.
         marks = (nonce := secrets.token_hex(8)) + "(", ")" + nonce
         listed = conversation(messages)
         if continue_final_message:

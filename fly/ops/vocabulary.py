@@ -36,7 +36,7 @@ def argmax(values: Tensor) -> Tensor:
 
 
 def pick(values: Tensor, index: Tensor) -> Tensor:
-    """[...]: of each vector [..., V] of ``values``, the element at ``index`` [...]."""
+    """The element at ``index`` [...] of each vector [..., V] of ``values``: [...]."""
     if has_torch_function_unary(values):
         return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)

@@ -101,7 +101,7 @@ def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
 
 
 def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy | None:
-    """What decides by the time it took must decide alike on all ranks."""
+    """Strategies that decide by time must decide alike on all ranks."""
     for part in _nested(strategy) if strategy is not None else ():
         part.clock = ranks.clock
     return strategy
@@ -110,7 +110,7 @@ def _by_one_clock(strategy: DraftStrategy | None, ranks: Ranks) -> DraftStrategy
 class FirstDraft(DraftStrategy):
     """A strategy that lives on the first rank: it proposes there, and sends it to the other ranks.
 
-    Everything that ranks decide alike on (limits, sizes of caches) is sent too, so all admit the same requests.
+    Everything that ranks must agree on (limits, sizes of caches) is sent too, so all admit the same requests.
     """
 
     def __init__(self, ranks: Ranks, make: Make) -> None:

@@ -1,4 +1,4 @@
-"""Logits of which every rank holds the tokens of its part of the vocabulary: gathered only where somebody needs all.
+"""Logits of which every rank holds its part of the vocabulary; gathered only where all are needed.
 
 Knows nothing of policies. The passes of ``fly.ops`` (the largest, the n largest, the one of a token, the mass of
 all) exchange a few numbers a position; positions are picked without exchanging any; whatever else is done to such a
@@ -26,7 +26,7 @@ __all__ = ["VocabularyShards"]
 class VocabularyShards(Tensor):
     """A tensor [..., V] whose last dimension is divided evenly among ranks; this one holds ``shard`` [..., W].
 
-    It has no memory of its own: an operation nobody foresaw fails, or gathers, but is never wrong.
+    It has no memory of its own: an unforeseen operation fails, or gathers, but is never wrong.
     """
 
     shard: Tensor

@@ -16,12 +16,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fly.backends import load_executor
+from fly.backends import load_executor, part_executor
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import TORCH
 from fly.backends.cpu.packed import refusal
 from fly.backends.int8 import rounded, rounds
-from fly.backends.torch import TorchExecutor
 from fly.executor import Executor
 from fly.models import Llama, LlamaConfig
 from fly.models.checkpoint import Checkpoint
@@ -74,13 +73,13 @@ def load(
     model = ranks.together(read, f"loading {name}")
     ranks.together(lambda: _check_same(ranks, str(parts[0].config), name), f"loading {name}")
     if rounds(kernels, model.device):
-        return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
+        return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited)
     variant = ranks.together(lambda: _variant(model, kernels, plan), f"loading {name}")
     if TORCH in ranks.collect(variant) and kernels == "auto":
         variant = TORCH
     if variant != TORCH:
         return PartExecutor(CompiledPart(model, variant, parts[0], ranks, gather_logits))
-    return TorchExecutor(parallelise(model, parts[0], ranks, gather_logits))
+    return part_executor(parallelise(model, parts[0], ranks, gather_logits), ranks.awaited)
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:

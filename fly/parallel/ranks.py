@@ -1,6 +1,6 @@
 """Processes that run one program together: launch, the few collectives a forward needs, and agreement.
 
-All ranks do the same things in the same order; what chance or the clock decides comes from the first. Knows nothing
+All ranks do the same things in the same order; what depends on chance or the clock comes from the first. Knows nothing
 of models, policies or HTTP.
 """
 
@@ -81,7 +81,7 @@ class Ranks:
         control: a Gloo group of the same processes, for what the host says; None takes ``group``.
         check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
 
-    ``random`` draws the same on every rank: numbers nobody can foresee, from a key of the first rank.
+    ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
 
     What is done with tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) asks
     nothing of the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with
@@ -121,13 +121,13 @@ class Ranks:
         return x
 
     def gather(self, x: Tensor) -> Tensor:
-        """[ranks, ...]: the ``x`` of every rank, all of one shape."""
+        """The ``x`` of every rank, all of one shape: [ranks, ...]."""
         found = x.new_empty(self.size, *x.shape)
         self._run(_all_gather, found, x.contiguous().unsqueeze(0))
         return found
 
     def join(self, x: Tensor) -> Tensor:
-        """[..., ranks * W]: the last dimensions [..., W] of all ranks, side by side."""
+        """The last dimensions [..., W] of all ranks, side by side: [..., ranks * W]."""
         return x if self.size == 1 else torch.cat(self.gather(x).unbind(0), dim=-1)
 
     def spread(self, x: Tensor) -> Tensor:
@@ -138,7 +138,7 @@ class Ranks:
         return x
 
     def share(self, value: Share | None, wait: bool = False) -> Share:
-        """What the first rank gives, on every rank. ``wait``: it may take its time, and nobody is to blame for that."""
+        """The first rank's value, on every rank. ``wait``: it may take long, which is not an error."""
         box = [value if self.rank == 0 else None]
         if self.size > 1:
             with self.awaited(count=not wait):
@@ -146,7 +146,7 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def collect(self, value: Share) -> list[Share]:
-        """What every rank gives, on every rank; nobody is to blame for taking long."""
+        """Every rank's value, on every rank; taking long is not an error."""
         found: list[Any] = [value] * self.size
         if self.size > 1:
             with self.awaited(count=False):
@@ -248,7 +248,7 @@ class Ranks:
 
     def _run(self, collective: Callable[..., Any], *tensors: Tensor, **options: Any) -> None:
         """A collective of the device's group. On CUDA it is only queued when this returns."""
-        if torch.compiler.is_compiling():  # what a graph does is noted by whoever waits for it
+        if torch.compiler.is_compiling():  # what a graph does is noted where it is waited for
             collective(*tensors, group=self.group, **options)
             return
         with self.awaited():
@@ -275,7 +275,7 @@ class Ranks:
 
 def memory_here() -> dict[str, int]:
     """Bytes this process has of its own now (``own``), the most it ever had resident, mapped files included (``peak``),
-    and the most it ever took of its accelerator (``device``); 0 where nobody knows."""
+    and the most it ever took of its accelerator (``device``); 0 if unknown."""
     said: dict[str, str] = {}
     with contextlib.suppress(OSError):
         said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))

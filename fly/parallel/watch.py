@@ -1,4 +1,4 @@
-"""A group of processes that lives and dies together: whoever is killed, stopped or stuck ends all, with one message.
+"""A group of processes that lives and dies together: one that is killed, stopped or stuck ends all, with one message.
 
 Every rank has a thread that says through the rendezvous store that it lives and how far it has come, and looks at
 what the others say. A collective that waits for a lost rank cannot be interrupted, so the thread ends the process;
@@ -50,7 +50,7 @@ class Watch:
     """Watches the group from a thread of its own.
 
     Args:
-        store: torch's, on a connection that nobody else uses: a store answers one thread at a time.
+        store: torch's, on a connection of its own: a store answers one thread at a time.
         rank, size: this process among the group's.
         progress: what the collectives of this rank note.
         heartbeat_timeout: seconds without a sign of life after which a rank counts as lost.
@@ -88,7 +88,7 @@ class Watch:
         not share ends them all: that call does not return."""
         with contextlib.suppress(Exception):
             self._store.set(_key("left", self.rank), repr(error) if error else "")
-        # A failed collective is somebody else's fault, whom the thread is about to name.
+        # A failed collective is another rank's fault, which the thread is about to name.
         wait = 2 * self.heartbeat_timeout + _LEAVE if isinstance(error, CollectiveError) else _LEAVE
         self._wait(lambda: len(self._left) == self.size - 1, wait, error)
         self._stop.set()
@@ -119,7 +119,7 @@ class Watch:
             who = self._who[rank]
             message = f"rank {rank} (process {who['pid']} on {who['host']}) {reason}; all {self.size} ranks end"
             with contextlib.suppress(Exception):
-                if self._store.add(_key("faults"), 1) == 1:  # the first to notice says so, and nobody else
+                if self._store.add(_key("faults"), 1) == 1:  # only the first to notice says so
                     self._store.set(_key("fault"), message)
                     print(f"fly: {message}", file=sys.stderr, flush=True)
                 else:
@@ -199,7 +199,7 @@ class Watch:
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
-        with contextlib.suppress(RuntimeError):  # a device that has failed; whoever waits for it says so
+        with contextlib.suppress(RuntimeError):  # a device that has failed; those who wait for it report it
             if over is None or over():
                 self._queued = (0, 0.0)
                 return None
@@ -240,7 +240,7 @@ def _key(*parts: object) -> str:
 
 
 def _place() -> dict[str, str]:
-    """What two processes have in common that can see one another by their numbers; nothing where nobody knows."""
+    """A value that two processes share if they can see each other by their process ids; empty if unknown."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text("ascii")
         return {"boot": boot, "space": os.readlink("/proc/self/ns/pid")}

@@ -49,14 +49,14 @@ class Bound:
 
 
 class AcceptancePolicy(Bindable, ABC):
-    """Which drafted tokens may stand. Subclasses are frozen dataclasses of hyper-parameters: pure, no state,
-    every row decided by itself, vectorised over the batch, no host synchronisation.
+    """Decides which drafted tokens are kept. Subclasses are frozen dataclasses of parameters: pure, without state, each
+    row decided by itself, vectorised over the batch, without waits of the host.
 
     A subclass gives ``accept_probs``; it may excuse mismatches (``relax``, or a ``relaxation`` made of
     conditions) and change the distribution of the correction (``residual``). ``verify`` does the rest.
 
     ``name`` is what the policy is called in texts and configurations (default: the class name). ``guarantee`` is
-    LOSSLESS, BOUNDED (then ``bound`` says by what) or HEURISTIC; ``fly check`` holds a policy to it.
+    LOSSLESS, BOUNDED (then ``bound`` says how far) or HEURISTIC; ``fly check`` tests it.
     """
 
     name: ClassVar[str]
@@ -65,27 +65,27 @@ class AcceptancePolicy(Bindable, ABC):
 
     @property
     def bound(self) -> Bound | None:
-        """How far a BOUNDED policy strays at most; None otherwise."""
+        """The bound of a BOUNDED policy; None otherwise."""
         return None
 
     @property
     def core(self) -> AcceptancePolicy:
-        """The policy without its relaxation: itself where it has none."""
+        """The policy without its relaxation; itself if it has none."""
         return self
 
     @property
     def relaxation(self) -> Condition | None:
-        """The condition under which a mismatch is excused; None excuses none. Worked out once, and bound as the policy
+        """The condition under which a mismatch is excused; None excuses none. Computed once, and bound as the policy
         is."""
         return None
 
     @abstractmethod
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """[B, K] float in [0, 1]: the chance of keeping token j, given that all before it stand."""
+        """The chance of keeping token j, given that all tokens before it are kept: [B, K] float in [0, 1]."""
 
     def chances(self, target: Target, draft: Draft) -> Tensor:
-        """``accept_probs``, once it is known to be one number for each drafted token. Raises ``ValueError`` if not: a
-        tensor [B] or [K] would be spread over the others without a word."""
+        """``accept_probs``, checked to be one number for each drafted token. Raises ``ValueError`` if not: a tensor [B]
+        or [K] would be broadcast in silence."""
         found_BK = self.accept_probs(target, draft)
         if not isinstance(found_BK, Tensor) or found_BK.shape != draft.shape:
             raise ValueError(f"{self}: accept_probs gave {given(found_BK)}, not a tensor [B, K] of {list(draft.shape)}")
@@ -120,7 +120,7 @@ class AcceptancePolicy(Bindable, ABC):
 
     def bind(self: P, vocabulary: Vocabulary) -> P:
         bound = super().bind(vocabulary)
-        _ = bound.relaxation  # its conditions look up now what they need
+        _ = bound.relaxation  # its conditions look up what they need now
         return bound
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -138,15 +138,15 @@ class AcceptancePolicy(Bindable, ABC):
         stands_BK = kept_BK | (excused_BK & mask_BK & target.allowed(draft.tokens_BK))
         exact_BK = kept_BK
         if self.core.guarantee is not Guarantee.LOSSLESS:
-            # The rule itself is loose: what the exact rule would not have kept, by the same coin, is relaxed.
+            # The rule itself is not exact: a token that the exact rule would have rejected by the same coin is relaxed.
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
         return longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already.
 
-        Raises ``TypeError`` for another policy: two of them have no common core; and for a policy with a ``verdict``
-        or a ``relax`` of its own, which would not be asked any more.
+        Raises ``TypeError`` for another policy, since two of them have no common core, and for a policy with a
+        ``verdict`` or a ``relax`` of its own, which would no longer be used.
         """
         self._check_operand("|", condition)
         if not isinstance(condition, Condition):
@@ -156,7 +156,7 @@ class AcceptancePolicy(Bindable, ABC):
     def __and__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches only where ``condition`` holds as well.
 
-        Raises ``TypeError`` for a policy that excuses none, where there is nothing to restrict, and for another
+        Raises ``TypeError`` for a policy that excuses nothing, since there is nothing to restrict, and for another
         policy.
         """
         self._check_operand("&", condition)
@@ -202,7 +202,7 @@ class AcceptancePolicy(Bindable, ABC):
 
 
 def _bound_alike(relaxation: Any) -> Callable[[AcceptancePolicy], Condition | None]:
-    """The same function of a policy, what it returns bound to the policy's vocabulary, if it has one."""
+    """The same function of a policy, with its result bound to the policy's vocabulary, if there is one."""
 
     @wraps(relaxation)
     def bound(policy: AcceptancePolicy) -> Condition | None:
@@ -213,7 +213,7 @@ def _bound_alike(relaxation: Any) -> Callable[[AcceptancePolicy], Condition | No
 
 
 class ExactCore(AcceptancePolicy):
-    """A policy that keeps what the exact rule keeps, and may excuse mismatches besides."""
+    """A policy that keeps what the exact rule keeps, and may also excuse mismatches."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         return exact_accept_probs(target, draft)
@@ -261,8 +261,8 @@ class Relaxed(AcceptancePolicy):
 
 
 def _check_by_token(policy: AcceptancePolicy, symbol: str, condition: Condition) -> None:
-    """Raise ``TypeError`` for a policy that does more than to keep or excuse one token after the other: composed, it
-    would be another rule without a word."""
+    """Raise ``TypeError`` for a policy that does more than keep or excuse one token after the other: composed, it would
+    silently become another rule."""
     kind, plain = type(policy), AcceptancePolicy
     if kind.verdict is not plain.verdict:
         raise TypeError(
@@ -290,7 +290,7 @@ def accepts_exactly(policy: AcceptancePolicy) -> bool:
 
 
 def draws_exactly(policy: AcceptancePolicy) -> bool:
-    """Whether ``policy``, which ``accepts_exactly``, also draws its corrections from what the exact rule does."""
+    """Whether ``policy``, which ``accepts_exactly``, also draws its corrections as the exact rule does."""
     kind, plain = type(policy.base if type(policy) is Relaxed else policy), AcceptancePolicy
     return kind.residual is plain.residual and kind.correction is plain.correction
 
@@ -304,8 +304,9 @@ def longest_prefix(
     exact_BK: Tensor,
     clauses: dict[str, Tensor] | None = None,
 ) -> Verdict:
-    """The verdict that follows from which tokens stand, and which of them the exact rule keeps (``match``; the others
-    are ``relaxed``): longest prefix, then correction or bonus. Both are [B, K] bool, False on padding."""
+    """The verdict for given decisions on single tokens: which are kept (``stands_BK``), and which of them the exact
+    rule keeps (``exact_BK``: ``match``; the others are ``relaxed``). Takes the longest prefix, then a correction or a
+    bonus. Both are [B, K] bool, False on padding."""
     accepted_B = stands_BK.long().cumprod(-1).sum(-1)
     return verdict_of(accepted_B, _next_token(policy, target, draft, noise, accepted_B), exact_BK, draft, clauses)
 
@@ -330,7 +331,7 @@ def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: N
     if draft.tokens_BK.shape[1]:
         at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
         residual_BV = policy.correction(target, draft, at_B)
-        # Equal distributions leave no residual mass; a rejection is then a rounding matter, and the target's
+        # Equal distributions leave no residual mass; a rejection then comes from rounding, and the target's
         # distribution is right.
         rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
         probs_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV)

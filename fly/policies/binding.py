@@ -14,10 +14,10 @@ B = TypeVar("B", bound="Bindable")
 
 
 class Bindable:
-    """A frozen dataclass that may ask what tokens stand for: once bound, it has a ``vocabulary``.
+    """A frozen dataclass that can look up what tokens stand for: once bound, it has a ``vocabulary``.
 
-    That is no parameter: bound or not, a rule prints the same, is equal, and has the same hash. Pickled and copied it
-    is its parameters alone, unbound.
+    The vocabulary is not a parameter: bound or not, a rule prints the same, is equal, and has the same hash. A pickled
+    or copied rule is unbound.
     """
 
     _vocabulary: Vocabulary | None = None
@@ -33,9 +33,9 @@ class Bindable:
         return self._vocabulary
 
     def bind(self: B, vocabulary: Vocabulary) -> B:
-        """The same, with this ``vocabulary``, and everything that it is composed of. ``LLM`` calls it for each request.
+        """A copy with this ``vocabulary``, parts included. ``LLM`` calls it for each request.
 
-        Override it to look up at once what may be missing: a ``ValueError`` raised here is the request's.
+        Override it to find out early that something is missing: a ``ValueError`` raised here is the request's error.
         """
         if self._vocabulary is vocabulary:
             return self
@@ -46,7 +46,7 @@ class Bindable:
         return bound
 
     def __getstate__(self) -> dict[str, Any]:
-        """Its parameters: neither the vocabulary nor what was worked out."""
+        """Its parameters, without the vocabulary and computed values."""
         cached = {name for kind in type(self).__mro__ for name, part in vars(kind).items() if _is_cached(part)}
         return {name: value for name, value in vars(self).items() if name != "_vocabulary" and name not in cached}
 

@@ -35,7 +35,7 @@ Entropy = Literal["top3", "normalized"]
 
 @dataclass(frozen=True)
 class Block:
-    """What a condition may look at. ``clauses`` collects where each leaf condition held."""
+    """What a condition sees. ``clauses`` collects where each leaf condition held."""
 
     target: Target
     draft: Draft
@@ -43,10 +43,10 @@ class Block:
     clauses: dict[str, Tensor] = field(default_factory=dict)
 
     def at_mismatches(self, measure: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-        """[B, K]: ``measure(rows_N, positions_N)`` [N] at mismatches; elsewhere False or 0 on the CPU.
+        """``measure(rows_N, positions_N)`` [N] at mismatches, in a tensor [B, K]; elsewhere False or 0 on the CPU.
 
-        For conditions that read the whole vocabulary. On the CPU only the mismatches are read; an accelerator reads
-        every position, since asking it where they are would make it wait.
+        For conditions that read the whole vocabulary. On the CPU only the mismatches are read. An accelerator reads
+        every position, since finding the mismatches would make it wait.
         """
         rows_N, positions_N = self._read
         found_N = measure(rows_N, positions_N)
@@ -66,8 +66,8 @@ class Block:
 
 
 class Condition(Bindable, ABC):
-    """A statement about drafted positions, true or false for each. Frozen dataclasses; printing one gives its
-    expression."""
+    """A statement about drafted positions, true or false at each. Conditions are frozen dataclasses; they print as
+    their expression."""
 
     name: ClassVar[str]
 
@@ -83,10 +83,10 @@ class Condition(Bindable, ABC):
 
     @abstractmethod
     def evaluate(self, block: Block) -> Tensor:
-        """[B, K] bool. What it says on padding and on agreeing positions does not matter."""
+        """[B, K] bool: where it holds. Values on padding and on agreeing positions do not matter."""
 
     def says(self, block: Block) -> Tensor:
-        """``evaluate``, once it is known to be a yes or no for each drafted token. Raises ``ValueError`` if not."""
+        """``evaluate``, checked to be a yes or no for each drafted token. Raises ``ValueError`` if not."""
         said_BK, shape = self.evaluate(block), block.agree_BK.shape
         if not isinstance(said_BK, Tensor) or said_BK.dtype != torch.bool or said_BK.shape != shape:
             raise ValueError(f"{self}: evaluate gave {given(said_BK)}, not a bool tensor [B, K] of {list(shape)}")
@@ -105,15 +105,16 @@ class Condition(Bindable, ABC):
 
     @property
     def clauses(self) -> tuple[Condition, ...]:
-        """The conditions under whose labels it notes what it says."""
+        """The conditions whose answers it notes under their labels."""
         return (self,)
 
     def decide(self, held: Mapping[str, bool]) -> bool:
-        """What follows for one position from what its clauses said there."""
+        """Its answer at one position, from the answers of its clauses there."""
         return held[self.label]
 
     def deciding(self, held: Mapping[str, bool]) -> tuple[bool, frozenset[str]]:
-        """What follows from what its clauses said, and those of which another answer alone would have changed it."""
+        """Its answer from the answers of its clauses, and the clauses whose opposite answer alone would have changed
+        it."""
         said = tuple(held.items())
         if (known := self._decided.get(said)) is None:
             outcome = self.decide(held)
@@ -154,7 +155,7 @@ def _parts(condition: Condition, kind: type[_Chain]) -> tuple[Condition, ...]:
 
 
 class _Composite(Condition):
-    """Composites are not clauses of their own: only their leaves are noted."""
+    """Composites are not clauses: only their leaves are noted."""
 
     def holds(self, block: Block) -> Tensor:
         return self.evaluate(block)
@@ -247,7 +248,7 @@ class Not(Condition):
 
 
 def given(value: object) -> str:
-    """What a rule gave where a tensor was wanted, in words."""
+    """What a rule returned instead of the tensor, in words."""
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
@@ -274,10 +275,10 @@ def _literal(value: object) -> str:
 class EntropyGate(Condition):
     """The target was undecided: its entropy is at least ``theta`` (FLy, arXiv 2511.22972).
 
-    ``entropy`` is ``"top3"``, -sum p ln p over the three most likely tokens, not renormalised, in nats (at most
-    3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in their
-    text). It is taken on the processed distribution if ``processed``, else on the raw logits; rows at temperature 0
-    always use the raw logits, since their processed distribution is one-hot.
+    ``entropy`` is ``"top3"``, the sum of -target·ln target over the three most likely tokens, not renormalised, in nats
+    (at most 3/e = 1.104; the authors' code), or ``"normalized"``, the full entropy over ln V, in [0, 1] (the formula in
+    their paper). It is taken on the processed distribution if ``processed``, else on the raw logits; rows at
+    temperature 0 always use the raw logits, since their processed distribution is one-hot.
     """
 
     name: ClassVar[str] = "entropy"

@@ -1,7 +1,7 @@
 """What the rules of the literature and of other engines have in common.
 
-- A token to which the target gives no mass never stands, whatever a rule's formula says: bans, top-k and top-p bind
-  every rule. "No mass" is 0 in the processed distribution, and a logit of -inf at temperature 0.
+- A token to which the target gives no mass is never kept, whatever a rule's formula says: bans, top-k and top-p bind
+    every rule. "No mass" is 0 in the processed distribution, and a logit of -inf at temperature 0.
 - At temperature 0 the processed distribution is one-hot. Rules that *reshape or bound* it take it as it is; rules that
   *gate* on how probable the token is look at the raw distribution softmax(logits) there, and keep the target's own
   choice in any case. A correction at temperature 0 is always the target's most likely token.
@@ -32,7 +32,7 @@ __all__ = [
 
 
 def drafted(chance_BK: Tensor, draft: Draft) -> Tensor:
-    """Chances as float, 0 on padding (whatever stood there, NaN included)."""
+    """Chances as float, 0 on padding (whatever was there, even NaN)."""
     return torch.where(draft.mask_BK(), chance_BK.float(), 0.0)
 
 
@@ -62,7 +62,8 @@ def gate_distribution(target: Target) -> Tensor:
 
 
 def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
-    """[B, K] twice, of the distribution a gate looks at: its probability of the token, and of the likeliest token."""
+    """The probabilities, in the distribution that a gate looks at, of the drafted token and of the likeliest token: [B,
+    K] each."""
     tokens_BK, choice_BK = draft.tokens_BK, target.argmax_BK[:, :-1]
     if not target.some_greedy:
         return target.probs_of(tokens_BK), target.probs_of(choice_BK)
@@ -76,8 +77,8 @@ def gate_probs(target: Target, draft: Draft) -> tuple[Tensor, Tensor]:
 
 
 def raw_log_probs(target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] twice, of the unprocessed distribution at these positions: ln of its probability of the drafted token, and of
-    the likeliest token. No softmax over the vocabulary."""
+    """The log-probabilities, in the unprocessed distribution at these positions, of the drafted token and of the
+    likeliest token: [N] each. No softmax over the vocabulary."""
     peak_N = -target.log_mass(rows_N, positions_N)
     at = rows_N, positions_N
     gap_N = target.logits_BKV[(*at, draft.tokens_BK[at])] - target.logits_BKV[(*at, target.argmax_BK[at])]

@@ -27,12 +27,12 @@ __all__ = ["BiLD", "Fuzzy", "LogMargin", "Regret", "RelaxedTopN", "TopRatio", "T
 
 
 class _Gate(AcceptancePolicy, Checked):
-    """Rules that do not weigh the target's distribution against the draft's: after a rejection the target draws
+    """Rules that do not compare the target's distribution with the draft's: after a rejection the target draws
     afresh."""
 
     @abstractmethod
     def opens(self, target: Target, draft: Draft) -> Tensor:
-        """[B, K] bool, where the gate lets a token stand."""
+        """[B, K] bool: where the gate keeps a token."""
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
         """1 where the gate opens, and for the target's choice at temperature 0 in any case; else 0."""
@@ -49,8 +49,8 @@ class Typical(_Gate):
     """Typical acceptance (Medusa, arXiv 2401.10774, section 2.3.1): keep x if target(x) > min(eps, delta·exp(-H)),
     H the entropy of the target in nats; else the target draws afresh.
 
-    Usual values: eps 0.09, delta 0.3 (Medusa: delta = sqrt(eps)). At temperature 0 on the raw distribution, and the
-    argmax stands in any case.
+    Usual values: eps 0.09, delta 0.3 (Medusa: delta = sqrt(eps)). At temperature 0 it uses the raw distribution, and
+    always keeps the argmax.
     """
 
     name: ClassVar[str] = "typical"
@@ -69,8 +69,8 @@ class RelaxedTopN(_Gate):
     """Relaxed acceptance (TensorRT-LLM, ``relaxed_topk`` and ``relaxed_delta``): keep x if it is among the target's
     ``n`` most likely tokens and target(x) >= max target - delta; else the target draws afresh.
 
-    Usual values: n 10, delta 0.6, there only while a model thinks. Tokens as likely as the n-th count as among them.
-    At temperature 0 on the raw distribution, and the argmax stands in any case.
+    Usual values: n 10, delta 0.6 (in TensorRT-LLM only while a model thinks). Tokens as likely as the n-th count as
+    among them. At temperature 0 it uses the raw distribution, and always keeps the argmax.
     """
 
     name: ClassVar[str] = "topn"
@@ -90,8 +90,9 @@ class BiLD(_Gate):
     """BiLD's rollback (Kim et al., arXiv 2302.07863): reject x if -ln target(x) > r and x is not the target's most
     likely token; else keep it. After a rejection the target draws afresh.
 
-    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens the target is certain of, and its choice. When the drafter hands
-    over (its fallback policy) is the strategy's business. At temperature 0 on the raw distribution.
+    ``r`` >= 0, usually 2 to 5; 0 keeps only tokens that the target is certain of, and its own choice. BiLD's fallback
+    policy, when the drafter hands over, is a matter of the draft strategy. At temperature 0 it uses the raw
+    distribution.
     """
 
     name: ClassVar[str] = "bild"
@@ -108,15 +109,15 @@ _DIVERGENCES = {"js": jensen_shannon, "kl": kl, "tv": total_variation}
 
 @dataclass(frozen=True)
 class Fuzzy(_Gate):
-    """Fuzzy speculative decoding (arXiv 2502.20704): keep x, whatever it is, where the target's and the draft's
-    distributions are near, divergence <= threshold; else the target draws afresh.
+    """Fuzzy speculative decoding (arXiv 2502.20704): keep any x where the target's and the draft's distributions are
+    near (divergence <= threshold); else the target draws afresh.
 
     ``divergence``: ``"js"`` (Jensen-Shannon, at most ln 2), ``"kl"`` (KL(draft || target), infinite where the draft
     may propose what the target excludes) in nats, or ``"tv"`` (total variation). ``threshold`` is tuned for a pair.
 
     Above temperature 0 a token's emitted distribution is the draft's where the two are near, else the target's, so
-    within the threshold of it; at temperature 0 the raw distribution is measured against the draft's, with no such
-    promise: HEURISTIC. The argmax stands there in any case.
+    within the threshold of it; at temperature 0 the raw distribution is compared with the draft's, without such a
+    promise: HEURISTIC. The argmax is always kept there.
     """
 
     name: ClassVar[str] = "fuzzy"
@@ -154,11 +155,10 @@ class Regret(Condition, Checked):
     """The draft costs little from the mismatch to the end of a window: the ``window`` tokens after it were drafted, and
     the logits of all of them lie, in sum, at most ``nats`` below those of the target's own choices.
 
-    A rule of our own (docs/results). A margin asks of one token how much the target would rather have said another,
-    a window asks whether it agrees with what follows; this asks both at once, in one currency: ln of how much likelier
-    the target finds its own choice at each place than the draft. So a window may hold a second small mismatch, and a
-    token that the target nearly said needs less agreement after it than one that it did not think of. On the raw
-    logits; a banned token never passes.
+    First described here (docs/results/real-pair.md). A margin asks how much the target prefers another token, a window
+    asks whether it agrees with what follows. This asks both at once, in one currency: how much likelier, in nats, the
+    target finds its own choices than the drafted tokens. So a window may contain a second small mismatch, and a near
+    miss needs less agreement after it than a far one. On the raw logits; a banned token never passes.
     """
 
     name: ClassVar[str] = "regret"

@@ -37,7 +37,7 @@ class AdditiveSlack(AcceptancePolicy, Checked):
 
     ``eps`` in [0, 1]; 0 is ``Exact``. Bounded: with the same coins it differs from ``Exact`` only where a coin falls
     into the slack, a chance of at most eps, so TV(emitted, target) <= eps a token. At temperature 0 the same on the
-    one-hot distribution: a mismatch stands with probability eps.
+    one-hot distribution: a mismatch is kept with probability eps.
     """
 
     name: ClassVar[str] = "slack"
@@ -209,11 +209,10 @@ class Mentored(_Reshaped):
     """Mentored decoding (Tran-Thien 2023, huggingface.co/blog/vivien/optimal-lossy-variant-of-speculative-decoding):
     the distribution that keeps most drafted tokens while its divergence from the target is at most ``budget``.
 
-    Keep x with probability min(1, target(x)/(alpha·draft(x))), else draw from max(target/beta - draft, 0), with
-    alpha <= 1 <= beta: the emitted distribution is the draft's, held between target/beta and target/alpha. beta follows
-    from alpha (mass 1), alpha is the least for which the divergence keeps to the budget, by bisection. ``budget`` in
-    nats, usually 0.1 to 0.5; 0 is ``Exact``, and where the draft's own distribution is within the budget every token
-    stands.
+    Keep x with probability min(1, target(x)/(alpha·draft(x))), else draw from max(target/beta - draft, 0), with alpha
+    <= 1 <= beta: the emitted distribution is the draft's, held between target/beta and target/alpha. beta follows from
+    alpha (mass 1), alpha is the least for which the divergence keeps to the budget, by bisection. ``budget`` in nats,
+    usually 0.1 to 0.5; 0 is ``Exact``. Where the draft's own distribution is within the budget, every token is kept.
 
     Bounded: KL(emitted || target) <= budget a token, by construction. (The blog measures KL(target || emitted). The
     best distribution has the same form, and this direction stays finite, and is what ``Bound`` states.) At temperature

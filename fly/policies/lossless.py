@@ -21,14 +21,14 @@ __all__ = ["BlockVerification", "ExactSample"]
 
 @dataclass(frozen=True)
 class ExactSample(AcceptancePolicy):
-    """Lossless by construction: x stands iff it equals the target's own sample at that position, drawn from the
-    row's random stream; the first sample that differs is the correction. (The rule of llama.cpp's and of many
-    n-gram engines: sample from the target, compare.)
+    """Lossless by construction: keep x if it equals the target's own sample at that position, drawn from the row's
+    random stream; the first sample that differs is the correction. (The rule of llama.cpp and of many n-gram engines:
+    sample from the target, compare.)
 
-    Whatever the draft proposes, the emitted text is the one that sampling without a draft would give from the same
-    coins. Coin j draws position j by inverting the cumulative distribution; the bonus has its own. At temperature 0:
-    exact match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic.
-    Draws at all K positions: costs K passes over the vocabulary.
+    Whatever the draft proposes, the emitted text is the one that sampling without a draft gives from the same coins.
+    Coin j draws position j by inverting the cumulative distribution; the bonus has its own. At temperature 0: exact
+    match. Accepts with probability target(x), so less often than ``Exact`` unless the draft is deterministic. Draws at
+    all K positions: costs K passes over the vocabulary.
     """
 
     name: ClassVar[str] = "sample"
@@ -60,9 +60,9 @@ class BlockVerification(AcceptancePolicy):
     """Block verification (Sun et al., arXiv 2403.10444, alg. 2): lossless, and it accepts at least as many tokens in
     expectation as the token-wise rule, since a late token may rescue an early one.
 
-    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens stand if some coin j >= i falls
-    below h_j: S_j = sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and
-    h = p at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
+    With p_0 = 1 and p_i = min(1, p_{i-1}·target(x_i)/draft(x_i)), the first i tokens are kept if some coin j >= i falls
+    below h_j: S_j = sum over v of max(p_j·target_{j+1}(v) - draft_{j+1}(v), 0), h_j = S_j / (S_j + 1 - p_j), and h = p
+    at the row's last token. After n tokens the correction is drawn from max(p_n·target - draft, 0).
 
     A deterministic draft is one-hot. At temperature 0 this is exact match.
     """
@@ -71,7 +71,7 @@ class BlockVerification(AcceptancePolicy):
     guarantee = Guarantee.LOSSLESS
 
     def accept_probs(self, target: Target, draft: Draft) -> Tensor:
-        """Those of the token-wise rule; the block's own are no chances of single tokens."""
+        """Those of the token-wise rule; a block's chances are not chances of single tokens."""
         return drafted(exact_accept_probs(target, draft), draft)
 
     def verdict(self, target: Target, draft: Draft, noise: Noise) -> Verdict:

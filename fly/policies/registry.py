@@ -115,7 +115,7 @@ def load_policy(value: object, *, trusted: bool = False) -> AcceptancePolicy:
 
 
 def read_policy(value: object, *, trusted: bool = False) -> tuple[AcceptancePolicy, set[str]]:
-    """The policy of a text or a mapping, and which rules it names, those that merely combine others aside.
+    """The policy of a text or a mapping, and the rules that it names (without those that only combine others).
 
     (The policy does not show it: ``fly & after(2)`` has become the conditions that it is made of.)
     """

@@ -75,19 +75,20 @@ class LossySampling(AcceptancePolicy, Checked):
 class FLy(ExactCore):
     """FLy, training-free loosely speculative decoding (arXiv 2511.22972, section 3).
 
-    A drafted token stands if the exact rule keeps it, or if all of these hold:
+    A drafted token is kept if the exact rule keeps it, or if all of these hold:
 
     - gate: the target was undecided there, entropy >= ``theta``;
     - window: it agrees with the next ``window`` drafted tokens (counted *after* the mismatch);
     - room: at least ``hold`` drafted tokens follow;
-    - the token is no control token (ours).
+    - the token is not a control token (added here).
 
     ``entropy``: ``"top3"`` (nats over the three likeliest tokens) or ``"normalized"`` (full, over ln V).
     ``processed``: take it on the processed distribution (raw logits at temperature 0 in any case).
 
-    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` the formula in
-    their text, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate.
-    It *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
+    Presets: ``FLy()`` is ``FLy.vllm()``; ``FLy.reference()`` is the authors' code; ``FLy.paper()`` the formula in their
+        paper, whose gate of 0.3 almost never opens on large vocabularies (3.5 nats at 128k): watch the pass rate. It
+        *is* ``Exact() | (EntropyGate(theta) & AgreeingWindow(window) & Room(hold) & ~ControlToken())``.
+        docs/explanation/fly.md says what it does and where it fails.
     """
 
     name: ClassVar[str] = "fly"

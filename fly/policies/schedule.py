@@ -2,8 +2,8 @@
 
 Shape legend: B rows, K longest draft, V vocabulary. Positions are 0-based here.
 
-What a condition needs of the past comes in with the block (``Target.generated_B`` and the like); within the block
-a position only matters if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
+What a condition needs of the past comes with the block (``Target.generated_B`` and others). Within the block a position
+only matters if every mismatch before it was excused, so the mismatches before it *are* the relaxed tokens.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Phase(Condition):
 
     def bind(self, vocabulary: Vocabulary) -> Phase:
         bound = super().bind(vocabulary)
-        _ = bound._markers  # what is no token of this vocabulary is found now
+        _ = bound._markers  # an unknown marker is found now
         return bound
 
     @cached_property

@@ -23,12 +23,12 @@ class TextCondition(Condition):
     """A condition on the drafted token's text alone: a subclass gives ``holds_for``, which is asked once for each
     token of a vocabulary. Control tokens, and ids that stand for no text, never hold.
 
-    ``bind`` raises ``ValueError`` where the model has no tokenizer.
+    ``bind`` raises ``ValueError`` if the model has no tokenizer.
     """
 
     @abstractmethod
     def holds_for(self, text: str) -> bool:
-        """What it says of a token with this text, the leading space of a word included. A token that is only a part of
+        """Whether it holds for a token with this text, a word's leading space included. A token that is only a part of
         a character has replacement marks."""
 
     def bind(self, vocabulary: Vocabulary) -> TextCondition:

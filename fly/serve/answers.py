@@ -1,4 +1,4 @@
-"""What clients are answered: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines."""
+"""The answers to clients: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines."""
 
 from __future__ import annotations
 
@@ -365,8 +365,8 @@ class Completion:
         }
 
     def _explained(self, token: Token, text: str, block: int) -> dict[str, Any]:
-        """Why a token stands. ``text`` is what it settled of the answer; ``block`` numbers the rounds, of which the
-        first is the prompt's."""
+        """Why a token was kept. ``text`` is the text that it settled; ``block`` numbers the rounds, starting with the
+        prompt's."""
         choice = token.target_choice
         return {
             "id": token.id,

@@ -1,5 +1,5 @@
-"""The HTTP application: endpoints, errors, streams. It never waits for the engine but in coroutines, and leaves what
-takes time (tokenizers, templates, policies) to threads.
+"""The HTTP application: endpoints, errors, streams. It waits for the engine in coroutines only, and leaves slow work
+(tokenizers, templates, policies) to threads.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _HERE = Path(__file__).parent
 
 
 class StrictBody(Request):
-    """A request whose JSON says everything once: of a name that an object has twice, nobody knows which was meant."""
+    """A request whose JSON has every name once: it would be unclear which of two values was meant."""
 
     async def json(self) -> Any:
         return json.loads(await self.body(), object_pairs_hook=_once)
@@ -187,7 +187,7 @@ def create_app(service: Service) -> ASGIApp:
     app = FastAPI(
         title="fly",
         version=service.version,
-        description="Speculative decoding behind OpenAI's interface; every request may say how it is verified.",
+        description="Speculative decoding behind OpenAI's interface; every request may choose how it is verified.",
         docs_url=None,  # they load scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,  # to whatever the request calls this host

@@ -1,4 +1,4 @@
-"""What goes wrong with a request, and how a client is told. Knows nothing of engines."""
+"""Errors of requests, and how they are reported to clients. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ApiError(Exception):
 
 
 class Left(Exception):
-    """The client has closed its connection: nobody waits for this answer any more."""
+    """The client has closed its connection and no longer waits for the answer."""
 
 
 class Plain(JSONResponse):

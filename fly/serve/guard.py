@@ -47,9 +47,9 @@ class _Stalled(Exception):
 class Guard:
     """Middleware.
 
-    Every request gets an id; it must come by a name and from a page that are ours (``Origins``), and bear one of the
-    API keys, if there are any, on all but the open paths (``Authorization: Bearer ...``; they are compared in constant
-    time). Its body must not be too long, or too slow. HEAD is answered as GET is, without the body.
+    Every request gets an id. It must use an allowed name and come from an allowed page (``Origins``), and bear one of
+    the API keys, if there are any, except on the open paths (``Authorization: Bearer ...``; keys are compared in
+    constant time). Its body must not be too long, or too slow. HEAD is answered as GET is, without the body.
 
     Args:
         app: what it guards.
@@ -71,7 +71,7 @@ class Guard:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # whoever left was not answered
+        name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
         head = scope["method"] == "HEAD"
 
         async def answer(message: Message) -> None:

@@ -1,5 +1,5 @@
-"""What Prometheus reads. Names and meanings are vLLM's where it has them, so that its dashboards and tools read ours;
-what only this server has begins with ``fly:``. Knows nothing of HTTP.
+"""Metrics for Prometheus. Names and meanings are vLLM's where it has them, so that its dashboards and tools work;
+metrics of this server alone begin with ``fly:``. Knows nothing of HTTP.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ class Metrics:
 
         self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts that were verified.").labels(model)
         self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Tokens that were drafted.").labels(model)
-        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that stand.").labels(model)
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Drafted tokens that were kept.").labels(model)
         self._by_position = counter(
             "vllm:spec_decode_num_accepted_tokens_per_pos",
-            "Drafted tokens that stand, by place in the draft.",
+            "Drafted tokens that were kept, by place in the draft.",
             "position",
         )
         self._prompt = counter("vllm:prompt_tokens", "Tokens of prompts.").labels(model)
@@ -72,9 +72,9 @@ class Metrics:
         self._memory = gauge("fly:rank_load_peak_bytes", "Most memory a rank had resident until it had loaded.", "rank")
         self._draft_cache = gauge("fly:draft_cache_usage_perc", "Share of a drafter's cache that is held.", "level")
         self._k = histogram("fly:draft_length", "Tokens that were drafted in a round (K as it was chosen).", _COUNTS)
-        self._stands = counter("fly:tokens", "Generated tokens, by why they stand.", "reason")
+        self._stands = counter("fly:tokens", "Generated tokens, by why they were kept.", "reason")
         self._relaxed = counter(
-            "fly:relaxed_tokens", "Mismatches that stand, by the rules that excused them.", "clause"
+            "fly:relaxed_tokens", "Mismatches that were kept, by the conditions that excused them.", "clause"
         )
         self._gate_asked = counter("fly:gate_asked", "Mismatches that a condition was asked about.", "clause")
         self._gate_passed = counter("fly:gate_passed", "Those where it held.", "clause")

@@ -1,7 +1,7 @@
-"""What clients may send: OpenAI's requests with our extensions, as pydantic models. Knows nothing of engines.
+"""The requests of clients: OpenAI's with extensions, as pydantic models. Knows nothing of engines.
 
-A field that is not here is an error that names it, as is a value that cannot be had. Fields that OpenAI's service knows
-and this one cannot give any meaning are not here, or allow their neutral value only.
+An unknown field, or a value that is not supported, is an error that names it. Fields of OpenAI's service that have no
+meaning here are missing, or allow their neutral value only.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST
 
 
 class SpeculationRequest(Body):
-    """How drafts are made and judged for this request, within what the operator enabled.
+    """How tokens are drafted and judged for this request, within what the operator enabled.
 
-    ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. ``k`` tokens are drafted a
-    round at most, by ``draft``. ``off`` decodes without speculation. ``provenance`` asks for the reason, the
-    target's own choice and its entropy of every token.
+    ``policy`` is a text such as ``fly(theta=0.3) & after(2)``, or the same as a mapping. At most ``k`` tokens are
+    drafted in a round, by ``draft``. ``off`` decodes without speculation. ``provenance`` asks for each token's reason,
+    the target's own choice and its entropy.
     """
 
     policy: Annotated[str, Field(min_length=1)] | dict[str, Any] | None = None

@@ -1,7 +1,6 @@
-"""Which speculation a request may ask for. Knows nothing of HTTP or engines.
+"""The speculation that a request may ask for. Knows nothing of HTTP or engines.
 
-A request's policy is a text or a mapping from a stranger: it may combine the rules that the operator enabled, and never
-imports code.
+A request's policy is untrusted: it may combine the rules that the operator enabled, and never imports code.
 """
 
 from __future__ import annotations
@@ -44,13 +43,13 @@ class Rules:
     """What a server speculates by, and what requests may change about it.
 
     Args:
-        policy, k, draft: what holds where a request says nothing. ``draft`` is its text, "none" if there is none.
+        policy, k, draft: the defaults of requests. ``draft`` is its text, "none" if there is none.
         among: the names of several drafts that are loaded (``choose(...)``): requests name one of these, and the first
             is what ``draft`` stands for.
         enabled: what requests may name. A rule's name (``fly``, ``entropy``) enables it with any parameters; a whole
             policy (``fly(theta=0.3) & after(2)``, ``my_rules:Mine``) or a preset (``fly.paper``) enables just that.
             None is every rule that is installed. ``exact`` and the default policy are always enabled.
-        max_k: most tokens that may be drafted a round; None is 64, or ``k`` where that is more.
+        max_k: the most tokens that may be drafted in a round; None is 64, or ``k`` if that is more.
         require_lossless: whether policies that promise less are refused.
 
     Raises:

@@ -32,9 +32,9 @@ def _log_config() -> dict[str, Any]:
 
 
 class Server(uvicorn.Server):
-    """Serves until a signal. On the first SIGTERM or SIGINT it is no longer ready and refuses new requests (503), but
-    finishes those it has; it ends when they have their answers, or ``drain_timeout`` is over. A second signal ends the
-    process at once, with status 1 if requests were ``lost`` by it, else 0."""
+    """Serves until a signal. After the first SIGTERM or SIGINT it refuses new requests (503), but finishes those it
+    has; it ends when they have their answers, or after ``drain_timeout``. A second signal ends the process at once,
+    with status 1 if requests were ``lost``, else 0."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings
@@ -56,7 +56,7 @@ class Server(uvicorn.Server):
                 port=settings.port,
                 log_level=log_level,
                 access_log=False,
-                timeout_keep_alive=75,  # longer than load balancers keep a connection that nobody uses
+                timeout_keep_alive=75,  # longer than load balancers keep an unused connection
                 timeout_graceful_shutdown=5,  # for what is left after draining: readers that do not read
             )
         )
@@ -70,7 +70,7 @@ class Server(uvicorn.Server):
                     listener.listen(2048)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        for connection in list(self.crowd.waiting):  # whoever has asked for nothing yet gets nothing
+        for connection in list(self.crowd.waiting):  # a connection without a request gets no answer
             connection.give_up()
         await super().shutdown(sockets)
 

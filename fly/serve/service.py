@@ -1,5 +1,5 @@
-"""One model being served: what its requests need before the engine has them, and how their answers come back. It never
-waits for the engine but in coroutines, and leaves what takes time (tokenizers, templates, policies) to threads.
+"""One model being served: how its requests are prepared for the engine, and how their answers come back. It waits for
+the engine in coroutines only, and leaves slow work (tokenizers, templates, policies) to threads.
 """
 
 from __future__ import annotations
@@ -373,7 +373,7 @@ class Service:
         free = max(0, self.llm.scheduler.max_rows - load.running)
         coming = worker.submitted - load.taken + count  # that the engine has not seen
         waiting = load.waiting + max(0, coming - free)
-        # whoever has no more than its part of the queue finds room, however many others wait
+        # a client within its part of the queue finds room, however many others wait
         part = self.settings.max_waiting // len({*self.held, prepared.client})
         if waiting > self.settings.max_waiting and own > part:
             retry_after = max(1, min(60, round(self.metrics.seconds * waiting / max(1, load.running))))
@@ -394,7 +394,7 @@ class Service:
 
 
 async def _in_turn(work: Callable[[], T], pool: Executor, turn: asyncio.Lock | None) -> T:
-    """``work`` in a thread of ``pool``. ``turn`` is over when the work is, or will not begin, whoever still waits."""
+    """``work`` in a thread of ``pool``. ``turn`` is over when the work is, or will not begin."""
     loop = asyncio.get_running_loop()
     if turn is not None:
         await turn.acquire()
@@ -420,7 +420,7 @@ class Answering:
     def __init__(self, service: Service, job: Measured, receive: Receive, form: str = "response_format") -> None:
         self.worker, self.job, self.form = service.llm.worker, job, form
         self.timeout = service.settings.timeout
-        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: nobody listens any more
+        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: the client has left
         self._deadline = asyncio.get_running_loop().time() + self.timeout
         self._watch = asyncio.create_task(self._until_gone(receive))
 
@@ -430,7 +430,7 @@ class Answering:
         self.job.queue.put_nowait([None])
 
     async def begun(self) -> bool:
-        """Wait until the engine has it, or for whatever comes first; whether somebody listens. Raises ``ApiError`` as
+        """Wait until the engine has it, or for the first news; whether the client still listens. Raises ``ApiError`` as
         ``next`` does."""
         try:
             async with asyncio.timeout_at(self._deadline):
@@ -442,8 +442,8 @@ class Answering:
         return not (self._ahead and self._ahead[0] is None)
 
     async def next(self) -> list[News] | None:
-        """What has come in since, in one piece for a reader that is slow; None if nobody listens any more. Raises
-        ``ApiError`` for a job that failed, once what came before is fetched."""
+        """The news since the last call, in one piece for a slow reader; None if the client has left. Raises
+        ``ApiError`` for a job that failed, after the news before it were fetched."""
         while not self._ahead:
             await self.begun()
         while not self.job.queue.empty():

@@ -46,7 +46,7 @@ class Settings(BaseModel):
     max_n: int = Field(default=32, ge=1)  # completions of one request, over all of its prompts
     # Whose prompts share what is cached of their beginnings: those of one key (without keys, everybody's), or of all.
     share_prefixes: Literal["key", "all"] = "key"
-    # Seconds for which tokens of rounds that are taken in one call are held back while somebody reads a stream.
+    # Seconds for which tokens of rounds that are taken in one call are held back while a stream is open.
     stream_interval: float = Field(default=0.01, ge=0, le=1, allow_inf_nan=False)
     max_body: int = Field(default=4 * 2**20, ge=1)  # bytes of a request
     timeout: float = Field(default=600.0, gt=0, allow_inf_nan=False)  # seconds for one request, its wait included

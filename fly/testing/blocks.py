@@ -105,8 +105,8 @@ class Case:
         return Case(target, Draft(tokens, d.lengths_B, draft_probs), Noise(coins, z.sample_B))
 
     def cut(self, first: int, last: int) -> Case:
-        """The tokens ``first`` to ``last`` of every draft by themselves: as if nobody knew what follows, for which the
-        target says what it says of ``last`` once more."""
+        """The tokens ``first`` to ``last`` of every draft by themselves, as if nothing followed; for the place after
+        them the target's output at ``last`` is repeated."""
         t, d, columns, places = self.target, self.draft, slice(first, last + 1), [*range(first, last + 1), last]
         target_probs = None if t.all_greedy else t.probs_BKV[:, places]
         target = t.about(torch.tensor(self.numbers), t.logits_BKV[:, places], target_probs)

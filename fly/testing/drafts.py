@@ -1,10 +1,10 @@
-"""The conformance kit of draft strategies: holds any of them, on a laptop, to what ``DraftStrategy`` asks.
+"""The conformance kit of draft strategies: checks any of them, on a laptop, against the contract of ``DraftStrategy``.
 
     from fly.testing import check_draft
     print(check_draft(MyDraft))              # raises ConformanceError naming the fault and a small counterexample
 
-The strategy drafts for a toy target, a random model of its vocabulary, in the way the engine and a level above would
-ask it to: batches, rows that end, rolled-back speculation, forks, caches without room.
+The strategy drafts for a toy target, a random model of its vocabulary, as the engine and a level above would use it:
+batches, rows that end, rolled-back speculation, forks, full caches.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -52,13 +52,12 @@ def check_draft(
     """Run every check of the kit on a draft strategy; ``advance`` is called after each.
 
     Args:
-        strategy: a function (or class) that makes a fresh one, or one that nobody has used yet, which is copied (its
-            models' weights are shared). Models should be in float32: what coarser numbers round differently in another
-            batch cannot be told from what depends on the batch.
-        learns: whether it remembers past texts and other rows on purpose, so that what it proposes may depend on them;
-            it must be valid all the same. None is the strategy's own attribute ``learns``.
-        target: who it drafts for; None is a random Llama of two layers over the strategy's vocabulary, or of the sizes
-            that it is made for.
+        strategy: a function (or class) that makes a fresh one, or an unused one, which is copied (its models' weights
+            are shared). Models should be in float32: in coarser dtypes, rounding looks like a dependence on the batch.
+        learns: whether it remembers past texts and other rows on purpose, so that its proposals may depend on them;
+            they must be valid all the same. None is the strategy's own attribute ``learns``.
+        target: the target; None is a random Llama of two layers over the strategy's vocabulary, or of the sizes that it
+            is made for.
 
     Raises ``ConformanceError`` with the whole report if a check fails, unless ``raises`` is False.
     """
@@ -153,14 +152,14 @@ def _valid(kit: DraftKit, stage: Stage, rows: abc.Sequence[Sequence], max_len: a
 
 
 def check_nothing_asked_nothing_drafted(kit: DraftKit) -> None:
-    """A row with max_len 0 gets an empty draft, alone and beside rows that get one."""
+    """A row with max_len 0 gets an empty draft, alone and beside rows with drafts."""
     for rows, max_len in kit.batches():
         for p in kit.fresh(rows, [0] * len(rows)) + kit.fresh(rows, [0, *max_len[1:]]):
             require(p.most > 0 or not p.tokens, f"drafted {p.tokens} for {p.asked}")
 
 
 def check_nothing_after_an_end(kit: DraftKit) -> str:
-    """No token is drafted to follow one that ends the row: it could never be emitted."""
+    """No token is drafted after one that ends the row: it could never be emitted."""
     ended = 0
     for rows, max_len in kit.batches():
         firsts = kit.fresh(rows, max_len)
@@ -199,7 +198,8 @@ def check_rows_untouched(kit: DraftKit) -> None:
 
 
 def check_no_hidden_randomness(kit: DraftKit) -> None:
-    """The same row and seed give the same draft: whatever the global generators, the row's id, and how often asked.
+    """The same row and seed give the same draft, whatever the global generators and the row's id, and however often it
+    is asked.
 
     At temperature 0 the seed does not matter either. One that learns may propose more or fewer of the same tokens.
     """
@@ -309,7 +309,7 @@ def check_context_limit(kit: DraftKit) -> str:
 
 
 def check_full_caches(kit: DraftKit) -> str:
-    """Without room it raises ``OutOfBlocks`` and nothing else; after that and a commit all is as before."""
+    """Without room it raises ``OutOfBlocks`` and nothing else; after that and a commit everything is as before."""
     caches = len(kit.stage().strategy.allocators())
     refused = 0
     for number, free in itertools.product(range(caches), (0, 1, 2)):

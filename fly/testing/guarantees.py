@@ -33,7 +33,7 @@ __all__ = ["check_guarantee", "check_tokens_judged_alone", "check_trees"]
 
 
 def check_guarantee(policy: AcceptancePolicy) -> str:
-    """Lossless as declared, within the bound as declared, or, for a heuristic, how far from the target it strays."""
+    """Lossless or bounded as declared, or, for a heuristic, how far it moves from the target."""
     guarantee, bound = policy.guarantee, policy.bound
     worst, where = 0.0, ""
     for divergence in _chains(policy):
@@ -53,8 +53,8 @@ def check_guarantee(policy: AcceptancePolicy) -> str:
 
 
 def check_tokens_judged_alone(policy: AcceptancePolicy) -> str:
-    """The chance of keeping token j depends on position j alone. It is given that the tokens before it stand, and in a
-    tree several may follow it, or none."""
+    """The chance of keeping token j depends on position j alone: it holds given that the tokens before it are kept, and
+    in a tree several tokens may follow it, or none."""
     if type(policy).verdict is not AcceptancePolicy.verdict:
         return "judges whole blocks"
     for case in cases():
@@ -186,7 +186,7 @@ class _Drafts:
             self.numbers.append(self.numbers[parent + 1] * vocab + tokens_N)
 
     def look_up(self, table: list[Tensor]) -> Tensor:
-        """[N, M, V]: what a table says at each place."""
+        """The entry of a table at each place: [N, M, V]."""
         return torch.stack([table[depth][number_N] for depth, number_N in zip(self.depths, self.numbers)], dim=1)
 
 

@@ -122,14 +122,14 @@ def check_row_alone_equals_row_in_batch(policy: AcceptancePolicy) -> None:
 
 
 def check_padding_is_ignored(policy: AcceptancePolicy) -> None:
-    """What stands right of a row's length never matters."""
+    """Padding right of a row's length never matters."""
     for case in cases(18):
         short, long = ([case.alone(b, padding).outcomes(policy)[0] for b in case.numbers] for padding in (0, 3))
         require_equal(case, "without padding", short, "with padding", long)
 
 
 def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
-    """An empty draft emits one token of the target's distribution; a draft the target is sure of stands whole."""
+    """An empty draft emits one token of the target's distribution; a draft that the target is sure of is kept whole."""
     for temperature in (0.0, 1.0):
         case = block(1, 3, 4, 5, temperature)
         probs = case.target.probs_BKV[:, :1] if temperature else None
@@ -208,7 +208,7 @@ def _require_function(policy: AcceptancePolicy) -> None:
 
 
 def check_written_and_read(policy: AcceptancePolicy) -> str:
-    """A frozen dataclass that its text and its mapping give back."""
+    """It is a frozen dataclass that its text and its mapping give back."""
     params = getattr(policy, "__dataclass_params__", None)
     require(params is not None and params.frozen, f"{type(policy).__name__} is no frozen dataclass")
     hash(policy)
@@ -228,7 +228,7 @@ def _has_names(data: Any) -> bool:
 
 
 def check_monotone(policy: AcceptancePolicy) -> str:
-    """Where the policy claims it (``monotone``), a larger parameter never accepts less (or more, for -1)."""
+    """If the policy claims it (``monotone``), a larger parameter never accepts less (or more, for -1)."""
     for name, direction in policy.monotone.items():
         variants: list[tuple[float, AcceptancePolicy]] = []
         for value in _around(getattr(policy, name)):
@@ -275,7 +275,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
-    """Whether on CUDA the decision can be part of a captured graph, for drafts that were drawn and others."""
+    """Whether the decision can be part of a captured CUDA graph, for drawn drafts and others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
     found = {kind: host_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
@@ -290,7 +290,7 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
-    """Microseconds a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
+    """Microseconds for a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(1, 16, 32_000, generator=generator)
     # Something to hold it against: what the target does with these logits at the least.

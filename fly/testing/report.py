@@ -1,4 +1,4 @@
-"""What a list of checks found out: one report for both kits, and the one way to run checks. Knows no kit."""
+"""The results of a list of checks: one report for both kits, and how checks are run. Knows no kit."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def run_checks(
 
 
 def title(check: Callable[..., Any]) -> str:
-    """What a check is called in reports: ``check_full_caches`` is "full caches"."""
+    """The name of a check in reports: ``check_full_caches`` is "full caches"."""
     return check.__name__.removeprefix("check_").replace("_", " ")
 
 

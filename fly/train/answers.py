@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections import abc
 from collections.abc import Callable
@@ -14,8 +15,6 @@ from fly.llm import LLM
 from fly.types import SamplingParams
 
 __all__ = ["Answer", "answers", "prompts_of"]
-
-_AT_ONCE = 64  # prompts that are answered in one batch, and so lost with a process that is killed
 
 
 class Answer(NamedTuple):
@@ -66,7 +65,7 @@ def answers(
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
     """The target's answers to ``prompts`` under its chat template, where it has one. What is in the file at ``path``
-    already is not asked for again; each batch is written there as it comes.
+    already is not asked for again; each is written there once it and those before it are there.
 
     ``advance`` is told how many more there are. Prompts that leave no room to answer get none.
 
@@ -81,20 +80,33 @@ def answers(
         )
     about.write_text(said, encoding="utf-8")
     advance(len(found))
-    with path.open("a", encoding="utf-8") as file:
-        for start in range(len(found), len(prompts), _AT_ONCE):
-            some = [_ids(llm, prompt) for prompt in prompts[start : start + _AT_ONCE]]
-            room = llm.engine.context - 1
-            seeds = [params.changed({"seed": start + n}) for n in range(len(some))]
-            asked = [n for n, ids in enumerate(some) if len(ids) < room]
-            outputs = llm.generate([some[n] for n in asked], [seeds[n] for n in asked], k=0) if asked else []
-            given = dict(zip(asked, outputs))
-            batch = [Answer(ids, list(given[n].token_ids) if n in given else []) for n, ids in enumerate(some)]
-            file.writelines(json.dumps(answer._asdict()) + "\n" for answer in batch)
-            file.flush()
-            found += batch
-            advance(len(batch))
+    if len(prompts) > len(found):
+        asyncio.run(_ask(llm, prompts, params, path, advance, found))
     return found[: len(prompts)]
+
+
+async def _ask(
+    llm: LLM,
+    prompts: abc.Sequence[Any],
+    params: SamplingParams,
+    path: Path,
+    advance: Callable[[int], None],
+    found: list[Answer],
+) -> None:
+    """Add the answers to the other prompts, in their order. All wait for the engine at once, so that a row that has
+    ended makes room for the next."""
+    asked = [(_ids(llm, prompts[n]), params.changed({"seed": n})) for n in range(len(found), len(prompts))]
+    room = llm.engine.context - 1
+    fit = {
+        n: asyncio.create_task(llm.agenerate([ids], own, k=0)) for n, (ids, own) in enumerate(asked) if len(ids) < room
+    }
+    with path.open("a", encoding="utf-8") as file:
+        for n, (ids, _) in enumerate(asked):
+            answer = Answer(ids, list((await fit[n])[0].token_ids) if n in fit else [])
+            file.write(json.dumps(answer._asdict()) + "\n")
+            file.flush()
+            found.append(answer)
+            advance(1)
 
 
 def _ids(llm: LLM, prompt: Any) -> list[int]:

@@ -1,8 +1,8 @@
 """Training a draft head by the training-time test of EAGLE-3 (arXiv 2503.01840, section 3.2): the head takes several
 steps from every token, each fed with its own features, as it will when it drafts.
 
-Shape legend: B rows of a batch, L tokens of a row, T = B·L, S steps, N places, F hidden states side by side, C hidden
-width of the head, U draft vocabulary, V the target's vocabulary.
+Shape legend: B rows of a batch, L tokens of a row, T packed tokens, S steps, N places to learn, M those of a step, F
+hidden states side by side, C hidden width of the head, U draft vocabulary, V the target's vocabulary.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import json
 import math
 import os
 import time
+import warnings
 from collections import Counter, abc
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +35,9 @@ from fly.train.answers import Answer
 __all__ = ["Plan", "Training", "train_head"]
 
 _STATE = "state.pt"
+_MAY_CHANGE = "steps", "save_every"  # of a plan, while it is trained: where the time that it takes is known only then
+_ALIKE = 32  # batches that are made of answers drawn together
+_SAMPLED = 8  # answers that the target reads at a time before training
 
 
 @dataclass(frozen=True)
@@ -156,45 +162,73 @@ class Training:
         return len(self.losses)
 
 
+class _Lessons(NamedTuple):
+    """Some answers as the target sees them, rows padded to the longest.
+
+    ``number_BL`` says of each place which of the N it is that are learned: those after which a token of the answer
+    comes, -1 elsewhere. Of these the target's distribution over the draft vocabulary, and its own choice.
+    """
+
+    tokens_BL: Tensor
+    states_BLF: Tensor
+    number_BL: Tensor
+    truth_NU: Tensor
+    choice_N: Tensor
+
+
 class _Rows:
-    """Answers as the target sees them: hidden states and distributions, worked out when they are needed."""
+    """Hidden states and distributions of answers, worked out when they are needed.
+
+    Hidden states are divided by ``scale_F``: a few channels of a real model are a thousand times as large as the
+    others, and an optimiser with one rate learns from all alike only if they are alike.
+    """
 
     def __init__(self, executor: Executor, states: abc.Sequence[int], length: int) -> None:
         self.executor, self.states, self.length = executor, tuple(states), length
+        self.scale_F = torch.ones(len(self.states) * executor.config.hidden_size)
         self.cache: PagedKVCache | None = None
 
+    def cut(self, one: Answer) -> list[int]:
+        return [*one.prompt, *one.answer][: self.length]
+
+    def places(self, one: Answer) -> range:
+        """Where what comes next is the answer's, among what is left of it."""
+        return range(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length))
+
     @torch.no_grad()
-    def of(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Of rows that are padded to the longest: tokens [B, L], hidden states [B, L, F], logits over the draft
-        vocabulary [B, L, U], the target's own choices [B, L], and which places are to be learned [B, L] (the choice
-        after them is the answer's)."""
-        rows = [[*one.prompt, *one.answer][: self.length] for one in answers]
+    def score(self, answers: abc.Sequence[Answer], states: abc.Sequence[int]) -> tuple[Tensor, Tensor, list[int]]:
+        """Of packed answers: logits [N, V] at the places to learn, hidden states [T, F], and those places."""
+        rows = [self.cut(one) for one in answers]
         if self.cache is None or self.cache.allocator.num_free * self.cache.allocator.block_size < sum(map(len, rows)):
             self.cache = PagedKVCache.for_model(self.executor, len(rows) * (self.length + 256))
         for number, row in enumerate(rows):
             self.cache.resize(number, len(row))
         counts = [len(row) for row in rows]
+        starts = list(accumulate(counts, initial=0))
+        places = [start + n for start, one in zip(starts, answers) for n in self.places(one)]
         batch = Batch.of(rows, self.cache.batch(list(range(len(rows))), [0] * len(rows), counts))
-        scores = self.executor.score(batch, None, self.states)
-        logits_NV, states_TF = scores.logits_NV.cpu(), scores.states_TF
+        scores = self.executor.score(batch, places, states)
+        logits_NV, states_TF = scores.logits_NV, scores.states_TF
         for number in range(len(rows)):
             self.cache.allocator.release(number)
         assert states_TF is not None
-        choices, own, states = (
-            logits_NV.argmax(-1).split(counts),
-            logits_NV[:, ids_U].split(counts),
-            states_TF.split(counts),
+        return logits_NV.cpu(), states_TF.float().cpu(), places
+
+    def of(self, answers: abc.Sequence[Answer], ids_U: Tensor) -> _Lessons:
+        logits_NV, states_TF, places = self.score(answers, self.states)
+        rows = [torch.tensor(self.cut(one)) for one in answers]
+        counts = [len(row) for row in rows]
+        number_T = torch.full((sum(counts),), -1).index_put(
+            (torch.tensor(places, dtype=torch.int64),), torch.arange(len(places))
         )
-
-        def padded(parts: abc.Sequence[Tensor]) -> Tensor:
-            return nn.utils.rnn.pad_sequence(list(parts), batch_first=True)
-
-        learned = [
-            torch.arange(count).ge(len(one.prompt) - 1) & torch.arange(count).lt(len(one.prompt) + len(one.answer) - 1)
-            for one, count in zip(answers, counts)
-        ]
-        tokens = padded([torch.tensor(row) for row in rows])
-        return tokens, padded([x.float().cpu() for x in states]), padded(own), padded(choices), padded(learned)
+        pad = nn.utils.rnn.pad_sequence
+        return _Lessons(
+            pad(rows, batch_first=True),
+            pad(list((states_TF / self.scale_F).split(counts)), batch_first=True),
+            pad(list(number_T.split(counts)), batch_first=True, padding_value=-1),
+            logits_NV[:, ids_U].softmax(-1),
+            logits_NV.argmax(-1),
+        )
 
 
 def train_head(
@@ -205,7 +239,8 @@ def train_head(
     advance: Callable[[int, str], None] = lambda count, said: None,
 ) -> tuple[Eagle3Head, Training]:
     """Train a head for the target that ``executor`` runs on its ``answers``, and write it to ``directory`` in the
-    published layout. What was begun there with the same plan and answers goes on from its last checkpoint.
+    published layout. What was begun there with the same plan and answers goes on from its last checkpoint; how many
+    steps are taken may change meanwhile, and the learning rate falls as that asks from there on.
 
     ``advance`` is told how many more steps were taken, and what to say of them.
 
@@ -230,24 +265,31 @@ def train_head(
     optimiser = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad], plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )
-    training, said = Training(), {"plan": asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
+    rows = _Rows(executor, config.states or (), plan.length)
+    training = Training()
+    said = {**asdict(plan), "answers": len(used), "config": config.model_dump(mode="json")}
+    said = {name: json.loads(json.dumps(value)) for name, value in said.items() if name not in _MAY_CHANGE}
     directory.mkdir(parents=True, exist_ok=True)
     if (state := directory / _STATE).exists():
         kept = torch.load(state, weights_only=True)
-        if kept["said"] != json.loads(json.dumps(said)):
-            different = [name for name in said if kept["said"].get(name) != json.loads(json.dumps(said[name]))]
+        if different := [name for name in said if kept["said"].get(name) != said[name]]:
             raise ValueError(f"{state} is of another training (its {different} differ); go on with that, or elsewhere")
         head.load_state_dict(kept["head"])
         optimiser.load_state_dict(kept["optimiser"])
+        rows.scale_F = kept["scale"]
         training = Training(**kept["training"])
         advance(training.step, "")
-    rows = _Rows(executor, config.states or (), plan.length)
+    else:
+        _begin_like_the_target(head, rows, lessons)
+    lengths = tuple(len(rows.cut(one)) for one in lessons)
+    # Norms have float32 weights, and bfloat16 is given to them: PyTorch says that this is slower than it might be.
+    warnings.filterwarnings("ignore", message="Mismatch dtype between input and weight")
     begun = time.monotonic() - training.seconds
     while training.step < plan.steps:
         step = training.step
         for group in optimiser.param_groups:
             group["lr"] = plan.learning_rate * _rate(step, plan.steps)
-        some = [lessons[n] for n in _order(len(lessons), step, plan.batch, plan.seed)]
+        some = [lessons[n] for n in _order(lengths, step, plan.batch, plan.seed)]
         with torch.autocast("cpu", torch.bfloat16, enabled=plan.precision == "bfloat16"):
             losses, _ = _test_time(head, rows.of(some, ids_U), plan.test_steps)
         loss = sum((plan.decay**n * each for n, each in enumerate(losses)), torch.zeros(()))
@@ -259,9 +301,10 @@ def train_head(
         training.seconds = time.monotonic() - begun
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
-            _save(state, {"said": json.loads(json.dumps(said)), "head": head.state_dict(),
+            _save(state, {"said": said, "head": head.state_dict(), "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
+    head.fc.weight.data /= rows.scale_F  # what drafts is given hidden states as they are
     save_head(head, directory)
     return head.eval().requires_grad_(False), training
 
@@ -277,35 +320,35 @@ def acceptance(head: Eagle3Head, rows: _Rows, tests: abc.Sequence[Answer], ids_U
     return [round(float(share), 4) for share in right / asked.clamp_min(1)]
 
 
-def _test_time(
-    head: Eagle3Head, rows: tuple[Tensor, Tensor, Tensor, Tensor, Tensor], steps: int
-) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
+def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tensor], tuple[Tensor, Tensor]]:
     """The loss of each step, and of each step how many of the target's choices were found, of how many asked."""
-    tokens_BL, states_BLF, logits_BLU, choices_BL, learned_BL = rows
+    tokens_BL, states_BLF, number_BL, truth_NU, choice_N = given
     batch, length = tokens_BL.shape
     kv, losses = OwnSteps(batch, length - 1), []
     right_S, asked_S = torch.zeros(steps), torch.zeros(steps)
     x_TC = head.fuse(states_BLF[:, :-1].flatten(0, 1))
     ids_U = head.to_target_U
+    inside_N = torch.isin(choice_N, ids_U)
     standing_BL = torch.ones(batch, length - 1, dtype=torch.bool)
     for step in range(min(steps, length - 1)):
         # The place i of this step is fed token i + 1 + step, and says what the target does of that one.
         fed_BL = F.pad(tokens_BL[:, 1 + step :], (0, step))
         positions_T = torch.arange(length - 1).repeat(batch) + step
         x_TC = head(fed_BL.flatten(), x_TC, positions_T, kv)
-        # Only at the N places to be learned is the rest worked out.
-        at_N = tuple(learned_BL[:, 1 + step :].nonzero().unbind(1))
-        found_NU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_N])
-        truth_NU, own_N = logits_BLU[:, 1 + step :][at_N], choices_BL[:, 1 + step :][at_N]
-        inside_N = torch.isin(own_N, ids_U)
-        cross_N = -(truth_NU.softmax(-1) * found_NU.log_softmax(-1)).sum(-1)
-        losses.append((cross_N * inside_N).sum() / inside_N.sum().clamp_min(1))
-        stands_N = standing_BL[at_N]
-        hit_N = (ids_U[found_NU.argmax(-1)] == own_N) & stands_N
-        right_S[step], asked_S[step] = hit_N.sum(), stands_N.sum()
+        # Only at the M places to be learned is the rest worked out.
+        number_BM = number_BL[:, 1 + step :]
+        at_M = tuple((number_BM >= 0).nonzero().unbind(1))
+        number_M = number_BM[at_M]
+        found_MU = head.logits(x_TC.unflatten(0, (batch, length - 1))[at_M])
+        own_M, inside_M = choice_N[number_M], inside_N[number_M]
+        cross_M = found_MU.logsumexp(-1) - torch.linalg.vecdot(truth_NU[number_M], found_MU)
+        losses.append((cross_M * inside_M).sum() / inside_M.sum().clamp_min(1))
+        stands_M = standing_BL[at_M]
+        hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
+        right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
         # The next step stands where the token it is fed is what was drafted.
-        next_N = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_N] == own_N
-        standing_BL = torch.zeros_like(standing_BL).index_put(at_N, hit_N & next_N)
+        next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
+        standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
     return losses, (right_S, asked_S)
 
 
@@ -323,6 +366,32 @@ def _initialise(head: Eagle3Head) -> None:
             nn.init.normal_(module.weight, std=module.weight.shape[1] ** -0.5 if isinstance(module, nn.Linear) else 0.5)
 
 
+def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[Answer]) -> None:
+    """Scale hidden states by their root mean squares. A head of the target's width begins near the target, which saves
+    it hundreds of steps: its feature is the last hidden state that it takes, and its output matrix the target's own, by
+    least squares of logits on normed last hidden states, since backends do not show their weights."""
+    config, width = rows.executor.config, rows.executor.config.hidden_size
+    square_F, read, asked = torch.zeros(len(rows.scale_F)), 0, 0
+    gram_CC, product_CU = torch.zeros(width, width), torch.zeros(width, head.config.draft_vocab_size)
+    states = (*rows.states, config.num_hidden_layers)
+    for start in range(0, len(lessons), _SAMPLED):
+        if asked >= 4 * width:  # four equations for each unknown weight
+            break
+        logits_NV, states_TF, places = rows.score(lessons[start : start + _SAMPLED], states)
+        square_F += states_TF[:, :-width].square().sum(0)
+        read, asked = read + len(states_TF), asked + len(places)
+        last_NC = states_TF[places, -width:]
+        last_NC = F.rms_norm(last_NC, (width,), eps=config.rms_norm_eps)
+        gram_CC += last_NC.T @ last_NC
+        product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
+    rows.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
+    if head.config.layer.hidden_size == width:
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # where too few answers say too little
+        head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
+        scale_C = rows.scale_F[-width:]
+        head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())
+
+
 def _rate(step: int, steps: int) -> float:
     warm = max(1, min(100, steps // 20))
     return (
@@ -332,24 +401,24 @@ def _rate(step: int, steps: int) -> float:
     )
 
 
-def _order(count: int, step: int, batch: int, seed: int) -> list[int]:
-    """Numbers of the answers of a step: all in a new order, again and again."""
-    found: list[int] = []
-    for at in range(step * batch, (step + 1) * batch):
-        turn, place = divmod(at, count)
-        found.append(_shuffled(count, f"{seed}/{turn}")[place])
-    return found
+def _order(lengths: tuple[int, ...], step: int, batch: int, seed: int) -> list[int]:
+    """Numbers of the answers of a step: all in a new order, again and again (but for a rest too small for a step)."""
+    turn, place = divmod(step, max(1, len(lengths) // batch))
+    return _turn(lengths, batch, f"{seed}/{turn}")[place]
 
 
-_SHUFFLED: dict[tuple[int, str], list[int]] = {}
-
-
-def _shuffled(count: int, seed: str) -> list[int]:
-    if (found := _SHUFFLED.get((count, seed))) is None:
-        found = list(range(count))
-        Random(seed).shuffle(found)
-        _SHUFFLED.clear()
-        _SHUFFLED[count, seed] = found
+@lru_cache(maxsize=1)
+def _turn(lengths: tuple[int, ...], batch: int, seed: str) -> list[list[int]]:
+    """Batches of answers about as long as each other, so that little is padded: the like of each other among some
+    hundred that were drawn, and these batches in any order."""
+    random, order = Random(seed), list(range(len(lengths)))
+    random.shuffle(order)
+    order = order[: max(len(order) // batch, 1) * batch]
+    found = []
+    for start in range(0, len(order), _ALIKE * batch):
+        some = sorted(order[start : start + _ALIKE * batch], key=lambda n: lengths[n])
+        found += [some[at : at + batch] for at in range(0, len(some), batch)]
+    random.shuffle(found)
     return found
 
 

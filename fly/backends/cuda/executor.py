@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,12 +16,25 @@ from torch import Tensor
 
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.drafting import draft, score_few
-from fly.backends.cuda.graphs import Captures, sent, upload
+from fly.backends.cuda.fused import Fused
+from fly.backends.cuda.graphs import Awaited, Captures, sent, upload
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores
+from fly.executor import (
+    Answer,
+    Batch,
+    Drafted,
+    DraftSpec,
+    Executor,
+    Question,
+    RoundPlan,
+    Rounds,
+    Scores,
+    TokenByToken,
+    by_policy,
+)
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.request import Sequence
@@ -37,19 +51,48 @@ class CudaExecutor(TorchExecutor):
 
     Rounds of chains by one draft model, by prompt lookup or without a draft are graphs: of the draft's forwards, of the
     target's, and of what the policies decide. A rule that a graph cannot hold runs between them operation by operation
-    (``fly.backends.cuda.waits``). Prompt lookup below a draft model changes no token of it, and is left out: a graph
-    always takes K forwards. Trees, other strategies, penalties, forms and log-probabilities take the plain way.
+    (``fly.backends.cuda.waits``). Trees, other strategies, penalties, forms and log-probabilities take the plain way.
+
+    Args:
+        fuses: whether layers may be compiled.
+        awaited: entered around each wait, of a model that this process shares with others: then rounds are counted, not
+            timed, since all take the same.
     """
 
-    def __init__(self, model: Any, layers: abc.Sequence[int] | None = None) -> None:
+    def __init__(
+        self,
+        model: Any,
+        layers: abc.Sequence[int] | None = None,
+        fuses: bool = True,
+        awaited: Awaited = nullcontext,
+    ) -> None:
         super().__init__(model, layers)
-        self.captures = Captures()
+        self.captures, self._fused = Captures(awaited), Fused() if fuses else None
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any) -> Tensor:
-        """Final hidden states [T, C]."""
-        found: Tensor = self.model(tokens_T, positions_T, kv, **self._options)
-        return found
+    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor:
+        """Final hidden states [T, C]; ``compiled``: by compiled layers, where these can be had."""
+
+        def run(**through: Any) -> Tensor:
+            found: Tensor = self.model(tokens_T, positions_T, kv, **self._options, **through)
+            return found
+
+        hidden_TC = None
+        if compiled and self._fused is not None:
+            hidden_TC = self._fused.hidden(len(tokens_T), lambda layers: run(through=layers))
+        return run() if hidden_TC is None else hidden_TC
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its layers can be compiled here."""
+        return self._fused is not None and self._fused.there
+
+    def deterministic(self) -> Executor:
+        """By layers that are never compiled: which operations a token takes must not hang on how often others came."""
+        return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), False, self.captures.awaited))
+
+    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+        return CudaExecutor(self.model, layers, self._fused is not None, self.captures.awaited)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, V] float32."""
@@ -84,14 +127,34 @@ class CudaExecutor(TorchExecutor):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]))
 
-    def numbers(self, values: abc.Sequence[int]) -> Tensor:
-        return upload(values, self.device)
+    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
+        return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
-        if draft.parents_BK is None and draft.tokens_BK.device != self.device:
+        """By the policies' tensors, and one download of what came of all."""
+        if draft.parents_BK is not None or not rows:
+            return super().judge(rows, target, draft)
+        if draft.tokens_BK.device != self.device:
             tokens_BK, lengths_B = (sent(column, self.device) for column in (draft.tokens_BK, draft.lengths_B))
             draft = Draft(tokens_BK, lengths_B, None if draft.probs_BKV is None else draft.probs_BKV.to(self.device))
-        return super().judge(rows, target, draft)
+        groups, parts, labels = by_policy(rows), list[Tensor](), list[list[str]]()
+        for policy, numbers in groups.items():
+            own, proposed = target, draft
+            if len(groups) > 1:
+                index_B = self.numbers(numbers)
+                own, proposed = target.rows(index_B, numbers), draft.rows(index_B)
+            seeds, starts = [rows[b].seed for b in numbers], [len(rows[b].tokens) for b in numbers]
+            part, names = self._decided(policy, own, proposed, seeds, starts)
+            parts.append(part)
+            labels.append(names)
+        with self.captures.awaited():
+            whole = torch.cat([part.flatten() for part in parts]).cpu()
+        found: dict[int, Decision] = {}
+        for (policy, numbers), part, names in zip(
+            groups.items(), whole.split([part.numel() for part in parts]), labels
+        ):
+            found |= zip(numbers, _told(part.view(len(numbers), -1), policy, draft.shape[1], names))
+        return [found[b] for b in range(len(rows))]
 
     def decide(
         self,
@@ -104,13 +167,25 @@ class CudaExecutor(TorchExecutor):
         """By the policy's tensors, and one download of what came of it."""
         if draft.parents_BK is not None:
             return super().decide(policy, target, draft, seeds, starts)
-        longest, relaxes = draft.shape[1], may_relax(policy)
+        packed, names = self._decided(policy, target, draft, seeds, starts)
+        with self.captures.awaited():
+            here = packed.cpu()
+        return _told(here, policy, draft.shape[1], names)
+
+    def _decided(
+        self,
+        policy: AcceptancePolicy,
+        target: Target,
+        draft: Draft,
+        seeds: abc.Sequence[int],
+        starts: abc.Sequence[int],
+    ) -> tuple[Tensor, list[str]]:
+        """[B, columns] int32, as ``pack`` gives, and the names of the policy's clauses."""
         seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
-        accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, longest)
+        accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
         verdict = verify(policy, target, draft, Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1)[:, 0]))
-        packed = pack(draft, target.argmax_BK, verdict, nats_of(target, draft) if relaxes else None).cpu()
-        labels, nats = list(verdict.clauses), packed.view(torch.float32).tolist()
-        return [unpack(*values, longest, labels, relaxes) for values in zip(packed.tolist(), nats)]
+        nats_BK = nats_of(target, draft) if may_relax(policy) else None
+        return pack(draft, target.argmax_BK, verdict, nats_BK), list(verdict.clauses)
 
     def extend(
         self,
@@ -125,6 +200,13 @@ class CudaExecutor(TorchExecutor):
         if spec.says or any(len(row.tokens) < 2 for row in rows) or max(most) > LONGEST:
             return None
         return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
+
+    def may_extend(self, row: Sequence) -> bool:
+        """Penalties, biases and ends are worked out on the device. What a form allows the host says: of a row at
+        temperature 0, where that decides which token is the likeliest, and no distribution is asked for. Bad words are
+        of many tokens, so that what they ban hangs on the text."""
+        asks = row.params.penalises or row.params.min_tokens > 0
+        return not row.bad and (row.matcher is None or (row.greedy and not asks))
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None
@@ -150,3 +232,9 @@ class CudaExecutor(TorchExecutor):
         if (works := self._works.get(cache)) is None:
             works = self._works[cache] = Works(self.captures)
         return works
+
+
+def _told(packed: Tensor, policy: AcceptancePolicy, longest: int, names: list[str]) -> list[Decision]:
+    """The decisions about rows, from what was downloaded."""
+    relaxes, lines = may_relax(policy), zip(packed.tolist(), packed.view(torch.float32).tolist())
+    return [unpack(*line, longest, names, relaxes) for line in lines]

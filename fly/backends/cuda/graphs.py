@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Captures", "Download", "Kept", "Part", "sent", "upload"]
+__all__ = ["Awaited", "Captures", "Download", "Kept", "Part", "Watch", "sent", "upload"]
 
 _log = logging.getLogger("fly")
+_NAP = 2e-5  # seconds; forwards take ten times as long
+Awaited = Callable[[], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
 
@@ -39,6 +43,29 @@ class Download:
         done.record()
 
 
+class Watch:
+    """Numbers of the device that the host looks at while the device goes on.
+
+    Args:
+        most: numbers that there are at a time.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.host = torch.empty(most, dtype=torch.int64, pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(most)]
+
+    def leave(self, at: int, value_1: Tensor) -> None:
+        """Number ``at`` is what ``value_1`` [1] is now."""
+        self.host[at : at + 1].copy_(value_1, non_blocking=True)
+        self.events[at].record()
+
+    def seen(self, at: int) -> int:
+        """The number, as soon as it is here. To be asked when the device has more to do than that."""
+        while not self.events[at].query():
+            time.sleep(_NAP)  # other threads of the process go on meanwhile
+        return int(self.host[at])
+
+
 class Kept(Generic[_K, _T]):
     """What was made for keys, at most so many, and no more than a ``budget`` of what each weighs, but for the last;
     those unused for longest go."""
@@ -60,10 +87,14 @@ class Kept(Generic[_K, _T]):
 
 
 class Captures:
-    """The memory that graphs share, which run one after the other, and how many were captured."""
+    """The memory that graphs share, which run one after the other, and how many were captured.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        awaited: entered around each wait for what graphs give: other processes may have to do their part of it.
+    """
+
+    def __init__(self, awaited: Awaited = nullcontext) -> None:
+        self.count, self.awaited = 0, awaited
         self._pool: Any = None
 
     @property

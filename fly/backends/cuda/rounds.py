@@ -5,8 +5,11 @@ Shape legend: R rows with padding, X columns of what is downloaded.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,24 +17,27 @@ import torch
 from fly.backends.cuda.attention import flash_takes
 from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
+from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.backends.cuda.waits import host_wait
-from fly.backends.cuda.work import Cuts, Decide, Group, Model, Shape, Work, fixed, line, numbers_of, padding
+from fly.backends.cuda.work import Decide, Group, Work
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
+from fly.drafts.ways import Ways
 from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["LONGEST", "Works", "catch_up", "pages", "size", "take_rounds"]
+__all__ = ["LONGEST", "OFTEN", "Works", "catch_up", "pages", "take_rounds"]
 
-_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
+# Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
+# first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
+OFTEN = 2000
+_LOOKUP = 1.08  # how much longer a forward of a draft model of 1B takes with prompt lookup, for some 30 short kernels
+_RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
+_TOGETHER = 4  # rounds that processes which share a model take in one call
 _LOGITS, _ALL_LOGITS = 1 << 30, 2 << 30  # bytes that the logits of one round may take, and those that graphs keep
-
-
-def size(n: int) -> int:
-    """The next of a few sizes, so that few graphs serve all batches."""
-    return next((size for size in _SIZES if size >= n), n) if n else 0
 
 
 class Works:
@@ -40,6 +46,8 @@ class Works:
     def __init__(self, captures: Captures) -> None:
         self.captures = captures
         self.made: Kept[tuple[Shape, int], Work] = Kept(32, _ALL_LOGITS, lambda work: work.logit_bytes)
+        self._often: set[Shape] = set()
+        self.lookup = Ways()  # whether prompt lookup pays below a draft model, in forwards a drafted token
         self._texts: Kept[tuple[Lookup, object], Index] = Kept(256)
         self._reasons: Kept[tuple[AcceptancePolicy, bool, bool], list[str | None]] = Kept(256)
 
@@ -51,7 +59,14 @@ class Works:
         drafter: Model | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> Work:
-        """The memory and graphs for batches of this shape."""
+        """The memory and graphs for batches of this shape; what came often gets new ones, of compiled layers."""
+        plain = shape, id(draft_cache)
+        if (found := self.made.made.get(plain)) is not None and found.rounds >= OFTEN and target.compiles:
+            del self.made.made[plain]
+            self._often.add(shape)
+            _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
+        if shape in self._often:
+            shape = replace(shape, compiled=True)
 
         def make() -> Work:
             return Work(shape, target, cache, drafter, draft_cache, self.captures)
@@ -89,7 +104,12 @@ class _Lot(NamedTuple):
 
 def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Works) -> Rounds | None:
     """``Executor.rounds``. None where the batch would need too much memory."""
-    copies = drafter is None and plan.spec.lookup is not None
+    copies, way = drafter is None and plan.spec.lookup is not None, -1
+    if drafter is not None and plan.spec.lookup is not None:
+        way, most = works.lookup.choose()
+        plan.rounds = min(plan.rounds, most)
+        if not way:
+            plan.spec = replace(plan.spec, lookup=None)
     lot, k = _Lot.of(plan.rows), max(min(row.k, plan.draft_context) for row in plan.rows)
     k = size(k) if drafter is not None or copies else 0
     shape = _shape(plan, lot, k)
@@ -103,10 +123,22 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     call = _Call(plan, lot, work, decide, copies)
     if drafter is not None:
         call.catch_up(drafter)
-    work.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    work.table.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
+    work.know(call.placed())
     while call.round(works):
         pass
+    if way >= 0 and call.drafted:
+        rounds = sum(each.rounds for each in call.spent)
+        works.lookup.add(way, call.forwards * _forward_cost(shape), call.drafted, rounds)
     return call.told()
+
+
+def _forward_cost(shape: Shape) -> float:
+    """How long a forward of the drafter takes, beside one of a row's last token alone. By arithmetic, not by the clock:
+    processes that share a model decide alike."""
+    if not shape.copies:
+        return 1.0
+    return _LOOKUP * max(shape.rows * (shape.copies + 1), _RIDGE) / max(shape.rows, _RIDGE)
 
 
 def catch_up(
@@ -133,7 +165,9 @@ class _Call:
         self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
         kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
         self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
+        self.forwards = self.drafted = 0  # by the drafter, and tokens of all rows
         self.error: BaseException | None = None
+        self.together = work.captures.awaited is not nullcontext  # with other processes, whose clocks are others
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
         self.begin = self.last = time.perf_counter()
@@ -172,7 +206,7 @@ class _Call:
             if self.decide.run.why_not is not None:
                 self.decide.history = self._histories()
             start.record()
-            self.work.begin()
+            self.work.begin(max(map(self.most, range(len(self.texts)))))
             drafted.record()
             self.work.finish()
             self.decide.begin(done)
@@ -180,7 +214,8 @@ class _Call:
         except Exception as raised:  # a rule's own: the round is discarded
             done.record()
             self.error = raised
-        done.synchronize()
+        with self.work.captures.awaited():
+            done.synchronize()
         if self.error is not None:
             return False
         ended = self._take_in()
@@ -200,13 +235,14 @@ class _Call:
         values = found.tolist()
         self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
         ended = False
+        self.forwards += 0 if self.work.chain is None else self.work.chain.forwards
         for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
             own = values[self.places[b][0]]
             count, accepted, following = own[:3]
             drafted = own[3 : 3 + count]
-            if self.plan.draft_kv is not None and (most := self.most(b)) > 0:
-                # its last token was not fed, unless it stopped before the last forward; what is rejected is gone
-                self.drafter_has[b] = len(text) + min(count - (count == most), accepted)
+            self.drafted += count
+            if self.plan.draft_kv is not None and self.most(b) > 0:
+                self.drafter_has[b] = len(text) + min(count - 1, accepted)  # its last token was not fed
             self.fed[b] = len(text), drafted
             new = [*drafted[:accepted], following]
             self.left[b] -= len(new)
@@ -226,7 +262,8 @@ class _Call:
     def _goes_on(self, now: float) -> bool:
         """Whether another round may begin, and there is room for it."""
         plan, rounds = self.plan, self.spent[0].rounds + self.spent[1].rounds
-        if rounds >= plan.rounds or now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0]):
+        late = now - self.begin >= plan.seconds or (plan.hurry is not None and plan.hurry[0])
+        if rounds >= plan.rounds or (late and not self.together) or (self.together and rounds >= _TOGETHER):
             return False
         wanted = (len(text) + min(row.k, left - 1) for row, text, left in zip(plan.rows, self.texts, self.left))
         return all(most <= room for most, room in zip(wanted, self.rooms))
@@ -252,8 +289,13 @@ class _Call:
             first += group.rows
         return found
 
+    def placed(self) -> list[list[int]]:
+        """The text in each place."""
+        return [self.texts[b] if b >= 0 else [] for b in self.lot.order]
+
     def told(self) -> Rounds:
         self._settle()
+        self.work.knows(self.placed())
         cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
         return Rounds(self.decisions, cached, self.drafter_has, self.spent, error=self.error)
 
@@ -263,7 +305,12 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     drawn = sum(group.rows for group in lot.groups if group.drawn)
     stops = size(max(len(row.stop_ids) for row in plan.rows))
     own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
-    return Shape(drawn, len(lot.order), k, stops, fixed(plan.spec), Cuts.of(plan.sampling), own, drafts)
+    spec = fixed(plan.spec, plan.drafter is not None)
+    shape = Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
+    if not shape.copies:
+        return shape
+    longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))
+    return replace(shape, text=text_size(longest + k + shape.copies + 1))
 
 
 def pages(kv: PagedBatch, k: int) -> int:

@@ -1,0 +1,89 @@
+"""What requests say of single tokens, applied to a draft model's logits on the device: penalties, biases and bans.
+
+Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+import torch
+from torch import Tensor
+
+from fly.backends.cuda.shape import Column
+from fly.backends.cuda.table import Table
+from fly.request import Sequence as Row
+
+__all__ = ["Says"]
+
+
+class _Column(IntEnum):
+    """The columns of what a row says, float64, which holds ids exactly; then ids that are biased, and by how much."""
+
+    PROMPT = 0  # tokens of its prompt
+    ENOUGH = 1  # tokens of its text from which on it may end
+    REPETITION = 2
+    FREQUENCY = 3
+    PRESENCE = 4
+    IDS = 5
+
+
+class Says:
+    """What the rows of a batch say; at most ``ids`` biased tokens each."""
+
+    def __init__(self, rows: int, ids: int, vocab_size: int, device: torch.device) -> None:
+        self.ids, self.vocab_size = ids, vocab_size
+        self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * ids, dtype=torch.float64, device=device)
+        # How often each token stands in a row's text, and whether in its prompt or text; one more column is nobody's.
+        self.times_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.float32, device=device)
+        self.seen_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
+
+    def load(self, rows: Sequence[Row | None]) -> None:
+        """Upload what the rows say; None is padding."""
+        lines = [self._line(row) for row in rows]
+        self.asked_RC.copy_(torch.tensor(lines, dtype=torch.float64).pin_memory(), non_blocking=True)
+
+    def _line(self, row: Row | None) -> list[float]:
+        if row is None:
+            return [0, 0, 1, 0, 0, *[0] * (2 * self.ids)]
+        asked, fill = row.params, [0] * (self.ids - len(row.params.logit_bias or ()))
+        biases = asked.logit_bias or {}
+        numbers = [asked.repetition_penalty, asked.frequency_penalty, asked.presence_penalty]
+        return [row.prompt_length, asked.min_tokens, *numbers, *biases, *fill, *biases.values(), *fill]
+
+    def begin(self, text_RS: Tensor, length_R: Tensor) -> None:
+        """Count the tokens of the texts."""
+        at_S = torch.arange(text_RS.shape[1], device=text_RS.device)
+        known_RS = at_S < length_R.unsqueeze(1)
+        spoken_RS = known_RS & (at_S >= self.asked_RC[:, _Column.PROMPT].unsqueeze(1))
+        self.seen_RV.fill_(False).scatter_(1, text_RS.masked_fill(~known_RS, self.vocab_size), True)
+        ids_RS = text_RS.masked_fill(~spoken_RS, self.vocab_size)
+        self.times_RV.zero_().scatter_add_(1, ids_RS, torch.ones_like(ids_RS, dtype=torch.float32))
+
+    def on(self, logits_RV: Tensor, table: Table, drafted_R: Tensor) -> Tensor:
+        """Logits after so many drafted tokens, as ``fly.constraints.constrain`` makes them."""
+
+        def column(which: _Column) -> Tensor:
+            return self.asked_RC[:, which].unsqueeze(1)
+
+        times_RV, seen_RV = self.times_RV[:, :-1], self.seen_RV[:, :-1]
+        repetition_R1 = column(_Column.REPETITION).float()
+        repeated_RV = torch.where(logits_RV > 0, logits_RV / repetition_R1, logits_RV * repetition_R1)
+        logits_RV = torch.where(seen_RV, repeated_RV, logits_RV)
+        less_RV = column(_Column.FREQUENCY).float() * times_RV + column(_Column.PRESENCE).float()
+        logits_RV = torch.where(times_RV > 0, logits_RV - less_RV, logits_RV)
+        if self.ids:
+            ids_RI, values_RI = self.asked_RC[:, _Column.IDS :].chunk(2, 1)
+            logits_RV = logits_RV.scatter_add(1, ids_RI.long(), values_RI.float())
+        stops_RS = table.state_RC[:, Column.STOPS :]
+        spoken_R1 = (table.column(Column.LENGTH) + drafted_R).unsqueeze(1) - column(_Column.PROMPT)
+        banned_RS = (stops_RS >= 0) & (spoken_R1 < column(_Column.ENOUGH))
+        bans_RS = torch.zeros_like(stops_RS, dtype=torch.float32).masked_fill(banned_RS, -torch.inf)
+        return logits_RV.scatter_add(1, stops_RS.clamp_min(0), bans_RS)
+
+    def note(self, token_R1: Tensor, going_R: Tensor) -> None:
+        """Count what was drafted for the rows that go on."""
+        token_R1 = token_R1.masked_fill(~going_R.unsqueeze(1), self.vocab_size)
+        self.seen_RV.scatter_(1, token_R1, True)
+        self.times_RV.scatter_add_(1, token_R1, torch.ones_like(token_R1, dtype=torch.float32))

@@ -1,0 +1,193 @@
+"""The best of several strategies for each row.
+
+Shape legend: B rows, K longest draft, V vocabulary, N tokens of one row.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from torch import Tensor
+
+from fly.drafts.base import DraftStrategy, Wrapper, pad
+from fly.request import Sequence, common_prefix
+from fly.types import Draft
+
+__all__ = ["UnionDraft"]
+
+
+class _Piece(NamedTuple):
+    """What one strategy proposed for one row."""
+
+    tokens: list[int]
+    probs_NV: Tensor | None  # that each was drawn from; None = deterministic
+
+
+@dataclass(frozen=True)
+class _Average:
+    """Exponential averages over the proposals of a strategy, the newest weighing ``rate``."""
+
+    rate: float
+    acceptance: float  # of a token, given that all before it were accepted
+    length: float = float("inf")  # of a proposal; infinite until one was shorter than asked
+
+    def expected(self, length: float) -> float:
+        """Accepted tokens to expect of ``length`` proposed ones, the sum over them of acceptance^j."""
+        length, a = min(length, self.length), self.acceptance
+        return length if a == 1 else a * (1 - a**length) / (1 - a)
+
+    def after(self, proposed: list[int], asked: int, emitted: list[int]) -> _Average:
+        """With one more proposal, of at most ``asked`` tokens, and what was emitted (at least one token)."""
+        # Half a token for none: a strategy that found nothing so far must not be given up for good.
+        length = max(float(len(proposed)), 0.5)
+        if len(proposed) == asked:  # it might have gone on
+            length = max(length, self.length)
+        if self.length != float("inf"):
+            length = self.length + self.rate * (length - self.length)
+        accepted = common_prefix(proposed, emitted)
+        acceptance = 1 - (1 - self.acceptance) * (1 - self.rate) ** accepted
+        if accepted < min(len(proposed), len(emitted)):  # a mismatch; else it is unknown how the rest would have done
+            acceptance *= 1 - self.rate
+        return replace(self, acceptance=acceptance, length=length)
+
+
+@dataclass
+class _Round:
+    """What is to be measured at ``commit``."""
+
+    start: int  # tokens of the row before it
+    asked: int  # tokens to propose at most
+    proposed: dict[int, list[int]] = field(default_factory=dict)  # by number of the strategy
+
+
+class UnionDraft(Wrapper):
+    """For each row the best proposal of several strategies, given cheapest first.
+
+    It keeps, for each strategy, averages of how its proposals did: their length, and how many of their tokens were then
+    emitted, whether the proposal was used or not. A row has averages of its own, which start from those over all rows;
+    these start at ``prior``, high, so that everything is tried. The best proposal is the one with the most expected
+    accepted tokens, the cheapest among equals. A strategy is not even asked for a row if it is not expected to offer
+    more than a cheaper one already does. The cost of a strategy counts only by its place in the order.
+
+    Drawn tokens never decide: looking at them and then dropping them would change their distribution, and so that of
+    the text. So a proposal with a distribution is used once it is drawn (above temperature 0), and whether to draw it
+    is decided before: if more is expected of that strategy than is offered so far, and than of any later one.
+    Deterministic proposals can be compared freely.
+
+    With a relaxed policy the emitted text leans to the proposal that was used, and so do the averages.
+
+    Args:
+        rate: weight of the newest token in the averages, above 0 and at most 1.
+        prior: acceptance of a token to assume at the start, above 0 and at most 1.
+    """
+
+    learns = True
+
+    def __init__(self, strategies: abc.Sequence[DraftStrategy], rate: float = 0.1, prior: float = 0.9) -> None:
+        if not strategies:
+            raise ValueError("UnionDraft needs at least one strategy")
+        if len(set(map(id, strategies))) < len(strategies):
+            raise ValueError("a strategy stands twice in UnionDraft; each needs a state of its own")
+        if trees := [type(member).__name__ for member in strategies if member.spare]:
+            raise ValueError(f"UnionDraft combines chains, and {trees[0]} proposes trees")
+        super().__init__(strategies)
+        for name, value in (("rate", rate), ("prior", prior)):
+            if not 0 < value <= 1:
+                raise ValueError(f"{name} {value} must be above 0 and at most 1")
+        self._overall = [_Average(rate, prior) for _ in strategies]
+        self._averages: dict[int, list[_Average]] = {}  # by row
+        self._rounds: dict[int, _Round] = {}  # by row
+        self._draws = [False] * len(strategies)  # whether it has ever given a distribution
+
+    def _follow_members(self) -> None:
+        sizes = sorted({member.vocab_size for member in self.members if member.vocab_size is not None})
+        if len(sizes) > 1:
+            raise ValueError(f"the strategies of UnionDraft have vocabularies of {sizes} tokens; they must be the same")
+        tokenizers = [member.tokenizer for member in self.members if member.tokenizer is not None]
+        if not all(tokenizers[0].same_as(other) for other in tokenizers[1:]):
+            raise ValueError(
+                "the strategies of UnionDraft have different tokenizers: the same id would mean different text"
+            )
+        self.vocab_size = sizes[0] if sizes else None
+        self.tokenizer = tokenizers[0] if tokenizers else None
+        # Each stops by itself at its own context, so the longest counts.
+        contexts = [member.context for member in self.members if member.context is not None]
+        self.context = max(contexts) if len(contexts) == len(self.members) else None
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        chosen = [_Piece([], None) for _ in rows]
+        offers = [0.0] * len(rows)
+        open_rows = [b for b, most in enumerate(max_len) if most > 0]
+        for b in open_rows:
+            self._averages.setdefault(rows[b].id, list(self._overall))
+            self._rounds[rows[b].id] = _Round(len(rows[b].tokens), max_len[b])
+        for number, member in enumerate(self.members):
+            asked = [b for b in open_rows if self._worth(number, rows[b], max_len[b], offers[b])]
+            if not asked:
+                continue
+            pieces = _ask(member, [rows[b] for b in asked], [max_len[b] for b in asked])
+            for b, piece in zip(asked, pieces):
+                row, n = rows[b], len(piece.tokens)
+                self._rounds[row.id].proposed[number] = piece.tokens
+                offer = replace(self._averages[row.id][number], length=float(n)).expected(n)
+                drawn = piece.probs_NV is not None and n > 0  # that it has none does not depend on what it would draw
+                if drawn:
+                    self._draws[number] = True
+                    open_rows.remove(b)
+                if drawn or offer > offers[b]:
+                    chosen[b], offers[b] = piece, offer
+        return _together(chosen)
+
+    def commit(self, rows: abc.Sequence[Sequence]) -> None:
+        for row in rows:
+            done = self._rounds.pop(row.id, None)
+            if done is None or len(row.tokens) <= done.start:  # given up: nothing is known
+                continue
+            emitted = row.tokens[done.start :]
+            for averages in (self._averages[row.id], self._overall):
+                for number, tokens in done.proposed.items():
+                    averages[number] = averages[number].after(tokens, done.asked, emitted)
+        super().commit(rows)
+
+    def release(self, row: Sequence) -> None:
+        self._averages.pop(row.id, None)
+        self._rounds.pop(row.id, None)
+        super().release(row)
+
+    def _worth(self, number: int, row: Sequence, most: int, offer: float) -> bool:
+        """Whether to ask a strategy, by estimates and deterministic offers alone."""
+        expected = [average.expected(most) for average in self._averages[row.id][number:]]
+        rivals = expected[1:] if self._draws[number] and not row.greedy else []
+        return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
+
+
+def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Piece]:
+    """What ``member`` proposes for each row."""
+    draft = member.propose(rows, max_len)
+    if draft.parents_BK is not None:
+        raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
+    probs_BKV = draft.probs_BKV
+    # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
+    return [
+        _Piece(tokens, None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)])
+        for b, (row, tokens) in enumerate(zip(rows, draft.chains))
+    ]
+
+
+def _together(pieces: abc.Sequence[_Piece]) -> Draft:
+    """A ``Draft`` of each row's piece; deterministic ones get one-hot distributions if any has a distribution."""
+    tokens = [piece.tokens for piece in pieces]
+    some_NV = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
+    if some_NV is None:
+        return pad(tokens)
+    draft = pad(tokens, some_NV.device)
+    probs_BKV = some_NV.new_zeros(*draft.tokens_BK.shape, some_NV.shape[-1])
+    for b, piece in enumerate(pieces):
+        n = len(piece.tokens)
+        if piece.probs_NV is not None:
+            probs_BKV[b, :n] = piece.probs_NV.to(some_NV.device)
+        else:
+            probs_BKV[b, range(n), piece.tokens] = 1.0
+    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
