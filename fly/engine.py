@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from fly.account import OnToken, Watched, apply, logprobs, note
-from fly.constraints import constrains
 from fly.drafts.base import DraftStrategy, pad_trees
 from fly.drafts.limits import check_draft
 from fly.executor import Answer, DraftSpec, Question, RoundPlan
@@ -150,8 +149,8 @@ class Engine:
     ) -> list[list[Token]] | None:
         """Take rows through several rounds in one call of the executor, and return what each emitted. None if the
         executor does not take these rows, or if more than a decision is needed between two rounds."""
-        watched = (row.params.logprobs is not None or row.params.explain or constrains(row) for row in rows)
-        if any(prompts) or not self.stretch or any(watched):
+        watched = (row.params.logprobs is not None or row.params.explain for row in rows)
+        if any(prompts) or not self.stretch or any(watched) or not all(map(self.runner.executor.may_round, rows)):
             return None
         before = [len(row.provenance) for row in rows]
         executor, drafting, drafter = self.runner.executor, None, None

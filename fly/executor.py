@@ -29,7 +29,7 @@ from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
 from fly.request import Sequence
 from fly.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Noise, Target
+from fly.types import Decision, Draft, Noise, SamplingParams, Target
 
 __all__ = [
     "Answer",
@@ -188,6 +188,8 @@ class RoundRow:
     generated: int = 0  # tokens it has emitted so far
     relaxed: int = 0  # how many of them were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over those
+    prompt_length: int = 0
+    params: SamplingParams | None = None  # where it asks something of its text (``Executor.may_round``)
 
 
 class Given(NamedTuple):
@@ -296,6 +298,10 @@ class Executor(ABC):
     def may_extend(self, row: Sequence) -> bool:
         """Whether ``extend`` keeps to what ``row`` asks of its text: penalties, bans, a form. The default does for rows
         that ask for nothing."""
+        return not constrains(row)
+
+    def may_round(self, row: Sequence) -> bool:
+        """The same of ``rounds``."""
         return not constrains(row)
 
     def rounds(

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.constraints import constrain
+from fly.constraints import constrain, constrains
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
 from fly.ops import depths, tree_mask
 from fly.request import Sequence, common_prefix
@@ -428,7 +428,8 @@ class Runner:
 
 def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
     counts = row.generated, row.stats.relaxed, row.stats.nats
-    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
+    asked = row.prompt_length, row.params if constrains(row) else None
+    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts, *asked)
 
 
 def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:

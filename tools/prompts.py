@@ -176,8 +176,7 @@ def instructions() -> abc.Iterator[Asked]:
 
 
 def drawn(some: abc.Iterable[Asked], count: int, held_out: int, random: Random) -> tuple[list[Asked], list[Asked]]:
-    """``count`` prompts to train on and ``held_out`` others, about nothing that the first are about; a function or a
-    subject comes up as seldom as can be."""
+    """``count`` prompts to train on and ``held_out`` others, about nothing that the first are about."""
     groups: dict[str, list[Asked]] = {}
     for one in some:
         groups.setdefault(one.about, []).append(one)
@@ -200,10 +199,13 @@ def main(
     held_out: Annotated[int, typer.Option(min=1, help="Prompts held out of each kind.")] = 60,
     max_tokens: Annotated[int, typer.Option(min=1, help="Of an answer to one that is held out.")] = 256,
     seed: Annotated[int, typer.Option(help="Of what is drawn, and of the order.")] = 0,
+    source: Annotated[
+        Path | None, typer.Option("--library", help="Folder of Python modules; if not given, the standard library.")
+    ] = None,
 ) -> None:
     """Write the prompts."""
     random = Random(seed)
-    of_library = [*library(Path(sysconfig.get_paths()["stdlib"]))]
+    of_library = [*library(source or Path(sysconfig.get_paths()["stdlib"]))]
     shares = {"complete": 0.25, "read": 0.15, "small": 0.2, "instruction": 0.4}
     sources = {kind: [one for one in of_library if one.kind.startswith(kind)] for kind in ("complete", "read")}
     sources |= {"small": [*small()], "instruction": [*instructions()]}

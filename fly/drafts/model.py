@@ -18,7 +18,6 @@ from torch import Tensor
 
 from fly.bundled import find_checkpoint
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.constraints import constrains
 from fly.drafts.base import Continuation, DraftStrategy, Load, Loaded, Wrapper, drafted_of, pad, until_end
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.stops import Certainty, check_chance, reach_of
@@ -239,7 +238,7 @@ class SingleDraft(DraftStrategy):
         spec = self.spec(rows)
         plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
-        if not plain or not known or not self._one_call or any(map(constrains, rows)):
+        if not plain or not known or not self._one_call or not all(map(self.executor.may_extend, rows)):
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 

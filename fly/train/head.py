@@ -274,7 +274,7 @@ def train_head(
         kept = torch.load(state, weights_only=True)
         if different := [name for name in said if kept["said"].get(name) != said[name]]:
             raise ValueError(f"{state} is of another training (its {different} differ); go on with that, or elsewhere")
-        head.load_state_dict(kept["head"])
+        head.load_state_dict({**head.state_dict(), **kept["head"]})
         optimiser.load_state_dict(kept["optimiser"])
         rows.scale_F = kept["scale"]
         training = Training(**kept["training"])
@@ -301,7 +301,8 @@ def train_head(
         training.seconds = time.monotonic() - begun
         advance(1, f"loss {sum(training.losses[-20:]) / len(training.losses[-20:]):.3f}")
         if training.step % plan.save_every == 0 or training.step == plan.steps:
-            _save(state, {"said": said, "head": head.state_dict(), "scale": rows.scale_F,
+            own = {name: value for name, value in head.state_dict().items() if not (head.shares and "embed" in name)}
+            _save(state, {"said": said, "head": own, "scale": rows.scale_F,
                           "optimiser": optimiser.state_dict(), "training": asdict(training)})  # fmt: skip
     training.held_out = acceptance(head, rows, tests, ids_U, plan)
     head.fc.weight.data /= rows.scale_F  # what drafts is given hidden states as they are

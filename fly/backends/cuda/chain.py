@@ -77,7 +77,6 @@ class Chain:
         if shape.drawn:
             self.coins_DX = torch.zeros(shape.drawn, columns, device=device)
             self.probs_DXV = torch.zeros(shape.drawn, columns, vocab_size, device=device)
-        self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
         self.says = None if shape.says is None else Says(shape.rows, shape.says, vocab_size, device)
         self.allowed_RW: Tensor | None = None  # bytes, a bit for each token that a row's first may be
         if shape.forms:
@@ -120,12 +119,6 @@ class Chain:
         for own in (self.all, self.first, self.more):
             part.follow(own)
 
-    def settle(self, length_R: Tensor, accepted_R: Tensor, next_R: Tensor) -> None:
-        """Of the draft so many tokens stand, and then one that was not drafted; the rows were so long before."""
-        if self.text_RS is not None:
-            at_R = (length_R + accepted_R).clamp_max(self.text_RS.shape[1] - 1)
-            self.text_RS.scatter_(1, at_R.unsqueeze(1), next_R.unsqueeze(1))
-
     def _seen(self, watch: Watch, forward: int) -> int:
         with self.captures.awaited():
             return watch.seen(forward)
@@ -143,8 +136,8 @@ class Chain:
         if self.coins_DX is not None:
             self._draw_coins()
         if self.says is not None:
-            assert self.text_RS is not None
-            self.says.begin(self.text_RS, self.table.column(Column.LENGTH))
+            assert self.table.text_RS is not None
+            self.says.begin(self.table.text_RS, self.table.column(Column.LENGTH))
         self._step(True)
 
     def _more(self) -> None:
@@ -171,9 +164,9 @@ class Chain:
             new_RN = self.tokens_RX.gather(1, (count_R1 - 1).clamp_min(0))
             stored_RN = self.going_R.unsqueeze(1)
         if copies:
-            assert shape.spec.lookup is not None and self.text_RS is not None
+            assert shape.spec.lookup is not None and table.text_RS is not None
             grams = shape.spec.lookup.longest, shape.spec.lookup.shortest
-            copied_RW, found_R = looked_up(self.text_RS, length_R, *grams, copies)
+            copied_RW, found_R = looked_up(table.text_RS, length_R, *grams, copies)
             room_R = torch.where(found_R & self.going_R, most_R - self.count_R - 1, 0)  # one token is its own
             fed_RW = torch.arange(copies, device=table.device) < room_R.unsqueeze(1)
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
@@ -214,9 +207,9 @@ class Chain:
             self.reached_R.copy_(reached_RJ.gather(1, last_R1).squeeze(1))
         if self.says is not None:
             self.says.note(own_RJ, self.going_R)
-        if self.text_RS is not None:
+        if table.text_RS is not None:
             place_RJ = (length_R.unsqueeze(1) + torch.arange(copies + 1, device=table.device)).clamp_max(shape.text - 1)
-            self.text_RS.scatter_(1, place_RJ, own_RJ)
+            table.text_RS.scatter_(1, place_RJ, own_RJ)
         self.count_R.add_(torch.where(self.going_R, stands_R, 0))
         self.going_R.copy_(self.going_R & sure_RJ.gather(1, last_R1).squeeze(1) & (self.count_R < most_R))
         if self.watch is not None:

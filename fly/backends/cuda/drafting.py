@@ -13,7 +13,9 @@ from torch import Tensor
 
 from fly.backends.cuda.graphs import upload
 from fly.backends.cuda.rounds import Works, catch_up, pages
+from fly.backends.cuda.says import ids_of
 from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
+from fly.constraints import constrains
 from fly.executor import Batch, Drafted, DraftSpec
 from fly.request import Sequence as Row
 from fly.sampling import BatchSampling
@@ -42,20 +44,18 @@ def draft(
     order = [b for own in (drawn, cold) for b in (*own, *[-1] * (size(len(own)) - len(own)))]
     k, stops = size(max(most)), size(max(len(row.stop_ids) for row in rows))
     forms = any(row.matcher is not None for row in rows)
-    asks = [row for row in rows if row.params.penalises or row.params.min_tokens > 0]
-    says = size(max(len(row.params.logit_bias) for row in asks)) if asks else None
+    asked = [row.params for row in rows if constrains(row) and row.matcher is None]
     shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec, True), Cuts.of(sampling), 0, pages(kv, k))
-    shape = replace(shape, alone=True, says=says, forms=forms)
-    if shape.copies or asks:
+    shape = replace(shape, alone=True, says=ids_of(asked), forms=forms)
+    if shape.copies or asked:
         shape = replace(shape, text=text_size(max(len(row.tokens) for row in rows) + k + shape.copies + 1))
     work = works.work(shape, model, kv.cache, model, kv.cache)
     chain = work.chain
     assert chain is not None
     late = [b for b, row in enumerate(rows) if kv.starts[b] < len(row.tokens) - 2]
     catch_up(model, kv, late, [kv.starts[b] for b in late], [rows[b].tokens for b in late])
-    numbers, placed = numbers_of(sampling, len(rows)), [rows[b] if b >= 0 else None for b in order]
-    if chain.says is not None:
-        chain.says.load(placed)
+    numbers = numbers_of(sampling, len(rows))
+    work.ask([rows[b] if b >= 0 else None for b in order])
 
     def go_on(
         texts: list[list[int]], most: Sequence[int], lacks: Sequence[bool], masks: list[bytearray | None]
@@ -67,7 +67,7 @@ def draft(
                 reach = spec.reach[b] if spec.reach else 0.0
                 lines[at] = line(texts[b][-2:], counts, 0.0, numbers[b], rows[b].stop_ids, stops, reach)
         work.table.load(lines, None, kv, order)
-        work.know([texts[b] if b >= 0 else [] for b in order])
+        work.table.know([texts[b] if b >= 0 else [] for b in order])
         if forms:
             chain.allow([masks[b] if b >= 0 else None for b in order])
         work.begin(max(most))

@@ -51,7 +51,7 @@ class CudaExecutor(TorchExecutor):
 
     Rounds of chains by one draft model, by prompt lookup or without a draft are graphs: of the draft's forwards, of the
     target's, and of what the policies decide. A rule that a graph cannot hold runs between them operation by operation
-    (``fly.backends.cuda.waits``). Trees, other strategies, penalties, forms and log-probabilities take the plain way.
+    (``fly.backends.cuda.waits``). Trees, other strategies, forms, bad words and log-probabilities take the plain way.
 
     Args:
         fuses: whether layers may be compiled.
@@ -207,6 +207,9 @@ class CudaExecutor(TorchExecutor):
         of many tokens, so that what they ban hangs on the text."""
         asks = row.params.penalises or row.params.min_tokens > 0
         return not row.bad and (row.matcher is None or (row.greedy and not asks))
+
+    def may_round(self, row: Sequence) -> bool:
+        return row.matcher is None and self.may_extend(row)
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None

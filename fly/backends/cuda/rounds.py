@@ -17,6 +17,7 @@ import torch
 from fly.backends.cuda.attention import flash_takes
 from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
+from fly.backends.cuda.says import ids_of
 from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.backends.cuda.waits import host_wait
 from fly.backends.cuda.work import Decide, Group, Work
@@ -124,7 +125,8 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     if drafter is not None:
         call.catch_up(drafter)
     work.table.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
-    work.know(call.placed())
+    work.table.know(call.placed())
+    work.ask([plan.rows[b] if b >= 0 else None for b in lot.order])
     while call.round(works):
         pass
     if way >= 0 and call.drafted:
@@ -295,7 +297,7 @@ class _Call:
 
     def told(self) -> Rounds:
         self._settle()
-        self.work.knows(self.placed())
+        self.work.table.knows(self.placed())
         cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
         return Rounds(self.decisions, cached, self.drafter_has, self.spent, error=self.error)
 
@@ -307,7 +309,9 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
     spec = fixed(plan.spec, plan.drafter is not None)
     shape = Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
-    if not shape.copies:
+    asked = [row.params for row in plan.rows if row.params is not None]
+    shape = replace(shape, says=ids_of(asked))
+    if not (shape.copies or asked):
         return shape
     longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))
     return replace(shape, text=text_size(longest + k + shape.copies + 1))

@@ -1,4 +1,4 @@
-"""What requests say of single tokens, applied to a draft model's logits on the device: penalties, biases and bans.
+"""What requests say of single tokens, applied to logits on the device: penalties, biases and bans.
 
 Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns.
 """
@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.shape import Column
+from fly.backends.cuda.shape import Column, size
 from fly.backends.cuda.table import Table
-from fly.request import Sequence as Row
+from fly.types import SamplingParams
 
-__all__ = ["Says"]
+__all__ = ["Asking", "Says", "ids_of"]
 
 
 class _Column(IntEnum):
-    """The columns of what a row says, float64, which holds ids exactly; then ids that are biased, and by how much."""
+    """The columns of what a row asks, float64, which holds ids exactly; then ids that are biased, and by how much."""
 
     PROMPT = 0  # tokens of its prompt
     ENOUGH = 1  # tokens of its text from which on it may end
@@ -27,6 +28,20 @@ class _Column(IntEnum):
     FREQUENCY = 3
     PRESENCE = 4
     IDS = 5
+
+
+class Asking(Protocol):
+    """A row that asks something of its text."""
+
+    @property
+    def params(self) -> SamplingParams | None: ...
+    @property
+    def prompt_length(self) -> int: ...
+
+
+def ids_of(rows: Sequence[SamplingParams]) -> int | None:
+    """``Shape.says`` of rows that ask these."""
+    return size(max(len(params.logit_bias) for params in rows)) if rows else None
 
 
 class Says:
@@ -39,13 +54,13 @@ class Says:
         self.times_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.float32, device=device)
         self.seen_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
 
-    def load(self, rows: Sequence[Row | None]) -> None:
+    def load(self, rows: Sequence[Asking | None]) -> None:
         """Upload what the rows say; None is padding."""
         lines = [self._line(row) for row in rows]
         self.asked_RC.copy_(torch.tensor(lines, dtype=torch.float64).pin_memory(), non_blocking=True)
 
-    def _line(self, row: Row | None) -> list[float]:
-        if row is None:
+    def _line(self, row: Asking | None) -> list[float]:
+        if row is None or row.params is None:
             return [0, 0, 1, 0, 0, *[0] * (2 * self.ids)]
         asked, fill = row.params, [0] * (self.ids - len(row.params.logit_bias or ()))
         biases = asked.logit_bias or {}
@@ -61,7 +76,7 @@ class Says:
         ids_RS = text_RS.masked_fill(~spoken_RS, self.vocab_size)
         self.times_RV.zero_().scatter_add_(1, ids_RS, torch.ones_like(ids_RS, dtype=torch.float32))
 
-    def on(self, logits_RV: Tensor, table: Table, drafted_R: Tensor) -> Tensor:
+    def on(self, logits_RV: Tensor, table: Table, drafted_R: Tensor | int) -> Tensor:
         """Logits after so many drafted tokens, as ``fly.constraints.constrain`` makes them."""
 
         def column(which: _Column) -> Tensor:

@@ -150,7 +150,9 @@ class Shape:
     def logit_bytes(self, vocabulary: int) -> int:
         """Of the logits of a round, of what drafts are drawn from, and of what requests say."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
-        return 4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * 2 * (self.says is not None))
+        return (
+            4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))
+        )
 
 
 def text_size(longest: int) -> int:

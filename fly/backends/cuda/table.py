@@ -1,6 +1,7 @@
 """What the device knows of the rows of a batch, and a forward of a model over some of their tokens.
 
-Shape legend: R rows (padding included), N new tokens of each row, W pages of a row, C columns of the state.
+Shape legend: R rows (padding included), N new tokens of each row, W pages of a row, C columns of the state,
+S tokens of the longest text.
 """
 
 from __future__ import annotations
@@ -13,19 +14,37 @@ from torch import Tensor
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.shape import Column, Model, Shape
 from fly.cache import PagedBatch, PagedKVCache
+from fly.request import common_prefix
 from fly.sampling import BatchSampling
 
 __all__ = ["Table"]
 
 
 class Table:
-    """The state of each row (``Column``), and its pages, in the target's cache and then in the drafter's."""
+    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text,
+    where somebody reads that."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
         self.state_RC = torch.zeros(shape.rows, Column.STOPS + shape.stops, dtype=torch.int64, device=device)
         self.pages_RW = torch.zeros(shape.rows, shape.pages + shape.draft_pages, dtype=torch.int32, device=device)
+        self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
+        self._texts: list[list[int]] = [[] for _ in range(shape.rows)]  # what is in it, as far as it counts
         self.loaded: list[list[int]] = []  # what is in ``pages_RW``
+
+    def know(self, texts: Sequence[list[int]]) -> None:
+        """Upload what the device does not know of the text in each place. It follows a text by itself, round by round;
+        ``knows`` says what it has come to."""
+        if (text_RS := self.text_RS) is None:
+            return
+        for at, (text, known) in enumerate(zip(texts, self._texts)):
+            if (start := common_prefix(known, text)) < len(text):
+                text_RS[at, start : len(text)].copy_(torch.tensor(text[start:]).pin_memory(), non_blocking=True)
+        self.knows(texts)
+
+    def knows(self, texts: Sequence[list[int]]) -> None:
+        """The device knows these texts."""
+        self._texts = [list(text) for text in texts]
 
     def load(
         self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]

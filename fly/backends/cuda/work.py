@@ -19,13 +19,13 @@ from torch import Tensor
 from fly.backends.cuda.chain import Chain, Proposal
 from fly.backends.cuda.graphs import Captures, Download, Kept, Part
 from fly.backends.cuda.packing import may_relax, nats_of, pack
+from fly.backends.cuda.says import Asking, Says
 from fly.backends.cuda.shape import Column, Model, Shape
 from fly.backends.cuda.table import Table
 from fly.backends.cuda.waits import OnHost
 from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, uniforms
 from fly.policies import AcceptancePolicy, verify
-from fly.request import common_prefix
 from fly.types import Draft, Noise, Target, Why
 
 __all__ = ["Group", "Work"]
@@ -65,11 +65,11 @@ class Work:
         self._cache, self._draft_cache = weakref.ref(cache), None if draft_cache is None else weakref.ref(draft_cache)
         self.table = Table(shape, target.device)
         self.copies_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=self.device)
-        # What is in ``chain.text_RS``, as far as it counts.
-        self._texts: list[list[int]] = [[] for _ in range(shape.rows)]
         self.chain: Chain | None = None
         if drafter is not None and draft_cache is not None:
             self.chain = Chain(self.table, drafter, draft_cache, captures)
+        asked = shape.says is not None and not shape.alone
+        self.says = Says(shape.rows, shape.says or 0, self.vocab_size, self.device) if asked else None
         self.score = Part(self._score, captures)
         self._decide: Kept[tuple[Group, ...], Decide] = Kept(16)
 
@@ -86,20 +86,11 @@ class Work:
         """How the policies of ``groups`` decide; ``why_not`` a graph holds that."""
         return self._decide.get(groups, lambda: Decide(self, groups, control_V, why_not))
 
-    def know(self, texts: Sequence[list[int]]) -> None:
-        """Upload what the device does not know of the text in each place. It follows a text by itself, round by round;
-        ``knows`` says what it has come to."""
-        text_RS = None if self.chain is None else self.chain.text_RS
-        if text_RS is None:
-            return
-        for at, (text, known) in enumerate(zip(texts, self._texts)):
-            if (start := common_prefix(known, text)) < len(text):
-                text_RS[at, start : len(text)].copy_(torch.tensor(text[start:]).pin_memory(), non_blocking=True)
-        self.knows(texts)
-
-    def knows(self, texts: Sequence[list[int]]) -> None:
-        """The device knows these texts."""
-        self._texts = [list(text) for text in texts]
+    def ask(self, rows: Sequence[Asking | None]) -> None:
+        """Upload what the rows in each place say of single tokens; None is padding."""
+        for says in (self.says, None if self.chain is None else self.chain.says):
+            if says is not None:
+                says.load(rows)
 
     def copy(self, lists: list[list[int]]) -> None:
         """Upload what is drafted without a model."""
@@ -118,6 +109,15 @@ class Work:
         table_RW, start_R = self.table.pages_RW[:, : shape.pages], self.table.column(Column.LENGTH) - 1
         hidden_RJC = self.table.forward(self.target, cache, table_RW, tokens_RJ, start_R, fed_RJ)
         logits_RJV = self.target.logits(hidden_RJC.flatten(0, 1)).unflatten(0, tokens_RJ.shape)
+        if self.says is not None:
+            assert self.table.text_RS is not None
+            self.says.begin(self.table.text_RS, self.table.column(Column.LENGTH))
+            places = []
+            for j, logits_RV in enumerate(logits_RJV.unbind(1)):
+                if j:
+                    self.says.note(proposal.tokens_RK[:, j - 1 : j], j <= proposal.count_R)
+                places.append(self.says.on(logits_RV, self.table, j))
+            logits_RJV = torch.stack(places, 1)
         return Found(logits_RJV, argmax(logits_RJV))
 
     def begin(self, longest: int) -> None:
@@ -200,7 +200,7 @@ class Decide:
 
     def _go_on(self, accepted_R: Tensor, next_R: Tensor, relaxed_R: Tensor, nats_R: Tensor) -> None:
         """The state after the round; padding stays as it is."""
-        table, chain, tokens_RK = self.work.table, self.work.chain, self.work.proposal.tokens_RK
+        table, tokens_RK = self.work.table, self.work.proposal.tokens_RK
         last_R = table.column(Column.LAST)
         active_R = table.column(Column.LEFT) > 0
         emitted_R = torch.where(active_R, accepted_R + 1, 0)
@@ -208,8 +208,13 @@ class Decide:
         if tokens_RK.shape[1]:
             drafted_R = tokens_RK.gather(1, (accepted_R - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
             before_R = torch.where(accepted_R > 0, drafted_R, last_R)
-        if chain is not None:
-            chain.settle(table.column(Column.LENGTH), accepted_R, next_R)
+        if table.text_RS is not None:  # beyond the accepted tokens it holds anything
+            places_RJ = table.column(Column.LENGTH).unsqueeze(1) + torch.arange(
+                tokens_RK.shape[1] + 1, device=table.device
+            )
+            places_RJ = places_RJ.clamp_max(table.text_RS.shape[1] - 1)
+            table.text_RS.scatter_(1, places_RJ[:, :-1], tokens_RK)
+            table.text_RS.scatter_(1, places_RJ.gather(1, accepted_R.unsqueeze(1)), next_R.unsqueeze(1))
         table.column(Column.BEFORE).copy_(torch.where(active_R, before_R, table.column(Column.BEFORE)))
         last_R.copy_(torch.where(active_R, next_R, last_R))
         table.column(Column.LENGTH).add_(emitted_R)
