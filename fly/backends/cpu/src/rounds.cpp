@@ -281,7 +281,8 @@ struct Play {
             if (draws) {
                 uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
                 for (int i = 0; i < count; i++) coins[i] = coins[node[i]];  // none lies before its own number
-                const int kept = judge->siblings(here, vocab, it->sampling + b, sibling, coins, count, uniform, it->spread, &following);
+                const int kept = judge->siblings(here, vocab, it->sampling + b, sibling, coins, count, uniform, it->spread,
+                                                 &following);
                 next = kept < 0 ? -1 : node[kept];
             }
             if (next < 0 && count && it->decide) {
@@ -311,11 +312,13 @@ struct Play {
         char* states = read();
         for (int t = 0; t < n; t++) {
             row.text[row.length + t] = drafted[path[t]];
-            move_stored(scored.batch, target->shape, scored.batch.tables + scored.all_tables[b], row.length + path[t], row.length + t);
+            const int32_t* table = scored.batch.tables + scored.all_tables[b];
+            move_stored(scored.batch, target->shape, table, row.length + path[t], row.length + t);
             if (states && path[t] != t)
                 memcpy(states + (at + 1 + t) * state_bytes, states + (at + 1 + path[t]) * state_bytes, state_bytes);
         }
-        if (i >= 0 && !heads) row.draft_start += forest->keep(i, draft.batch, path, n, row.length);  // a head's own features do not stay
+        // A head's own features do not stay.
+        if (i >= 0 && !heads) row.draft_start += forest->keep(i, draft.batch, path, n, row.length);
     }
 
     // How many drafted tokens of row ``b`` stand (less than 0: the row is at its end), by its ``logits`` and its ``own``
@@ -365,7 +368,10 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
     long late = 0;
     for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + it->k + 1;
     long longest = 0, seen = 0;
-    for (int b = 0; b < rows; b++) longest = it->going[b].room > longest ? it->going[b].room : longest, seen += it->going[b].room;
+    for (int b = 0; b < rows; b++) {
+        const long room = it->going[b].room;
+        longest = room > longest ? room : longest, seen += room;
+    }
     Forest forest(it->growth, drafter ? drafter : target, variants[it->variant], rows, longest, late);
     Play play(it, target, batch, drafter, draft_batch, lookup, late, it->growth ? &forest : nullptr, seen * (it->k + 1));
     if (!forest.has_memory() || !play.arena.base) return NO_MEMORY;

@@ -168,11 +168,13 @@ public:
             kept[i] = (end += known.count[i]) - 1;
         }
         for (int level = 0; asked; level++) {
-            const int error = head ? fly_step(drafter, &batch, level ? nullptr : given, carried, kept, asked, logits, features)
+            const void* of_target = level ? nullptr : given;
+            const int error = head ? fly_step(drafter, &batch, of_target, carried, kept, asked, logits, features)
                                    : fly_score(drafter, &batch, kept, asked, logits, nullptr, nullptr, 0, nullptr);
             if (error) return error;
             for (int line = 0; line < asked; line++)
-                add(trees[line_row[line]], line_node[line], logits + (long)line * shape.vocab, kept[line], growth->width[level]);
+                add(trees[line_row[line]], line_node[line], logits + (long)line * shape.vocab, kept[line],
+                    growth->width[level]);
             asked = batch.rows = 0;
             uint8_t* sees = mask;
             for (int i = 0; i < known.rows && level + 1 < growth->depth; i++) {
