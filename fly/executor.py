@@ -27,7 +27,7 @@ from fly.models.eagle import HeadConfig
 from fly.ops import Stream, uniforms
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
-from fly.request import Sequence
+from fly.request import Sequence, by_policy
 from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, SamplingParams, Target
 
@@ -49,7 +49,6 @@ __all__ = [
     "Spent",
     "TokenByToken",
     "Wrapped",
-    "by_policy",
 ]
 
 
@@ -387,14 +386,6 @@ class Executor(ABC):
 
     def enter_thread(self) -> None:
         """Called once on the thread that will make all calls, before the first."""
-
-
-def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
-    """The numbers of the rows that have each policy."""
-    groups: dict[AcceptancePolicy, list[int]] = {}
-    for b, row in enumerate(rows):
-        groups.setdefault(row.policy, []).append(b)
-    return groups
 
 
 class Head(Executor):

@@ -15,7 +15,7 @@ from torch import Tensor
 from fly.policies.base import AcceptancePolicy
 from fly.types import SamplingParams, Why
 
-__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "common_prefix"]
+__all__ = ["BadWords", "Form", "Gate", "Sequence", "Stats", "Token", "by_policy", "common_prefix"]
 
 
 def common_prefix(a: list[int], b: list[int]) -> int:
@@ -299,3 +299,11 @@ class Sequence:
         scratch.provenance, scratch.logprobs, scratch.drafts = [], [], []
         scratch.stats, scratch.finish_reason = Stats(), None
         return scratch
+
+
+def by_policy(rows: abc.Sequence[Sequence]) -> dict[AcceptancePolicy, list[int]]:
+    """The numbers of the rows that have each policy."""
+    groups: dict[AcceptancePolicy, list[int]] = {}
+    for b, row in enumerate(rows):
+        groups.setdefault(row.policy, []).append(b)
+    return groups

@@ -33,11 +33,10 @@ from fly.executor import (
     Rounds,
     Scores,
     TokenByToken,
-    by_policy,
 )
 from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
-from fly.request import Sequence
+from fly.request import Sequence, by_policy
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Noise, Target
 
