@@ -84,6 +84,28 @@ def held(engine: Engine) -> list[dict[object, int]]:
     return [{seq: a.length(seq) for seq in a.sequences()} for a in allocators]
 
 
+def take_steps(made: Engine, rows: list[Sequence], stopped: Callable[[Sequence, int], bool] | None) -> int:
+    """Decode rows until all have ended or no page is left, and check after each step what was emitted and is cached.
+    Returns the number of steps."""
+    steps = 0
+    while going := [row for row in rows if not row.finish_reason]:
+        before = [len(row.provenance) for row in going]
+        try:
+            emitted = made.step(going, stopped)
+        except OutOfBlocks:
+            return steps
+        steps += 1
+        assert emitted == [row.provenance[start:] for row, start in zip(going, before)]
+        for row in going:
+            cached = made.runner._cached[row.id]
+            assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
+            assert made.runner.cache.allocator.length(row.id) == len(cached)
+            if row.finish_reason:
+                made.release(row)
+    assert not any(held(made))
+    return steps
+
+
 @settings(max_examples=250)
 @given(data=st.data())
 def test_rounds_of_one_call_are_the_rounds_of_as_many_steps(data: st.DataObject) -> None:
@@ -220,23 +242,9 @@ def test_rows_beside_one_another_take_the_rounds_of_as_many_steps(data: st.DataO
     stopped = None if data.draw(st.booleans()) else lambda row, token: row.generated == 17
 
     def decode(stretch: float) -> tuple[list[object], int]:
-        made, rows, steps = engine(*setting, **stop), [row.sample(row.seed) for row in given_rows], 0
+        made, rows = engine(*setting, **stop), [row.sample(row.seed) for row in given_rows]
         made.stretch = stretch
-        while going := [row for row in rows if not row.finish_reason]:
-            before = [len(row.provenance) for row in going]
-            try:
-                emitted = made.step(going, stopped)
-            except OutOfBlocks:
-                return [told(row) for row in rows], steps
-            steps += 1
-            assert emitted == [row.provenance[start:] for row, start in zip(going, before)]
-            for row in going:
-                cached = made.runner._cached[row.id]
-                assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
-                assert made.runner.cache.allocator.length(row.id) == len(cached)
-                if row.finish_reason:
-                    made.release(row)
-        assert not any(held(made))
+        steps = take_steps(made, rows, stopped)
         return [told(row) for row in rows], steps
 
     slow, many = decode(0)

@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 
 from fly import LLM, SamplingParams
 from fly.backends.cpu import available, why_not
-from fly.cache import OutOfBlocks, PagedKVCache
+from fly.cache import PagedKVCache
 from fly.drafts import AdaptiveDraft, DraftStrategy, Eagle3Draft, TreeDraft
 from fly.engine import Engine
 from fly.policies import Exact, parse_policy
 from fly.request import Sequence
 from fly.runner import Runner
 from tests import test_eagle, test_rounds
-from tests.test_rounds import FOREVER, POLICIES, calls_of, told
+from tests.test_rounds import FOREVER, POLICIES, calls_of, take_steps, told
 
 VARIANTS = [name for name in available() if name != "torch"]
 pytestmark = pytest.mark.skipif(not VARIANTS, reason=why_not() or "compiled kernels are here")
@@ -50,13 +50,6 @@ def engine(kind: str, drafting: int, shape: dict[str, object], blocks: tuple[int
     return Engine(Runner(target, PagedKVCache(target.config, blocks[0], size), control_ids=(3, 4)), strategy)
 
 
-def held(made: Engine) -> list[dict[object, int]]:
-    return [
-        {seq: a.length(seq) for seq in a.sequences()}
-        for a in (made.runner.cache.allocator, *made.strategy.allocators())
-    ]
-
-
 @settings(max_examples=200, deadline=None)
 @given(data=st.data())
 def test_trees_of_one_call_are_the_trees_of_as_many_steps(data: st.DataObject) -> None:
@@ -82,24 +75,9 @@ def test_trees_of_one_call_are_the_trees_of_as_many_steps(data: st.DataObject) -
     stopped = None if data.draw(st.booleans()) else lambda row, token: row.generated == 17
 
     def decode(stretch: float) -> tuple[list[Sequence], int]:
-        made, rows, steps = engine(*setting), [row.sample(row.seed) for row in given_rows], 0
+        made, rows = engine(*setting), [row.sample(row.seed) for row in given_rows]
         made.stretch = stretch
-        while going := [row for row in rows if not row.finish_reason]:
-            before = [len(row.provenance) for row in going]
-            try:
-                emitted = made.step(going, stopped)
-            except OutOfBlocks:
-                return rows, steps
-            steps += 1
-            assert emitted == [row.provenance[start:] for row, start in zip(going, before)]
-            for row in going:
-                cached = made.runner._cached[row.id]
-                assert cached == row.tokens[: len(cached)] and len(cached) < len(row.tokens)
-                assert made.runner.cache.allocator.length(row.id) == len(cached)
-                if row.finish_reason:
-                    made.release(row)
-        assert not any(held(made))
-        return rows, steps
+        return rows, take_steps(made, rows, stopped)
 
     slow, many = decode(0)
     with pytest.MonkeyPatch.context() as patch:
