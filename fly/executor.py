@@ -372,7 +372,7 @@ class Executor(ABC):
 
         Raises ``ValueError`` if it has no layers that can be skipped.
         """
-        raise ValueError(f"layers can be skipped in a Llama, not in {self.model_name}")
+        raise ValueError(f"layers cannot be skipped in {self.model_name} on {self.kernels!r} kernels")
 
     @property
     def model_name(self) -> str:

@@ -29,7 +29,7 @@ from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import Eagle3Draft, NGramDraft, SingleDraft
+from fly.drafts import Eagle3Draft, LayerSkipDraft, NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
@@ -251,6 +251,13 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
         timed(Setting("ngram", llm, 3), [1, 2, 3], GREEDY, clocked=True)
     assert llm.engine.runner.executor is model and isinstance(steps[0], Clock)
     assert not llm.scheduler
+
+
+def test_a_draft_by_some_of_the_targets_layers_runs_under_clocks() -> None:
+    llm = LLM(random_llama(), LayerSkipDraft((1,)), k=3)
+    output, times = timed(Setting("skip", llm, 3), [1, 2, 3], GREEDY, clocked=True)
+    assert output.stats.drafted and 0 < times.target < times.decoding
+    assert output.token_ids == llm.generate([[1, 2, 3]], GREEDY, k=0)[0].token_ids
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])

@@ -67,6 +67,10 @@ class Clock(Wrapped):
     def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
         return self._clocked(self.inner.extend, *arguments, **options)
 
+    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+        """Without a clock: the time is the draft's, and not the target's."""
+        return self.inner.with_layers(layers)
+
     def rounds(
         self,
         rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
