@@ -256,7 +256,7 @@ class LlamaConfig(BaseModel):
 
 
 def _supported(raw: dict[str, Any], source: str) -> Family:
-    """The family of a configuration. Raises ``CheckpointError`` for what no family of ours is, by its name."""
+    """The family of a configuration. Raises ``CheckpointError`` naming an architecture that no family has."""
     architectures = raw.get("architectures") or []
     if (quantised := raw.get("quantization_config")) is not None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised

@@ -32,7 +32,7 @@ from fly.models.loading import resolve_dtype
 
 __all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "is_head", "load_head", "save_head"]
 
-# Names that configurations of heads go by; those of ``speculators`` state their type besides.
+# Architectures that configurations of heads name; those of ``speculators`` state their type besides.
 ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"
 _KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
@@ -201,9 +201,9 @@ class HeadLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The head; parameter names are those of ``speculators``, save for the fused ``qkv_proj`` and ``gate_up_proj``.
 
-    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``), or, where those are not
-    known yet, with what the head itself gave there; what comes out is the feature that stands for its own position, and
-    ``logits`` of it say what token comes next.
+    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``) or, where those are not
+    known yet, with the head's own feature there. The result is the feature of position i, whose ``logits`` predict the
+    next token.
 
     ``to_target_U`` are the target's ids of the draft vocabulary. Without an embedding of its own it needs the target's
     (``share``).

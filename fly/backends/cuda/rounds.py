@@ -1,4 +1,4 @@
-"""Whole rounds on the device: the host launches, waits once, and looks whether to go on.
+"""Whole rounds on the device: the host launches, waits once, and decides whether to go on.
 
 Shape legend: R rows with padding, X columns of what is downloaded.
 """
@@ -146,7 +146,7 @@ def _forward_cost(shape: Shape) -> float:
 def catch_up(
     model: Model, kv: PagedBatch, rows: Sequence[int], starts: Sequence[int], texts: Sequence[list[int]]
 ) -> None:
-    """Let a model take in what it lacks of some rows of ``kv``, from ``starts`` on, but for the last two tokens."""
+    """Feed a model the tokens that it lacks of some rows of ``kv``, from ``starts`` on, but for the last two."""
     new = [text[start:-2] for text, start in zip(texts, starts)]
     if new:
         batch = kv.cache.batch([kv.seqs[b] for b in rows], starts, [len(tokens) for tokens in new])
@@ -179,7 +179,7 @@ class _Call:
         return min(self.plan.rows[b].k, self.left[b] - 1, self.plan.draft_context - len(self.texts[b]))
 
     def catch_up(self, drafter: Model) -> None:
-        """Let the drafter take in what it lacks of each row that it will draft for, but for the last two tokens."""
+        """Feed the drafter the tokens that it lacks of each row that it will draft for, but for the last two."""
         kv = self.plan.draft_kv
         assert kv is not None
         late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
@@ -231,7 +231,7 @@ class _Call:
         return not ended and self._goes_on(now)
 
     def _take_in(self) -> bool:
-        """Read what came of a round, as far as the next one depends on it, and say whether a row ended."""
+        """Read the part of a round's result that the next round depends on, and say whether a row ended."""
         assert self.decide.download is not None
         found = self.decide.download.host
         values = found.tolist()

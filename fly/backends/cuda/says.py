@@ -1,4 +1,4 @@
-"""What requests say of single tokens, applied to logits on the device: penalties, biases and bans.
+"""What requests ask of single tokens, applied to logits on the device: penalties, biases and bans.
 
 Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns.
 """
@@ -50,7 +50,7 @@ class Says:
     def __init__(self, rows: int, ids: int, vocab_size: int, device: torch.device) -> None:
         self.ids, self.vocab_size = ids, vocab_size
         self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * ids, dtype=torch.float64, device=device)
-        # How often each token stands in a row's text, and whether in its prompt or text; one more column is nobody's.
+        # How often each token stands in a row's text, and whether in its prompt or text; the last is for padding.
         self.times_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.float32, device=device)
         self.seen_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
 

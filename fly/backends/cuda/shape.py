@@ -95,7 +95,7 @@ class Model(Protocol):
 
 
 class Cuts(NamedTuple):
-    """What rows above temperature 0 are drawn from, as far as that changes the work."""
+    """The sampling of rows above temperature 0, as far as it changes the work."""
 
     top_k: int = 0  # the largest; 0 if none asks for it
     top_p: bool = False
@@ -148,7 +148,7 @@ class Shape:
         return self.k > 1 and (self.spec.stops or self.copies > 0)
 
     def logit_bytes(self, vocabulary: int) -> int:
-        """Of the logits of a round, of what drafts are drawn from, and of what requests say."""
+        """Of a round's logits, of the distributions that drafts are drawn from, and of what requests ask."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
         return (
             4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))

@@ -21,8 +21,8 @@ __all__ = ["Table"]
 
 
 class Table:
-    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text,
-    where somebody reads that."""
+    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text, if
+    something reads it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
