@@ -2,7 +2,7 @@
 
 A model that does not fit on a device in bfloat16 may fit in int8: a matrix takes half the bytes. Its weights are whole
 numbers with a scale for each output (symmetric absolute maximum quantisation, as in arXiv 2208.07339, section 2.1); a
-product is the one with those numbers in the model's dtype, times the scales. Knows nothing of engines. """
+product is the one with those numbers in the model's dtype, times the scales. Knows nothing of engines."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """This machine's figures for the model of costs, and whether their predictions come true.
 
-Figures come from stand-ins: random models narrower and wider, shallower and deeper than those that are predicted, run
-by the same code, on the same ranks. So no prediction has seen what it predicts. All runs take turns, so that other work
-on the machine affects all alike.
+Figures come from stand-ins: random models that are narrower and wider, shallower and deeper than the predicted models,
+run by the same code on the same ranks. So the predicted models themselves are never used for a prediction. All runs
+take turns, so that other work on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_here(
 ) -> Check:
     """Predict a setting on this machine from the figures of other models, run it, and compare.
 
-    ``draft`` is one checkpoint. Rounds emit as many tokens as they do (``tau`` is measured); every time is predicted.
+    ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
     Raises ``ValueError`` for a draft on the first rank alone, which the model of costs knows nothing of.
     """
     if placement == "first":
@@ -154,13 +154,14 @@ class _Timer:
 
 
 def _middle(times: abc.Iterable[float]) -> float:
-    """The mean but for the least and the most: a median would show short runs a machine that is free in between, and
-    long ones one that is not."""
+    """The mean without the smallest and the largest. A median would favour short runs, which may fall between the other
+    work on the machine, over long ones, which cannot."""
     return statistics.mean(sorted(times)[1:-1])
 
 
 def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
-    """Models that surround ``config`` (or its first layers, if it is deep), and are none like it."""
+    """Models smaller and larger than ``config`` (or than its first layers, if it is deep), but none of the same
+    sizes."""
     depth, unit = min(config.num_hidden_layers, _DEEPEST), 16 * ranks
     return [
         config.resized(
@@ -247,7 +248,7 @@ def explain(
 
 
 def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> list[float]:
-    """Least squares of (factors, result, scale), each by its scale, of numbers that are none below 0."""
+    """Least squares of (factors, result, scale), each divided by its scale, with no solution below 0."""
     a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in equations], dtype=torch.float64)
     b = torch.tensor([result / scale for _, result, scale in equations], dtype=torch.float64)
     units = a.norm(dim=0).clamp_min(1e-300)

@@ -58,7 +58,7 @@ Decode = Callable[[list[int], int], list[int]]
 DecodeTogether = Callable[[list[list[int]], int], list[list[int]]]
 
 SURE, MOST_SURE = 0.4, 20
-"""How transformers drafts if not asked otherwise: least probability, most tokens."""
+"""How transformers drafts by default: least probability, most tokens."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A checkpoint in one GGUF file, llama.cpp's format: its metadata and tensors as a Hugging Face directory has them.
 
 The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks;
-its reader is not used, since it takes seconds for a vocabulary. """
+its reader is not used, since it takes seconds for a vocabulary."""
 
 from __future__ import annotations
 

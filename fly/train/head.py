@@ -192,7 +192,7 @@ class _Rows:
         return [*one.prompt, *one.answer][: self.length]
 
     def places(self, one: Answer) -> range:
-        """Where what comes next is the answer's, among what is left of it."""
+        """The places after which a token of the answer comes, after the answer was cut."""
         return range(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length))
 
     @torch.no_grad()
@@ -239,8 +239,8 @@ def train_head(
     advance: Callable[[int, str], None] = lambda count, said: None,
 ) -> tuple[Eagle3Head, Training]:
     """Train a head for the target that ``executor`` runs on its ``answers``, and write it to ``directory`` in the
-    published layout. What was begun there with the same plan and answers goes on from its last checkpoint; how many
-    steps are taken may change meanwhile, and the learning rate falls as that asks from there on.
+    published layout. A training that was begun there with the same plan and answers goes on from its last checkpoint.
+    The number of steps may be changed then; the learning rate follows the new number from there on.
 
     ``advance`` is told how many more steps were taken, and what to say of them.
 
@@ -387,7 +387,7 @@ def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
     rows.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
-        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # where too few answers say too little
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # if there are too few answers to solve for it
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
         scale_C = rows.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())

@@ -4,7 +4,7 @@ Shape legend: R rows (padding included), K longest draft, J = K + 1 positions, V
 W pages of a row, C columns of the state, S tokens that end a row.
 
 What a round must know of a row is one line of a table on the device, which the round itself updates: the host uploads
-it once, and then only reads the result of each round. Rows above temperature 0 stand first. """
+it once, and then only reads the result of each round. Rows above temperature 0 stand first."""
 
 from __future__ import annotations
 
