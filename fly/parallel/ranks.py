@@ -395,5 +395,5 @@ def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
             ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
         except (CollectiveError, RankError):
             raise
-        except Exception:  # the message's own, which the first rank gives to whoever asked
+        except Exception:  # about the message: the first rank gives it to the caller
             continue

@@ -67,7 +67,7 @@ def answers(
     """The target's answers to ``prompts`` under its chat template, where it has one. Answers that are already in the
     file at ``path`` are not made again. Each answer is written there as soon as all before it are.
 
-    ``advance`` is told how many more there are. Prompts that leave no room to answer get none.
+    ``advance`` is called with the number of further answers. Prompts that leave no room to answer get none.
 
     Raises ``ValueError`` if the file has answers of another target, to other prompts, or with other ``params``.
     """

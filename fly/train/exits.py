@@ -77,7 +77,7 @@ def train_exits(
     """Train early exits for the target that ``executor`` runs, on its ``answers``, and write them to ``directory``.
     Returns them, what each look came to, and the share of layers that held-out places went through.
 
-    ``advance`` is told how many more places were looked at, of ``plan.places`` at most.
+    ``advance`` is called with the number of further places looked at; in all these are ``plan.places`` at most.
 
     Raises ``ValueError`` for another executor than PyTorch's of a Llama, layers that it has not, or too few answers.
     """

@@ -242,7 +242,7 @@ def train_head(
     published layout. A training that was begun there with the same plan and answers goes on from its last checkpoint.
     The number of steps may be changed then; the learning rate follows the new number from there on.
 
-    ``advance`` is told how many more steps were taken, and what to say of them.
+    ``advance`` is called with the number of further steps taken, and a text about them.
 
     Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there is of
     another plan.

@@ -136,8 +136,8 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
 
 
 def _forward_cost(shape: Shape) -> float:
-    """How long a forward of the drafter takes, beside one of a row's last token alone. By arithmetic, not by the clock:
-    processes that share a model decide alike."""
+    """How long a forward of the drafter takes, relative to one of a row's last token alone. Computed, not timed, so
+    that processes that share a model decide alike."""
     if not shape.copies:
         return 1.0
     return _LOOKUP * max(shape.rows * (shape.copies + 1), _RIDGE) / max(shape.rows, _RIDGE)
