@@ -106,7 +106,8 @@ class Growth:
 
     @property
     def spare(self) -> int:
-        """Tokens that it may store in one of the two caches beside those of a row: the tree, or what is followed."""
+        """Tokens that it may store in one of the two caches besides those of a row: the tree, or the followed
+        tokens."""
         level, followed = 1, 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
@@ -128,7 +129,7 @@ class DraftSpec:
     # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
-    says: bool = False  # whether the logits of the most likely tokens are asked for too
+    says: bool = False  # whether the logits of the most likely tokens are wanted too
     tree: Growth | None = None
 
     @property
@@ -227,12 +228,12 @@ class Rounds:
     """The result of a ``RoundPlan``."""
 
     decisions: list[list[Decision]]  # of each row, for the rounds that ``ask`` has not been given yet
-    texts: list[list[int]]  # what is cached of each row, and what was drafted last
+    texts: list[list[int]]  # the cached tokens of each row, and the last draft
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
-    # Where they were asked for: the number of the first token that each row was fed, and hidden states from it on.
+    # If they were wanted: the number of the first token that each row was fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    error: BaseException | None = None  # raised by the one who was asked; that round is discarded
+    error: BaseException | None = None  # raised by ``ask``; that round is discarded
 
 
 class Executor(ABC):

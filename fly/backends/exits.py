@@ -191,8 +191,8 @@ class _Forward:
         return left
 
     def _seen(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Ids [N, U + 1] and logits of the tokens looked through, and last of what was drafted after each token, where
-        that is none of them (else -inf)."""
+        """Ids [N, U + 1] and logits of the tokens looked through, and last of the token drafted after each place; -inf
+        if that is one of them."""
         ids_U, count = self.exits.ids_U, len(hidden_NC)
         logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
         ids_NX = F.pad(ids_U.expand(count, -1), (0, 1))

@@ -190,7 +190,7 @@ def _time_stand_ins(
 ) -> Callable[[], Machines]:
     """Time forwards of the models around ``config``, of one token and of as many as a verification looks at.
 
-    Gives what explains them when they are timed: all ranks, whose engine's time is not known yet.
+    Gives a function that, once all is timed, gives the figures of all ranks, still without the engine's time.
     """
     size = 1 if ranks is None else ranks.size
     local: list[tuple[LlamaConfig, int, int, list[float]]] = []
@@ -286,9 +286,9 @@ def _time_rounds(
     ranks: Ranks | None,
     sharded: bool,
 ) -> Callable[[Machines], Machines]:
-    """Time rounds of stand-ins, and their forwards: what is left is the engine's.
+    """Time rounds of stand-ins, and their forwards: the rest of a round is the engine's time.
 
-    Gives what adds to machines, when they are timed, the seconds of a round, and of a drafted token besides.
+    Gives a function that, once all is timed, adds to machines the engine's seconds for a round and for a drafted token.
     """
     size = 1 if ranks is None else ranks.size
     small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
@@ -304,7 +304,7 @@ def _time_rounds(
     def with_engine(machines: Machines) -> Machines:
         judged = JUDGED * machines.all_reduce((k + 1) * 8 * machines.ranks)
         rounds, count = plain.stats.rounds + 1, drafted.stats  # the prompt's is one more
-        beside, besides = [], []  # what a run without a draft, and one with it, takes beside its forwards
+        beside, besides = [], []  # the time of a run without a draft, and with one, that is not in forwards
         for one, both, step, verify, draft in zip(plain.times, drafted.times, *alone):
             # turn by turn: what slows one down slows all
             beside.append(one * plain.stats.generated - rounds * step)

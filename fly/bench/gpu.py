@@ -1,4 +1,4 @@
-"""Rounds on a CUDA device: the time of target, draft and host, beside the limit of the memory's bandwidth.
+"""Rounds on a CUDA device: the time of target, draft and host, compared with the limit of the memory's bandwidth.
 
 Models have the shapes of published ones and random weights, which take as long to read as trained ones. Knows nothing
 of how results are shown.

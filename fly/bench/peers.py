@@ -186,7 +186,7 @@ def measure_prompts(
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
-    """Prompts, and most tokens of each, for a shape of so many parameters where nothing else is asked for.
+    """The default number of prompts, and most tokens of each, for a shape of so many parameters.
 
     One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
     take about four minutes on two cores up to 270 million.

@@ -1,4 +1,4 @@
-"""What a decision costs, beside the verification forward before it.
+"""What a decision costs, compared with the verification forward before it.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """

@@ -177,7 +177,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model has said, for those who train it; here it is what stands in it."""
+    """``{% generation %}`` marks the model's own text, for training; here it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
 

@@ -18,7 +18,7 @@ from fly.types import SamplingParams
 
 __all__ = ["read_sampling_defaults", "sampling_defaults"]
 
-# By transformers' names -> by ours. What is said of drawing holds where the checkpoint draws at all.
+# By transformers' names -> by ours. Settings of drawing count only if the checkpoint draws at all.
 _DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
@@ -41,7 +41,7 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values that ask for nothing, besides none, zero and empty; some are what transformers takes where a file is silent.
+# Values without effect, besides none, zero and empty; some are the defaults of transformers.
 _NEUTRAL: Mapping[str, Any] = {
     "temperature": 1,
     "top_p": 1,

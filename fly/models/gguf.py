@@ -63,7 +63,7 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that change what is computed, in ways that are not computed here.
+# Settings that change the computation in ways that are not supported here.
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.scale",

@@ -38,7 +38,7 @@ class Lengths:
             longest = max((len(token.encode()) for token in vocabulary), default=0)
         else:
             return
-        if not (self._dropped and shrinks > 1):  # what is normalized may become what is dropped
+        if not (self._dropped and shrinks > 1):  # normalising may produce characters that are dropped
             self._widest = shrinks * max([longest, *(len(token.content.encode()) for token in added), 1])
 
     def least(self, text: str) -> int:

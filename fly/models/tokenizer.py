@@ -144,7 +144,7 @@ class Tokenizer:
         return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; special tokens are left out unless asked for."""
+        """Text of ``ids``; special tokens are left out by default."""
         if len(ids) < _LONG:
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
@@ -253,7 +253,7 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
-        """Token ids of a text, of which what stands between marks is plain."""
+        """Token ids of a text; what is between marks is plain text."""
         parts = re.split("|".join(map(re.escape, marks)), text)
         if at_most is not None:
             self.check_length("".join(parts), at_most)

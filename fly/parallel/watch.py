@@ -201,7 +201,7 @@ class Watch:
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
-        with contextlib.suppress(RuntimeError):  # a device that has failed; those who wait for it report it
+        with contextlib.suppress(RuntimeError):  # a device that has failed; the ranks that wait for it report it
             if over is None or over():
                 self._queued = (0, 0.0)
                 return None

@@ -51,7 +51,7 @@ class Plan:
         draft_vocabulary: tokens that it can draft, those that come up most in the answers; None is 32,000 at most.
         steps: of the optimiser. batch: rows of one. length: tokens of a row, longer ones are cut.
         test_steps: of the training-time test: how far it goes on by its own features.
-        decay: weight of each of those steps beside the one before.
+        decay: weight of each of those steps relative to the one before.
         learning_rate: of AdamW, after a warm-up; it falls to a tenth along a cosine.
         held_out: one answer in this many is not trained on, but measured.
         precision: of products while it is trained, bfloat16 or float32; weights are float32 until they are written.
@@ -347,7 +347,7 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
         stands_M = standing_BL[at_M]
         hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
         right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
-        # The next step stands where the token it is fed is what was drafted.
+        # The next step counts where the token it is fed is the one that was drafted.
         next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
         standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
     return losses, (right_S, asked_S)

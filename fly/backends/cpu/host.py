@@ -230,7 +230,7 @@ def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decis
 
 
 class _HostBlock:
-    """A block whose agreement is known as lists; as tensors where a condition asks for them."""
+    """A block whose agreement is known as lists; as tensors if a condition needs them."""
 
     def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
         self.target, self.draft, self.agree = target, draft, agree

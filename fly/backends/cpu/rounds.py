@@ -164,7 +164,7 @@ def take_rounds(
     if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
         error = KeyboardInterrupt()
     last = call.rounds - 1
-    # Of a chain all that was fed is stored, of a tree what stands of it.
+    # Of a chain all fed tokens are stored, of a tree the kept ones.
     fed = counts if tree is None else array("i", [max(n, 0) for n in accepted])
     stored = [text[: one.length + fed[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
     taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
@@ -172,7 +172,7 @@ def take_rounds(
     found = [decisions(b, told, call.rounds) for b in range(count)]
     states = []
     if read_NF is not None:
-        places: list[list[int]] = [[] for _ in rows]  # of what stands of each round, and of all of the last
+        places: list[list[int]] = [[] for _ in rows]  # of the kept tokens of each round, and of all tokens of the last
         at = 0
         for i in range(call.rounds):
             for b, kept in enumerate(places):

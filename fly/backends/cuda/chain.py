@@ -150,8 +150,8 @@ class Chain:
         return torch.minimum(most_R, column(Column.CONTEXT) - column(Column.LENGTH))
 
     def _step(self, first: bool) -> None:
-        """A forward, and what it says. It is fed a row's last token and what is copied after it, the first forward also
-        the token before, which the drafter lacks after a draft that was kept whole."""
+        """A forward, and the tokens that it predicts. It is fed a row's last token and what is copied after it, the
+        first forward also the token before, which the drafter lacks after a draft that was kept whole."""
         table, model, shape, copies, drawn = self.table, self.model, self.shape, self.copies, self.shape.drawn
         cache = self._cache()
         assert cache is not None

@@ -33,7 +33,7 @@ __all__ = ["LONGEST", "OFTEN", "Works", "catch_up", "pages", "take_rounds"]
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
 # Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
-# first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
+# first time on a machine: as long as these rounds took, so that compiling at most doubles the time of short work.
 OFTEN = 2000
 _LOOKUP = 1.08  # how much longer a forward of a draft model of 1B takes with prompt lookup, for some 30 short kernels
 _RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
@@ -60,7 +60,8 @@ class Works:
         drafter: Model | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> Work:
-        """The memory and graphs for batches of this shape; what came often gets new ones, of compiled layers."""
+        """The memory and graphs for batches of this shape; a shape that came often gets new ones, with compiled
+        layers."""
         plain = shape, id(draft_cache)
         if (found := self.made.made.get(plain)) is not None and found.rounds >= OFTEN and target.compiles:
             del self.made.made[plain]

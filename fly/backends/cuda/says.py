@@ -20,7 +20,7 @@ __all__ = ["Asking", "Says", "ids_of"]
 
 
 class _Column(IntEnum):
-    """The columns of what a row asks, float64, which holds ids exactly; then ids that are biased, and by how much."""
+    """The columns of a row's requests, float64, which holds ids exactly; then ids that are biased, and by how much."""
 
     PROMPT = 0  # tokens of its prompt
     ENOUGH = 1  # tokens of its text from which on it may end

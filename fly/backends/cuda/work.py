@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the target says."""
+    """The target's output."""
 
     logits_RJV: Tensor
     choices_RJ: Tensor
@@ -147,7 +147,7 @@ class Decide:
         self.download: Download | None = None
 
     def begin(self, done: torch.cuda.Event) -> None:
-        """Decide, and start to download what came of it."""
+        """Decide, and start to download the result."""
         self.run.follow(self.work.score)
         found_RX = self.run()
         if self.download is None:
