@@ -35,8 +35,9 @@ LEGEND = (
     "AR's · lost, won: problems that AR answers right more often, and that this way does · p: the chance of such a "
     "difference between lost and won by luck alone (exact McNemar or sign test) · relaxed: share of tokens kept "
     "though the exact rule rejects them · same: answers equal to AR's, token by token · first: median place of the "
-    "first token that differs · length: tokens relative to AR's. Below or after values: intervals of 95 % (Wilson for "
-    "shares, bootstrap over problems for ratios)."
+    "first token that differs · length: tokens relative to AR's · place in the draft: of the drafts "
+    "at least that long, the share in which it is kept. Below or after values: intervals of 95 % (Wilson for shares, "
+    "bootstrap over problems for ratios)."
 )
 
 
