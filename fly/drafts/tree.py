@@ -59,7 +59,7 @@ class TreeDraft(SingleDraft):
     and a lossless rule stays lossless at any temperature. Other arguments as for ``SingleDraft``.
     """
 
-    knows_chances = False  # a token beside the likeliest stands where that does not
+    knows_chances = False  # other tokens than the likeliest may be kept where that one is not
 
     def __init__(
         self,

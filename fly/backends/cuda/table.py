@@ -50,7 +50,7 @@ class Table:
         self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
     ) -> None:
         """Upload the state of each row, and the pages that have changed since last time. ``order`` says which row of
-        ``kv`` stands in each place; -1 is padding."""
+        ``kv`` is in each place; -1 is padding."""
         self.state_RC.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
         shape, tables = self.shape, []
         for batch, width in ((kv, shape.pages), (draft_kv, shape.draft_pages)):
