@@ -75,8 +75,8 @@ class Scores(NamedTuple):
 
     logits_NV: Tensor  # float32
     argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
-    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, where they were asked for
-    layers: list[int] | None = None  # that each row of the batch went through, of an executor that leaves early
+    states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if they were wanted
+    layers: list[int] | None = None  # layers that each row of the batch went through, if the executor leaves early
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,8 @@ class Growth:
 
     @property
     def spare(self) -> int:
-        """Tokens that it may store in one of the two caches beside those of a row: the tree, or what is followed."""
+        """Tokens that it may store in one of the two caches besides those of a row: the tree, or the followed
+        tokens."""
         level, followed = 1, 0
         for width in self.widths[:-1]:
             level = min(level * width, self.follow)
@@ -128,7 +129,7 @@ class DraftSpec:
     # it stops after a token if the product of the largest probabilities up to there is less; of each row, () is never
     reach: tuple[float, ...] = ()
     lookup: Lookup | None = None
-    says: bool = False  # whether the logits of the most likely tokens are asked for too
+    says: bool = False  # whether the logits of the most likely tokens are wanted too
     tree: Growth | None = None
 
     @property
@@ -188,7 +189,7 @@ class RoundRow:
     relaxed: int = 0  # how many of them were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over those
     prompt_length: int = 0
-    params: SamplingParams | None = None  # where it asks something of its text (``Executor.may_round``)
+    params: SamplingParams | None = None  # if it asks something of its text (``Executor.may_round``)
 
 
 class Given(NamedTuple):
@@ -219,20 +220,20 @@ class RoundPlan:
     seconds: float = 0.0
     hurry: array[int] | None = None
     given: Given | None = None  # of a drafter that is a ``Head``
-    states: tuple[int, ...] = ()  # hidden states of the target that are asked for (``Executor.score``)
+    states: tuple[int, ...] = ()  # hidden states of the target that are wanted (``Executor.score``)
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """What came of a ``RoundPlan``."""
+    """The result of a ``RoundPlan``."""
 
-    decisions: list[list[Decision]]  # of each row: of those rounds that ``ask`` was not given yet
-    texts: list[list[int]]  # what is cached of each row, and what was drafted last
+    decisions: list[list[Decision]]  # of each row, for the rounds that ``ask`` has not been given yet
+    texts: list[list[int]]  # the cached tokens of each row, and the last draft
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
-    # Where they were asked for: the number of the first token that each row was fed, and hidden states from it on.
+    # If they were wanted: the number of the first token that each row was fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    error: BaseException | None = None  # raised by the one who was asked; that round is discarded
+    error: BaseException | None = None  # raised by ``ask``; that round is discarded
 
 
 class Executor(ABC):
@@ -244,7 +245,7 @@ class Executor(ABC):
     kernels = "torch"  # the name of the kernels that compute its forwards
     own_threads = False  # whether forwards run on its own threads, so that torch's would only be in the way
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
-    gives_states = False  # whether ``score`` can be asked for hidden states
+    gives_states = False  # whether ``score`` can give hidden states
     leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
 
     @property
@@ -472,10 +473,9 @@ class Wrapped(Executor):
 class TokenByToken(Wrapped):
     """An executor that feeds its model one token at a time.
 
-    The matrix products of most libraries add up in an order that depends on how many rows there are, so that the same
-    token gets other last bits in a batch, or as one of several drafted ones. One at a time every token takes the same
-    way through the same kernels over the same keys in the same order. It costs as many forwards as there are tokens.
-    """
+    The matrix products of most libraries add up in an order that depends on the number of rows. So the same token gets
+    other last bits in a batch, or as one of several drafted tokens. One at a time, every token is computed by
+    the same kernels over the same keys in the same order. It costs as many forwards as there are tokens."""
 
     batch_invariant = True
 

@@ -31,7 +31,7 @@ PROSE = {
     "docs/contributing.md",
     "docs/reference/commands.md",
     "docs/explanation/layout.md",
-    "docs/early-exit.md",
+    "docs/how-to/early-exit.md",
 }
 PROSE |= {"docs/tutorials/evaluate.md"}  # pages without Python
 FENCED = re.compile(r"^( *)```(\w*)\n(.*?)^\1```$", flags=re.MULTILINE | re.DOTALL)

@@ -1,4 +1,4 @@
-"""What runs a model: one folder or file for each kind of device, and the choice among them, which ``fly.LLM`` makes."""
+"""What runs a model: one folder or file for each kind of device, and how ``fly.LLM`` chooses among them."""
 
 from fly.backends.choice import executor_of, load, load_executor, part_executor
 

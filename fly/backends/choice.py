@@ -1,4 +1,4 @@
-"""Which backend runs a loaded model. A further backend is chosen here, and known nowhere else."""
+"""Which backend runs a loaded model. A new backend is added here; no other file knows of it."""
 
 from __future__ import annotations
 
@@ -97,8 +97,7 @@ def _on_torch(model: Model | Loading) -> Executor:
 
 
 def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
-    """What runs the part of a model that this process holds of it, on PyTorch; ``awaited`` is entered around each wait
-    for what others have to do their part of."""
+    """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
     if model.device.type == "cuda":
         from fly.backends.cuda.executor import CudaExecutor
 
@@ -114,14 +113,14 @@ def load_executor(
 ) -> Executor:
     """A checkpoint, ready to run; arguments and errors as of ``fly.models.load_model`` and ``executor_of``."""
     if not rounds(kernels, resolve_device(device)):
-        chosen(kernels)  # what is wrong with them is said before anything is read
+        chosen(kernels)  # bad kernels are an error before anything is read
     return executor_of(Loading(checkpoint, dtype, device), kernels)
 
 
 def early(executor: Executor, exits: str | Path) -> Executor:
-    """A loaded target that leaves early by what is in that directory (``fly train-exit``).
+    """A loaded target that leaves early, by the predictors in directory ``exits`` (``fly train-exit`` writes them).
 
-    Raises ``ValueError`` if that cannot be read, or is not for this target or its kernels.
+    Raises ``ValueError`` if they cannot be read, or are not for this target or its kernels.
     """
     return EarlyExit(executor, load_exits(exits))
 

@@ -1,8 +1,8 @@
-"""A target that stops early where more layers would not change what it says (SpecEE, arXiv 2504.08850), on PyTorch.
+"""A target that stops early where more layers would not change its choice (SpecEE, arXiv 2504.08850), on PyTorch.
 
-Each row of a batch leaves by itself, with all its new tokens at once. What it says then is what the layers so far say.
-Of the layers that it skips, keys and values are made from its hidden state at the exit, so that later tokens find
-some there (as in CALM, arXiv 2207.07061, section 3.4).
+Each row of a batch leaves by itself, with all its new tokens at once. Its logits are computed from the hidden states at
+the exit. The keys and values of the layers that it skips are made from these too, so that later tokens find some there
+(as in CALM, arXiv 2207.07061, section 3.4).
 
 Shape legend: T packed tokens, N tokens of the rows that may still leave, U tokens looked through, X these and a drafted
 one, E candidates a token, C hidden width, V vocabulary, F hidden states side by side.
@@ -30,11 +30,11 @@ __all__ = ["EarlyExit"]
 class EarlyExit(Wrapped):
     """A Llama on PyTorch's kernels that leaves early by ``exits``.
 
-    A row may leave where logits after all its new tokens are asked for, which are few then; a prompt goes through all
-    layers. Candidates of a token are the likeliest of some frequent ones and of what was drafted after it. A row leaves
-    where the predictors say so of each of its tokens, up to the first after which another candidate is likelier than
-    the drafted one, and where of all the vocabulary the likeliest is a candidate there. Later tokens of a draft do not
-    matter then; of a tree, all do.
+    A row may leave if logits are wanted after all its new tokens, which are few then; a prompt goes through all
+    layers. The candidates after a token are the likeliest of some frequent tokens, and the token drafted there. A row
+    leaves when both hold for each of its tokens: the predictor says that its choice is settled, and the likeliest token
+    of the whole vocabulary is a candidate. Only tokens up to the first mismatch with the draft count; in a tree, all
+    do.
 
     Raises ``ValueError`` for another model, other kernels, or exits for a target of other sizes.
     """
@@ -87,7 +87,7 @@ class _Row(NamedTuple):
 
 class _Forward:
     """One forward, a ``fly.models.llama.Through``. It notes ``logits`` by token of those that left, ``layers`` by row,
-    and the hidden ``states`` that are asked for."""
+    and the hidden ``states`` that are wanted."""
 
     def __init__(
         self, owner: EarlyExit, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]
@@ -191,8 +191,8 @@ class _Forward:
         return left
 
     def _seen(self, hidden_NC: Tensor, rows: list[_Row]) -> tuple[Tensor, Tensor]:
-        """Ids [N, U + 1] and logits of the tokens looked through, and last of what was drafted after each token, where
-        that is none of them (else -inf)."""
+        """Ids [N, U + 1] and logits of the tokens looked through, and last of the token drafted after each place; -inf
+        if that is one of them."""
         ids_U, count = self.exits.ids_U, len(hidden_NC)
         logits_NX = F.pad((hidden_NC @ self.weight_UC.T).float(), (0, 1), value=-torch.inf)
         ids_NX = F.pad(ids_U.expand(count, -1), (0, 1))

@@ -1,9 +1,8 @@
 """Matrices of a model on int8 weights, for devices other than the CPU: by torchao, an optional library.
 
-What does not fit on a device in bfloat16 may fit so: a matrix takes half the bytes. Its weights are whole numbers with
-a scale for each output (symmetric absolute maximum quantisation, as in arXiv 2208.07339, section 2.1); a product is
-the one with those numbers in the model's dtype, times the scales. Knows nothing of engines.
-"""
+A model that does not fit on a device in bfloat16 may fit in int8: a matrix takes half the bytes. Its weights are whole
+numbers with a scale for each output (symmetric absolute maximum quantisation, as in arXiv 2208.07339, section 2.1); a
+product is the one with those numbers in the model's dtype, times the scales. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -33,8 +32,8 @@ def rounds(kernels: str, device: torch.device) -> bool:
 def rounded(model: Llama | Loading) -> Llama:
     """The model with every matrix rounded to int8 weights; an embedding, and a head that is one, stay as they are.
 
-    One that is being loaded is rounded layer by layer, so that the device holds one layer at most that is not. Of a
-    loaded one it is a copy.
+    A model that is being loaded is rounded layer by layer, so that the device holds at most one layer that is not
+    rounded. A loaded model is copied.
     """
     if isinstance(model, Loading):
         made = model.whole(_round)

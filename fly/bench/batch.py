@@ -99,7 +99,7 @@ def measure_load(
 
 
 class _Asked(Job):
-    """A request that notes its times; ``ended`` is called on the engine's thread when it is over."""
+    """A request that notes its times; ``ended`` is called on the engine's thread when the request ends."""
 
     def __init__(self, requests: list[Request], ended: Callable[[], None]) -> None:
         super().__init__(requests)

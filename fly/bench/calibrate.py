@@ -1,8 +1,8 @@
 """This machine's figures for the model of costs, and whether their predictions come true.
 
-Figures come from stand-ins: random models narrower and wider, shallower and deeper than those that are predicted, run
-by the same code, on the same ranks. So no prediction has seen what it predicts. All runs take turns, so that other work
-on the machine affects all alike.
+Figures come from stand-ins: random models that are narrower and wider, shallower and deeper than the predicted models,
+run by the same code on the same ranks. So the predicted models themselves are never used for a prediction. All runs
+take turns, so that other work on the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def check_here(
 ) -> Check:
     """Predict a setting on this machine from the figures of other models, run it, and compare.
 
-    ``draft`` is one checkpoint. Rounds emit as many tokens as they do (``tau`` is measured); every time is predicted.
+    ``draft`` is one checkpoint. The tokens that a round emits (``tau``) are measured; every time is predicted.
     Raises ``ValueError`` for a draft on the first rank alone, which the model of costs knows nothing of.
     """
     if placement == "first":
@@ -154,13 +154,14 @@ class _Timer:
 
 
 def _middle(times: abc.Iterable[float]) -> float:
-    """The mean but for the least and the most: a median would show short runs a machine that is free in between, and
-    long ones one that is not."""
+    """The mean without the smallest and the largest. A median would favour short runs, which may fall between the other
+    work on the machine, over long ones, which cannot."""
     return statistics.mean(sorted(times)[1:-1])
 
 
 def _stand_ins(config: LlamaConfig, ranks: int) -> list[LlamaConfig]:
-    """Models that surround ``config`` (or its first layers, if it is deep), and are none like it."""
+    """Models smaller and larger than ``config`` (or than its first layers, if it is deep), but none of the same
+    sizes."""
     depth, unit = min(config.num_hidden_layers, _DEEPEST), 16 * ranks
     return [
         config.resized(
@@ -189,7 +190,7 @@ def _time_stand_ins(
 ) -> Callable[[], Machines]:
     """Time forwards of the models around ``config``, of one token and of as many as a verification looks at.
 
-    Gives what explains them when they are timed: all ranks, whose engine's time is not known yet.
+    Gives a function that, once all is timed, gives the figures of all ranks, still without the engine's time.
     """
     size = 1 if ranks is None else ranks.size
     local: list[tuple[LlamaConfig, int, int, list[float]]] = []
@@ -247,7 +248,7 @@ def explain(
 
 
 def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> list[float]:
-    """Least squares of (factors, result, scale), each by its scale, of numbers that are none below 0."""
+    """Least squares of (factors, result, scale), each divided by its scale, with no solution below 0."""
     a = torch.tensor([[factor / scale for factor in factors] for factors, _, scale in equations], dtype=torch.float64)
     b = torch.tensor([result / scale for _, result, scale in equations], dtype=torch.float64)
     units = a.norm(dim=0).clamp_min(1e-300)
@@ -285,9 +286,9 @@ def _time_rounds(
     ranks: Ranks | None,
     sharded: bool,
 ) -> Callable[[Machines], Machines]:
-    """Time rounds of stand-ins, and their forwards: what is left is the engine's.
+    """Time rounds of stand-ins, and their forwards: the rest of a round is the engine's time.
 
-    Gives what adds to machines, when they are timed, the seconds of a round, and of a drafted token besides.
+    Gives a function that, once all is timed, adds to machines the engine's seconds for a round and for a drafted token.
     """
     size = 1 if ranks is None else ranks.size
     small = LlamaConfig.model_validate({**small.model_dump(), "vocab_size": large.vocab_size})
@@ -303,7 +304,7 @@ def _time_rounds(
     def with_engine(machines: Machines) -> Machines:
         judged = JUDGED * machines.all_reduce((k + 1) * 8 * machines.ranks)
         rounds, count = plain.stats.rounds + 1, drafted.stats  # the prompt's is one more
-        beside, besides = [], []  # what a run without a draft, and one with it, takes beside its forwards
+        beside, besides = [], []  # the time of a run without a draft, and with one, that is not in forwards
         for one, both, step, verify, draft in zip(plain.times, drafted.times, *alone):
             # turn by turn: what slows one down slows all
             beside.append(one * plain.stats.generated - rounds * step)

@@ -1,4 +1,4 @@
-"""Every draft strategy on every kind of task, and what drafting costs where nothing can be predicted."""
+"""Every draft strategy on every kind of task, and what drafting costs on texts that no draft can predict."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STRATEGIES = (
     "adaptive(fly-draft)",
     "adaptive(union(suffix, fly-draft))",
 )
-"""What ``fly bench drafts`` measures if nothing else is asked for; the first is the draft that others are held to."""
+"""What ``fly bench drafts`` measures by default; the others are compared with the first."""
 
 RANDOM, WRONG = "random, T 1.5", "always wrong"
 """Texts that cannot be predicted, and the drafter that never predicts."""
@@ -111,7 +111,7 @@ class Ratio:
         if not ratios:
             raise ValueError("no pair of runs to take a median of")
         ordered, n = sorted(ratios), len(ratios)
-        # The median lies outside where fewer than so many of n throws of a coin fall on one side.
+        # The median lies outside if fewer than so many of n coin throws fall on one side.
         outside = list(accumulate(2 * math.comb(n, fewer) / 2**n for fewer in range(n // 2)))
         aside = max(0, bisect_right(outside, 0.05) - 1)
         middle = (ordered[(n - 1) // 2] + ordered[n // 2]) / 2
@@ -173,10 +173,9 @@ def measure_promise(
 
     Two texts of 256 tokens each: what follows 32 random tokens at temperature 1.5 (``RANDOM``), where the strategy may
     still be right at times; and held-out problems, greedy, with a drafter that costs what the strategy does and is
-    always wrong (``WRONG``). Settings take turns, and the order of turns goes round, so that nothing favours one of
-    them. Strategies start knowing nothing. ``advance`` is called ``2 * len(names) * count * repeats`` times;
-    ``options`` are those of ``measure_drafts``.
-    """
+    always wrong (``WRONG``). Settings take turns, in an order that rotates, so that none is favoured. Strategies start
+    with nothing learned. ``advance`` is called ``2 * len(names) * count * repeats`` times; ``options`` are those of
+    ``measure_drafts``."""
     plain = LLM(model, **options)
     target, rng = target_of(plain), Random(0)
     vocabulary = target.config.vocab_size

@@ -1,7 +1,7 @@
-"""Rounds on a CUDA device: the time of target, draft and host, beside the limit of the memory's bandwidth.
+"""Rounds on a CUDA device: the time of target, draft and host, compared with the limit of the memory's bandwidth.
 
-Models have the shapes of published ones and random weights, which take as long to read. Knows nothing of how it is
-shown.
+Models have the shapes of published ones and random weights, which take as long to read as trained ones. Knows nothing
+of how results are shown.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Round:
 
     @property
     def lost(self) -> float:
-        """The share of the round in which the device did neither."""
+        """The share of the round in which the device ran neither target nor draft."""
         return 1 - (self.target + self.draft) / self.whole
 
 

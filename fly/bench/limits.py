@@ -56,7 +56,7 @@ class Limits:
         return between(sorted((math.log(size), rate) for size, rate in self.reading.items()), math.log(within))
 
     def best(self, again: Limits) -> Limits:
-        """The better of two measurements of each, of one machine."""
+        """The better of two measurements of each limit, on one machine."""
 
         def better(one: dict[Any, float], other: dict[Any, float]) -> dict[Any, float]:
             return {key: max(rate, other[key]) for key, rate in one.items()}
@@ -106,7 +106,7 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     sides = {torch.bfloat16: side, torch.float32: side}
     if device.type == "cpu" and not why_not():  # what W8A8 is held against
         sides[torch.int8] = 2 * side
-    # Not all in turns: the threads of one library look out for work for a while when the other has begun.
+    # Not all in turns: the threads of one library still spin for a while after the other has begun.
     timings = take_turns([partial(read, size) for size in _SIZES], repeats, device)
     timings += take_turns([multiplies(*one) for one in sides.items()], repeats, device)
     amounts: dict[int | torch.dtype, int] = {size: size for size in _SIZES}
@@ -129,7 +129,7 @@ def _numbers(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _totals(device: torch.device) -> list[Callable[[torch.Tensor], object]]:
-    """Ways to read all of a tensor: the compiled kernels, where they are, ask for memory ahead of the processor."""
+    """Ways to read all of a tensor: the compiled kernels, if there are any, prefetch memory."""
     if device.type != "cpu" or why_not():
         return [torch.Tensor.sum]
     read = load().fly_sum

@@ -1,4 +1,4 @@
-"""Everything that benches do with a loaded model directly: its description, its calls, its caches. Knows nothing of
+"""Everything that benches do with a loaded model itself: its description, its calls, its caches. Knows nothing of
 clocks."""
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Subject:
-    """A model to be timed: a name, a configuration, and ``make``, which gives the model when its turn comes."""
+    """A model to time: a name, a configuration, and ``make``, which gives the model in its turn."""
 
     name: str
     config: LlamaConfig
@@ -121,7 +121,7 @@ def forward_of(
 
 
 def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
-    """A forward over ``tokens`` after ``context``, and its most likely tokens, as often as one likes."""
+    """A forward over ``tokens`` after ``context``, and its most likely tokens; it can be called any number of times."""
     text = [1, 2, 3, 4] * (context // 4)
     row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
     runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))

@@ -58,7 +58,7 @@ Decode = Callable[[list[int], int], list[int]]
 DecodeTogether = Callable[[list[list[int]], int], list[list[int]]]
 
 SURE, MOST_SURE = 0.4, 20
-"""How transformers drafts if not asked otherwise: least probability, most tokens."""
+"""How transformers drafts by default: least probability, most tokens."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,9 @@ def measure_matches(
     """Let every contender decode every prompt, ``rows`` of them together, ``turns`` times over, in turns of a few
     prompts after a warm-up.
 
-    A few, since the next library finds the caches of the processor full of another's weights, and for a moment its
-    threads still looking out for work. Outputs are those of the first turn. ``advance(name)`` is called after every
-    completion, or every ``rows`` of them.
-    """
+    Turns are short, since a library begins with the processor's caches full of another's weights, and at first beside
+    threads of the other that still look for work. Outputs are those of the first turn. ``advance(name)`` is called
+    after every completion, or every ``rows`` of them."""
     if not contenders or not prompts or turns < 1:
         raise ValueError(f"need contenders, prompts and turns, got {len(contenders)}, {len(prompts)} and {turns}")
 
@@ -169,7 +168,7 @@ def measure_prompts(
     contenders: Sequence[Contender], vocabulary: int, lengths: Sequence[int], turns: int
 ) -> dict[str, dict[int, Timing]]:
     """Tokens a second that each library reads of prompts of these lengths, of random tokens that no cache has seen: by
-    the time to the first token after them, of those who decode step by step."""
+    the time to the first token after them, for the libraries that decode step by step."""
     rng = random.Random(1)
     plain = [contender for contender in contenders if not contender.speculative]
     found: dict[str, dict[int, Timing]] = {contender.library: {} for contender in plain}
@@ -187,7 +186,7 @@ def measure_prompts(
 
 
 def usual_amount(parameters: int) -> tuple[int, int]:
-    """Prompts, and most tokens of each, for a shape of so many parameters where nothing else is asked for.
+    """The default number of prompts, and most tokens of each, for a shape of so many parameters.
 
     One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
     take about four minutes on two cores up to 270 million.

@@ -1,10 +1,9 @@
 """What to expect of a setting without having the machines: memory, step times and gains from a model of costs.
 
-A step reads every weight and every cached key and value once and multiplies them, whichever takes longer (Williams et
-al. 2009, the roofline), adds up the results of the ranks twice a layer, and asks the host for all of it; a round takes
-the engine's own time besides. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the figures of this
-machine, and checks what they predict.
-"""
+A step reads every weight and every cached key and value once, and multiplies them; the longer of the two counts
+(the roofline, Williams et al. 2009). It adds up the ranks' results twice a layer, and the host has to launch all of
+it. A round takes the engine's time besides. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the
+figures of this machine, and checks what they predict."""
 
 from __future__ import annotations
 
@@ -51,12 +50,11 @@ class Link:
 class Device:
     """One rank's processor: bytes of memory, bytes a second from it, operations a second.
 
-    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time the
-    host needs to ask for one layer, ``forward`` that for a forward beside its layers: an accelerator works meanwhile
-    (``overlaps``), a CPU does not. ``round`` is what the engine takes between a forward and the next, ``drafted`` what
-    a token takes more that is drafted and judged, its forward aside; nothing else goes on then. ``attention`` and
-    ``cached`` are operations and bytes a second where keys and values are read, if they differ from the others.
-    """
+    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time in
+    which the host launches one layer, ``forward`` the time in which it launches the rest of a forward: an accelerator
+    works meanwhile (``overlaps``), a CPU does not. ``round`` is the engine's time between two forwards, ``drafted`` the
+    extra time for each drafted and judged token, without its forward; nothing runs meanwhile. ``attention`` and
+    ``cached`` are operations and bytes a second where keys and values are read, if they differ from the others."""
 
     name: str
     memory: float

@@ -1,4 +1,4 @@
-"""What a decision costs, beside the verification forward before it.
+"""What a decision costs, compared with the verification forward before it.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -51,9 +51,8 @@ def measure_decisions(
 
     The model has 12 layers of width 768 (85M parameters) and random weights, with logits scaled until the distribution
     is about as sharp as a trained model's (one to two nats); the draft is its own greedy text with every fifth token
-    replaced, so that every clause of a rule has mismatches to look at. The decision includes all that happens between
-    logits and verdict: the processed distribution where the rule asks for it, coins, and the correction.
-    """
+    replaced, so that every clause of a rule has mismatches to look at. The decision includes everything from the logits
+    to the kept tokens: the processed distribution if the rule needs it, coins, and the correction."""
     model: Llama | None = None
     for rows, k, vocab in shapes:
         if model is None or model.config.vocab_size != vocab:

@@ -1,5 +1,5 @@
-"""Prompts for models that are not bundled, such as people ask: code and sums, which suit speculation, and prose and
-lists, which do not."""
+"""Prompts for models that are not bundled, like those of real users: code and sums, which suit speculation, and prose
+and lists, which do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models of given shapes with random weights, and what one forward of a model has to read and to compute."""
+"""Models of given shapes with random weights, and how much one forward of a model has to read and compute."""
 
 from __future__ import annotations
 

@@ -223,7 +223,7 @@ class Rounds:
 
     @property
     def best(self) -> Times:
-        """Those of the turn that was disturbed least."""
+        """The times of the turn that was disturbed least."""
         return min(self.times, key=lambda times: times.decoding)
 
     def each(self) -> tuple[float, float, float]:

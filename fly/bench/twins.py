@@ -1,8 +1,7 @@
 """Cost twins: a checkpoint that computes the same function at a multiple of the cost.
 
-What a pair of small models accepts can then be measured at the cost ratio of a large pair. Every figure of a twin is
-to be called so: its texts and acceptance are the small model's own, its time is not. Knows nothing of decoding.
-"""
+What a pair of small models accepts can then be measured at the cost ratio of a large pair. Every figure of a twin must
+be named as such: texts and acceptance are the small model's, times are not. Knows nothing of decoding."""
 
 from __future__ import annotations
 
@@ -45,8 +44,8 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
     smaller then, so its weights are divided by the square root of ``width``, and epsilon by ``width``.
     Deeper: layers after the last whose output matrices are zero, so that each adds nothing.
 
-    What is left is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm weights
-    are rounded once more in the model's dtype.
+    The only difference is rounding: sums may be taken in another order, and where ``width`` is no power of four, norm
+    weights are rounded once more in the model's dtype.
 
     Raises ``ValueError`` for a width below one, fewer layers than the model has, or a family whose function depends on
     its width in other ways too.
@@ -230,13 +229,13 @@ def measure_twins(
     subjects = subjects_of(single, "target", "draft")
     target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)
     wanted = [(target, Shape(1, _CONTEXT, longest, drafting=True))]
-    for k in lengths:  # in the order of a round: who comes next finds the caches full of the other's weights
+    for k in lengths:  # in the order of a round: each model finds the caches full of the other's weights
         wanted += [(target, Shape(1, _CONTEXT, k + 1)), (drafting, Shape(1, _CONTEXT, k, drafting=True))]
     decoded, *forwards = measure_forwards(wanted)
     asked = list(draw_problems(None, "heldout", 0, problems))
     clocked = target.model.device.type == "cpu"  # a GPU would be waited for after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
-    # A turn of few: a prompt takes long, and the target's weights are everybody's.
+    # Turns of few problems: a prompt takes long, and all settings share the target's weights.
     results = compare(settings, asked, params, advance, clocked, together=2)
     alone = [{f.tokens: f for f in forwards if f.drafting == steps} for steps in (False, True)]
     return Twins(results, decoded, *alone)

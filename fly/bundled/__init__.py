@@ -28,8 +28,8 @@ HEADS = ("fly-eagle3",)  # draft heads, each for ``fly-target``
 
 
 def find_checkpoint(name: str | Path) -> Path | HubName:
-    """What a name stands for: a bundled checkpoint; a directory or a GGUF file that exists; or, by its form alone, one
-    on the Hugging Face hub, which is not asked yet.
+    """What a name stands for: a bundled checkpoint; a directory or a GGUF file that exists; or a name on the Hugging
+    Face hub, recognised by its form alone, without asking the hub.
 
     Raises ``CheckpointError`` (a ``ValueError``) naming all that was tried.
     """
@@ -47,8 +47,8 @@ def find_checkpoint(name: str | Path) -> Path | HubName:
 
 
 def resolve_checkpoint(name: str | Path, weights: bool = True) -> Path:
-    """Where the checkpoint lies that a name stands for (``find_checkpoint``); files from the hub are fetched where they
-    are not here yet, those of a directory all but the weights if they are not wanted.
+    """Where the checkpoint lies that a name stands for (``find_checkpoint``); files from the hub are fetched if they
+    are not here yet; of a directory without the weights if these are not wanted.
 
     Raises ``CheckpointError``, also for what cannot be fetched (``fly.models.hub.fetch``).
     """
@@ -72,5 +72,5 @@ def usual_draft(model: str | Path | None) -> str:
 
 
 def names_a_checkpoint(name: str) -> bool:
-    """Whether a text can be a checkpoint's name. Nothing is asked of the network."""
+    """Whether a text can be a checkpoint's name. Does not use the network."""
     return name in (*BUNDLED, *HEADS) or is_here(name) or hub_name(name) is not None

@@ -5,8 +5,8 @@ A job names its language. ``small`` is a subset of Python without imports, files
 tree: it does no harm wherever it runs. ``python`` is all of Python, and runs only where the Linux kernel takes the
 rights away first: Landlock (no file but the scratch folder may be written, none but Python's own may be read, no TCP)
 and a seccomp filter (no socket, no further process or program, no signal to others, no change to the system). Both
-need no privilege. Before the first such job the process tries what must fail, and refuses if it does not.
-"""
+need no privilege. Before the first such job the process tries some forbidden actions, and refuses to work if one of
+them succeeds."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _NUMBERS = tuple(str(i) for i in range(10))
 _SEPARATORS = ("and", "or", "plus", "then")
 
 _LENGTHS = ((3, 5), (6, 6), (6, 8))  # by level
-# Rearranging is learned in training; picking items by what they are is asked of out-of-domain problems only.
+# Rearranging is learned in training; only out-of-domain problems ask to pick items by their kind.
 _MOVES = ("reverse", "first", "last", "front", "end", "swap")
 _OPS: dict[tuple[bool, bool], tuple[str, ...]] = {  # by whether they are words, and out of domain
     (True, False): _MOVES,

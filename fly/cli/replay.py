@@ -24,11 +24,10 @@ from fly.eval.statistics import Estimate
 from fly.policies import parse_policy
 
 _LEGEND = (
-    "τ: tokens a round, with an interval over problems. It is right up to the end of each recorded block; where the "
-    "next begins, and what it holds, is taken from the text of exact decoding (beyond: share of tokens that stood "
-    "there within a block). nats: what relaxed tokens cost in a thousand tokens, "
-    "each -ln of the target's probability of it. speed: over autoregression, deciding free: "
-    "τ / (K̄·c + v)."
+    "τ: tokens a round, with an interval over problems. It is exact up to the end of each recorded block; after that "
+    "tokens are taken from the text of exact decoding (beyond: share of tokens kept there). nats: cost of the relaxed "
+    "tokens in a thousand tokens; each costs -ln of its probability under the target. speed: over autoregression if "
+    "decisions took no time, τ / (K̄·c + v)."
 )
 
 

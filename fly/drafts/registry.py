@@ -91,7 +91,7 @@ def parse_draft(
       spaces, brackets, quotes, commas or one of ``+ = :``; a directory that holds a draft head is ``eagle3`` of it;
     - a checkpoint's name stands for the model as it drafts best: prompt lookup drafts for it, and it stops by itself
       (``SingleDraft(name, NGramDraft(), reach=None)``); ``model(name)`` is the model and nothing else;
-    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and nobody for the first;
+    - ``a+b+c`` is a cascade, cheapest first: each drafts for the next, and the first has no draft;
     - a parameter annotated as a strategy reads its argument as a strategy, one annotated as a policy as a policy; for
       all others a bare word is a string, as in ``model(fly-draft)``;
     - a class whose first parameter is a sequence of strategies takes them as positional arguments,

@@ -1,4 +1,4 @@
-"""Drafting trees: several candidates for a place, verified in one forward.
+"""Drafting trees: several candidates for each place, verified in one forward.
 
 Shape legend: B rows, J places of a row, V vocabulary, W candidates for a place.
 """
@@ -48,18 +48,18 @@ class Tree:
 
 
 class TreeDraft(SingleDraft):
-    """A draft model proposes a tree: its likeliest tokens after each place, level by level, one forward a level.
+    """A draft model proposes a tree: its likeliest tokens after each place, level by level, with one forward for each.
 
     Dynamic (EAGLE-2, arXiv 2406.16858, section 4; here with any draft model): the ``width`` likeliest tokens of the
-    last level, by the probability of the whole path, are followed by ``width`` candidates each, ``depth`` levels deep;
-    of all of them the ``nodes`` likeliest are proposed. Static: ``branching`` says how many candidates follow every
+    last level, by the probability of the whole path, get ``width`` candidates each, ``depth`` levels deep; the
+    ``nodes`` likeliest of all candidates are proposed. Static: ``branching`` says how many candidates follow every
     token of each level, such as (4, 2, 1, 1).
 
     Which tokens are proposed depends on the text alone, so the draft counts as certain of each (``probs_BKV`` None),
     and a lossless rule stays lossless at any temperature. Other arguments as for ``SingleDraft``.
     """
 
-    knows_chances = False  # a token beside the likeliest stands where that does not
+    knows_chances = False  # other tokens than the likeliest may be kept where that one is not
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class TreeDraft(SingleDraft):
         trees = [Tree() for _ in rows]
         frontier: list[list[int]] = [[-1] for _ in rows]
         followed: list[list[int]] = [[] for _ in rows]  # the tokens that others may follow
-        place: list[dict[int, int]] = [{-1: 0} for _ in rows]  # of each of them and of the row itself, in the forward
+        place: list[dict[int, int]] = [{-1: 0} for _ in rows]  # where they and the row itself are in a forward
         for level in range(max(most, default=0)):
             active = [b for b, n in enumerate(most) if n > level and frontier[b]]
             if not active:

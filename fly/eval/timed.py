@@ -1,4 +1,4 @@
-"""Completions with a clock: how long their prompts took, their rounds, and of these the models."""
+"""Completions with a clock: how long prompts and rounds took, and how long the models took within the rounds."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def synchronize(device: torch.device) -> None:
 
 
 class Clock(Wrapped):
-    """An executor that notes how long its calls take and how many blocks Python decided, and is otherwise as it was."""
+    """An executor around another, unchanged but that it notes how long calls take and how many blocks Python
+    decided."""
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
@@ -77,7 +78,7 @@ class Clock(Wrapped):
         plan: Callable[[], RoundPlan | None],
         ask: Callable[[list[Decision], Question], Answer | None],
     ) -> Rounds | None:
-        """Several rounds in one call, which says itself how long target and drafter took."""
+        """Several rounds in one call, whose result states how long target and drafter took."""
         drafter: Clock | None = None
 
         def plain() -> RoundPlan | None:
@@ -133,7 +134,7 @@ def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
 
 @contextmanager
 def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
-    """While this lasts, clocks around the models, where ``wanted``: the target's first, then those of its drafts."""
+    """Put clocks around the models while this lasts, if ``wanted``: the target's first, then those of its drafts."""
     if not wanted:
         yield []
         return
@@ -157,10 +158,10 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
 
 @dataclass
 class Times(Summed):
-    """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and of
-    these what passed in the ``target`` and in ``draft`` models, where clocks were around them. A draft model reads the
-    prompt when it first drafts, so that counts as decoding. ``judged``: rounds whose block Python decided, and not
-    compiled code (which only clocks see)."""
+    """Seconds of completions: ``prompt`` until each had its first token, ``decoding`` from there on, in rounds; and the
+    part of decoding spent in the ``target`` and in ``draft`` models, if there were clocks around them. A draft model
+    reads the prompt when it first drafts, so that counts as decoding. ``judged``: rounds whose block Python decided,
+    and not compiled code (which only clocks see)."""
 
     prompt: float = 0.0
     decoding: float = 0.0
@@ -180,7 +181,7 @@ class Times(Summed):
 
 
 class _Timed(Job):
-    """Notes when all its requests had a token, and sets clocks to 0 there."""
+    """Notes the time at which all its requests have a token, and sets the clocks to 0 then."""
 
     def __init__(self, requests: list[Request], clocks: list[Clock]) -> None:
         super().__init__(requests)
@@ -208,8 +209,7 @@ def complete(
     setting: Setting, prompts: abc.Sequence[list[int]], params: abc.Sequence[SamplingParams], clocked: bool = False
 ) -> list[Completion]:
     """Decode prompts together, as ``LLM.generate`` does; with clocks around the models where ``clocked``. The times are
-    shared among them by the tokens that each was given, so that tokens over seconds is what all of them had together.
-    """
+    divided among the prompts by the tokens that each got, so tokens over seconds is the speed of all together."""
     llm = setting.llm
     with _clocks(llm, clocked) as clocks:
         job = _Timed(llm.requests([*prompts], [*params], setting.policy, setting.k), clocks)

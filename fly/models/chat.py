@@ -53,8 +53,8 @@ class Thinking:
 
 class ChatPrompt(list[int]):
     """Token ids of a conversation. ``thinking``: how its answer may begin with thinking; None where it does not.
-    ``shown``: tags of which the answer's text is to be understood, as of calls of tools; they are shown in it, and the
-    answer may begin with thinking even if it has a form, which then provides for that."""
+    ``shown``: special tokens that stay in the answer's text, since they are needed to read it, such as tags around
+    calls of tools. With these the answer may begin with thinking even if it has a form, which then allows for that."""
 
     def __init__(self, ids: Iterable[int], thinking: Thinking | None = None, shown: Iterable[str] = ()) -> None:
         super().__init__(ids)
@@ -80,7 +80,8 @@ class Splitter:
         self.tokens = 0  # pushed while it thought, tags included
 
     def push(self, text: str, tokens: int = 1) -> list[tuple[Kind, str]]:
-        """What more text, of so many tokens, settles of either kind, in order; nothing empty."""
+        """The thinking and text that are settled by this further text (of so many tokens), in order; no empty
+        pieces."""
         self._pushed += tokens
         self._held += text
         found = [piece for piece in self._settle() if piece[1]]
@@ -176,7 +177,7 @@ class ChatTemplate:
 
 
 class _Generation(jinja2.ext.Extension):
-    """``{% generation %}`` marks what the model has said, for those who train it; here it is what stands in it."""
+    """``{% generation %}`` marks the model's own text, for training; here it renders as its content."""
 
     tags = {"generation"}  # noqa: RUF012  (as Jinja has it)
 

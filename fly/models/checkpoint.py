@@ -53,7 +53,7 @@ class Stored:
 
 
 class Checkpoint(ABC):
-    """A model on the disk; each part is read when it is asked for.
+    """A model on disk; each part is read when it is needed.
 
     All of it raises ``CheckpointError`` for parts that are missing, broken or not supported.
     """

@@ -1,8 +1,8 @@
 """The layers of a decoder in few kernels: what lies between one attention and the next is one graph of torch.compile.
 
 Attention itself stays a call to the cache, whatever that does (``fly.models.llama.KV``): nothing is traced of it. In
-between, norms, rotation, activation and residuals are one kernel each time a matrix product has been waited for, across
-the border between two layers too. Knows nothing of devices: whoever wants it asks for it.
+between, the norms, rotation, activation and residuals between two matrix products are one kernel, also across the
+border of two layers. Knows nothing of devices: the caller decides when to use it.
 
 Shape legend: T packed tokens, H query heads, G key/value heads, D head width, C hidden width.
 """
@@ -42,11 +42,11 @@ class CompiledLayers:
     is a ``fly.models.llama.Through``: ``model(tokens, positions, kv, through=CompiledLayers())``.
 
     Values are the same but for rounding. Each number of tokens is compiled when it first comes, which takes seconds; so
-    it is for what comes again and again, such as the sizes of CUDA graphs, not for prompts of any length. Layers of one
-    kind share what was compiled. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
+    use it for numbers that come up often, such as the sizes of CUDA graphs, not for prompts of any length. Layers of
+    one kind share the compiled code. A graph break is an error (``fullgraph``): nothing ever runs half compiled.
 
-    What the model has of hooks on its matrices is part of the graphs, so they must be such as can be traced (sums over
-    ranks are); a layer's own are not called.
+    Hooks on the model's matrices become part of the graphs, so torch must be able to trace them (it can trace sums over
+    ranks); hooks on a whole layer are not called.
 
     Args:
         options: of ``torch.compile``, such as ``mode="max-autotune-no-cudagraphs"`` or ``backend="eager"``.

@@ -256,7 +256,7 @@ class LlamaConfig(BaseModel):
 
 
 def _supported(raw: dict[str, Any], source: str) -> Family:
-    """The family of a configuration. Raises ``CheckpointError`` for what no family of ours is, by its name."""
+    """The family of a configuration. Raises ``CheckpointError`` naming an architecture that no family has."""
     architectures = raw.get("architectures") or []
     if (quantised := raw.get("quantization_config")) is not None:
         method = quantised.get("quant_method", "unknown") if isinstance(quantised, dict) else quantised
@@ -281,11 +281,11 @@ def _layers(stated: dict[str, Any], family: Family) -> dict[str, Any]:
     if stated.get("sliding_window") is None or not isinstance(count, int):
         return none if set(types or ()) <= {FULL} else {"layer_types": types}
     types = list(types or family.layer_types(stated, count))
-    return none if types == [FULL] * count else {"layer_types": types}  # what is unknown is the field's to refuse
+    return none if types == [FULL] * count else {"layer_types": types}  # the field refuses unknown values
 
 
 def _rope(stated: dict[str, Any], source: str) -> tuple[float, RopeScaling, float | None]:
-    """Base and scaling of the rotary embedding, and the base of sliding layers where it is given beside them."""
+    """Base and scaling of the rotary embedding, and the base of sliding layers if it is given separately."""
     rope: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         if not isinstance(given := stated.get(name) or {}, dict):

@@ -18,7 +18,7 @@ __all__ = ["Directory"]
 
 _INDEX = "model.safetensors.index.json"
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-# Derived tables that old exporters saved beside the weights; this model computes them itself.
+# Derived tables that old exporters saved with the weights; this model computes them itself.
 _DERIVED = (".rotary_emb.inv_freq",)
 
 

@@ -32,7 +32,7 @@ from fly.models.loading import resolve_dtype
 
 __all__ = ["Eagle3Head", "HeadConfig", "HeadLayer", "is_head", "load_head", "save_head"]
 
-# Names that configurations of heads go by; those of ``speculators`` state their type besides.
+# Architectures that configurations of heads name; those of ``speculators`` also state their type.
 ARCHITECTURES = "LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel"
 _KIND = "eagle3"  # speculators_model_type
 _FLAGS = "norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"
@@ -201,9 +201,9 @@ class HeadLayer(nn.Module):
 class Eagle3Head(nn.Module):
     """The head; parameter names are those of ``speculators``, save for the fused ``qkv_proj`` and ``gate_up_proj``.
 
-    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``), or, where those are not
-    known yet, with what the head itself gave there; what comes out is the feature that stands for its own position, and
-    ``logits`` of it say what token comes next.
+    A token at position i is fed with the target's hidden states at position i - 1 (``fuse``) or, where those are not
+    known yet, with the head's own feature there. The result is the feature of position i, whose ``logits`` predict the
+    next token.
 
     ``to_target_U`` are the target's ids of the draft vocabulary. Without an embedding of its own it needs the target's
     (``share``).
@@ -274,7 +274,7 @@ class Eagle3Head(nn.Module):
 
 
 def _pieces(head: Eagle3Head) -> Iterator[tuple[str, Tensor]]:
-    """The tensors of a head by the names of ``speculators``; what is fused here stands in parts."""
+    """The tensors of a head by the names of ``speculators``; fused matrices are given in parts."""
     layer = head.config.layer
     heads, kv_heads = (n * layer.head_dim for n in (layer.num_attention_heads, layer.num_key_value_heads))
     fused = {

@@ -75,9 +75,8 @@ class Exits(nn.Module):
 
     @staticmethod
     def features(logits_NE: Tensor, earlier_NE: Tensor | None) -> Tensor:
-        """What a look goes by, [N, F]: the candidates' logits, likeliest first, their probabilities among themselves,
-        and what these have changed by since the last look, whose logits of them are ``earlier_NE`` (None at the
-        first)."""
+        """What a look reads, [N, F]: the candidates' logits, likeliest first, their probabilities among themselves, and
+        the change of these since the last look, whose logits are ``earlier_NE`` (None at the first)."""
         probs_NE = logits_NE.softmax(-1)
         before_NE = probs_NE if earlier_NE is None else earlier_NE.softmax(-1)
         return torch.cat([logits_NE, probs_NE, probs_NE - before_NE], -1)

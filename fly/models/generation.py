@@ -18,7 +18,7 @@ from fly.types import SamplingParams
 
 __all__ = ["read_sampling_defaults", "sampling_defaults"]
 
-# By transformers' names -> by ours. What is said of drawing holds where the checkpoint draws at all.
+# By transformers' names -> by ours. Settings of drawing count only if the checkpoint draws at all.
 _DRAWING = {name: name for name in ("temperature", "top_k", "top_p", "min_p")}
 _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
@@ -28,7 +28,7 @@ _ALWAYS = {
 }
 _IDS = ("suppress_tokens", "bad_words_ids")
 # Those that change no text: of formats, caches, other ways to draft, beams (``num_beams`` says whether there are any);
-# ids that go by the tokenizer and its template, or are read elsewhere (``read_eos_ids``).
+# ids that the tokenizer and its template handle, or that are read elsewhere (``read_eos_ids``).
 _SILENT = {
     *("_from_model_config", "transformers_version", "generation_kwargs", "trust_remote_code"),
     *("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id"),
@@ -41,7 +41,7 @@ _SILENT = {
     *("early_stopping", "length_penalty", "num_beam_groups", "diversity_penalty"),
     *("renormalize_logits", "remove_invalid_values"),
 }
-# Values that ask for nothing, besides none, zero and empty; some are what transformers takes where a file is silent.
+# Values without effect, besides none, zero and empty; some are the defaults of transformers.
 _NEUTRAL: Mapping[str, Any] = {
     "temperature": 1,
     "top_p": 1,
@@ -97,7 +97,7 @@ def sampling_defaults(
 
 
 def _unmet(asked: dict[str, Any]) -> list[str]:
-    """What is left of settings and asks for something, in words."""
+    """The settings that remain and would have an effect, in words."""
 
     def shown(names: list[str]) -> str:
         return ", ".join(f"{name} {asked[name]!r}" for name in names)

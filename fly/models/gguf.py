@@ -1,8 +1,7 @@
 """A checkpoint in one GGUF file, llama.cpp's format: its metadata and tensors as a Hugging Face directory has them.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. What quantised blocks hold is the ``gguf``
-library's business; its reader is not used, which takes seconds for a vocabulary.
-"""
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The ``gguf`` library decodes quantised blocks;
+its reader is not used, since it takes seconds for a vocabulary."""
 
 from __future__ import annotations
 
@@ -64,7 +63,7 @@ _SIZES = {
     "num_attention_heads": "attention.head_count",
     "max_position_embeddings": "context_length",
 }
-# Settings that change what is computed, in ways that are not computed here.
+# Settings that change the computation in ways that are not supported here.
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.scale",
@@ -90,7 +89,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """Raises ``CheckpointError`` for a file that is none, or is broken."""
+    """Raises ``CheckpointError`` for a file that is no GGUF file, or is broken."""
     try:
         data = np.memmap(path, dtype=np.uint8, mode="r")
         return _Reader(data.data).header()

@@ -19,7 +19,7 @@ from fly.models.config import CheckpointError
 __all__ = ["PRE", "end_ids", "has_vocabulary", "make_tokenizer"]
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)  # tokenizer.ggml.token_type
-# What ends an answer in some families, beside the ids that the metadata name.
+# Tokens that end an answer in some families, besides the ids that the metadata name.
 _ENDS = {"<|endoftext|>", "<|end_of_text|>", "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"}
 _END_KEYS = ("eos", "eot", "eom")
 

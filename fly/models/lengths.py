@@ -18,8 +18,8 @@ _PIECEWISE = ("Split", "Punctuation")  # that drop nothing unless they are asked
 class Lengths:
     """Tells the least number of tokens that texts have under a tokenizer.
 
-    One of byte-level BPE, or BPE that falls back to bytes, has a token for at most so many bytes of a text as its
-    longest token spells. Of a tokenizer that may drop or join parts of a text nothing is said.
+    With byte-level BPE, or BPE that falls back to bytes, a token covers at most as many bytes of a text as the longest
+    token has. For a tokenizer that may drop or join parts of a text the answer is 0.
     """
 
     def __init__(self, raw: RawTokenizer) -> None:
@@ -38,7 +38,7 @@ class Lengths:
             longest = max((len(token.encode()) for token in vocabulary), default=0)
         else:
             return
-        if not (self._dropped and shrinks > 1):  # what is normalized may become what is dropped
+        if not (self._dropped and shrinks > 1):  # normalising may produce characters that are dropped
             self._widest = shrinks * max([longest, *(len(token.content.encode()) for token in added), 1])
 
     def least(self, text: str) -> int:

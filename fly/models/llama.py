@@ -144,8 +144,8 @@ def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Grouped-query attention; query, key and value projections are one matrix (rows q, then k, then v). What lies
-    before and after the attention itself is apart from it, since it alone is the cache's business (``KV``)."""
+    """Grouped-query attention; query, key and value projections are one matrix (rows q, then k, then v). What comes
+    before and after the attention itself is in separate methods, since the cache does the attention (``KV``)."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
@@ -267,7 +267,7 @@ def in_turn(
 
 
 def noting(states: dict[int, Tensor]) -> Through:
-    """``in_turn`` for a forward whose hidden states are asked for: each number that is a key of ``states`` gets the
+    """``in_turn`` for a forward whose hidden states are wanted: each number that is a key of ``states`` gets the
     residual stream [T, C] after so many layers there; 0 is the embedding."""
 
     def through(

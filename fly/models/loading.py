@@ -51,7 +51,7 @@ class Piece:
 
 
 class Part(Protocol):
-    """What is to be held of a model, where others hold the rest."""
+    """The part of a model that this process holds, where others hold the rest."""
 
     @property
     def pieces(self) -> Mapping[str, list[Piece]]:
@@ -158,8 +158,8 @@ class Loading:
 
     @contextmanager
     def filled(self, module: nn.Module) -> Iterator[None]:
-        """While it lasts, a module of the model has its values, on the device they are to be on; on the CPU what the
-        file holds just so is the file's own memory."""
+        """While it lasts, a module of the model has its values, on their device; on the CPU, values that need no
+        conversion are the file's mapped memory."""
         before = self._fill(module, borrow=self.device.type == "cpu")
         try:
             yield
@@ -213,8 +213,8 @@ def load_model(
         dtype: ``"auto"`` (as the config states; bfloat16 of a GGUF file that is not all float32), or one of bfloat16,
             float16, float32.
         device: ``"auto"``, or any torch device.
-        part: gives what is to be held of a model, by its configuration; only that is read. None is all of it. What
-            the parts say to one another is not this function's business.
+        part: gives the part of a model to hold, by its configuration; only that is read. None is the whole model. How
+            parts communicate is no concern of this function.
 
     Raises:
         CheckpointError: unknown architecture or rope type; missing, surplus or misshapen tensors; broken files.

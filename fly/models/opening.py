@@ -15,9 +15,8 @@ __all__ = ["open_checkpoint"]
 def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     """The checkpoint that lies at ``path``: a Hugging Face directory or a GGUF file. One that is open, as it is.
 
-    Its configuration and what its tensors are is read; none of them is. Raises ``CheckpointError`` for what is missing,
-    broken or not supported.
-    """
+    Its configuration and the list of its tensors are read, but not their values. Raises ``CheckpointError`` for what is
+    missing, broken or not supported."""
     if isinstance(path, Checkpoint):
         return path
     path = Path(path)

@@ -144,7 +144,7 @@ class Tokenizer:
         return found.ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        """Text of ``ids``; special tokens are left out unless asked for."""
+        """Text of ``ids``; special tokens are left out by default."""
         if len(ids) < _LONG:
             return self.raw.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return self.raw.decode_batch([list(ids)], skip_special_tokens=skip_special_tokens)[0]  # see _encoded
@@ -242,8 +242,9 @@ class Tokenizer:
         return ChatPrompt(ids, None if template.tags is None else Thinking(template.tags, begun))
 
     def render(self, messages: Iterable[Mapping[str, Any]], add_generation_prompt: bool = True) -> str:
-        """The conversation as a text, for those who know of no token ids. What spells a control token in a message, is
-        one when that is encoded: where messages are not your own, use ``apply_chat_template``. Errors as there."""
+        """The conversation as a text, for callers without token ids. Text in a message that spells a control token
+        becomes one when this is encoded: for messages that you do not trust, use ``apply_chat_template``. Errors as
+        there."""
         template = pick(self.templates, None, False)
         given = {"messages": conversation(messages), "add_generation_prompt": add_generation_prompt}
         try:
@@ -252,7 +253,7 @@ class Tokenizer:
             raise ValueError(f"the chat template refused the messages: {error}") from error
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
-        """Token ids of a text, of which what stands between marks is plain."""
+        """Token ids of a text; what is between marks is plain text."""
         parts = re.split("|".join(map(re.escape, marks)), text)
         if at_most is not None:
             self.check_length("".join(parts), at_most)
@@ -277,8 +278,8 @@ class Tokenizer:
 
     @cached_property
     def _spelled_special(self) -> re.Pattern[str] | None:
-        """What is read as a special token where it stands in a text, the longest first as the tokenizer has it; None
-        where other things are too: other spellings, or what the vocabulary lacks."""
+        """The texts that are read as special tokens, the longest first as in the tokenizer; None if other texts are
+        too: other spellings, or tokens that the vocabulary lacks."""
         tokens = [token for token in self.raw.get_added_tokens_decoder().values() if token.special]
         unknown = self.special_names.get("unk_token"), getattr(self.raw.model, "unk_token", None)
         if any(token.normalized or token.single_word or token.content in unknown for token in tokens) or not tokens:
@@ -307,8 +308,8 @@ class Tokenizer:
 def _encoded(
     tokenizer: RawTokenizer, texts: list[str], add_special_tokens: bool = False, offsets: bool = False
 ) -> Iterator[Encoding]:
-    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so that long
-    texts go by those; short ones do not, for after those calls it warns of every fork."""
+    """What the tokenizer makes of each text. Only its calls for batches let other threads run meanwhile, so long texts
+    use those calls; short ones do not, since after such calls it warns at every fork."""
     if sum(map(len, texts)) < _LONG:
         for text in texts:
             yield tokenizer.encode(text, add_special_tokens=add_special_tokens)

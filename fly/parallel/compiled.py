@@ -28,8 +28,8 @@ _Sum = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
 class CompiledPart(PackedLlama):
     """A loaded ``part`` of a model, whose forwards ask this process for each sum over ranks; all ranks call alike.
 
-    It is run forward and logits apart (``PartExecutor``): one call of both would know only this rank's logits, and
-    the order in which ranks are added up depends on a value's place among all of a call.
+    Forward and logits are separate calls (``PartExecutor``): one call for both would know only this rank's logits, and
+    the order in which ranks are added up depends on a value's place among all values of a call.
 
     Logits are shards of the vocabulary, or plain if they are to be gathered. Before a forward, ranks note what they are
     about to compute (``Ranks.note``).
@@ -44,7 +44,7 @@ class CompiledPart(PackedLlama):
         self.library.fly_share(self.handle, self._sum, part.config.vocab_size, first)
 
     def _sum_over_ranks(self, address: int, count: int) -> None:
-        """Called from within a forward, which cannot be left by an error: what is wrong is raised after it."""
+        """Called from within a forward, which an error cannot leave: it is raised after the forward."""
         if self._error is None:
             try:
                 values = torch.frombuffer((ctypes.c_float * count).from_address(address), dtype=torch.float32)

@@ -94,7 +94,7 @@ def _decode_seconds(executors: list[Executor]) -> float:
 
 
 def _nested(strategy: DraftStrategy) -> Iterator[DraftStrategy]:
-    """A strategy and all it is made of."""
+    """A strategy and all strategies that it is made of."""
     yield strategy
     for part in strategy.parts():
         yield from _nested(part)
@@ -181,7 +181,7 @@ class FirstDraft(DraftStrategy):
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         if self._observes and isinstance(target.logits_BKV, VocabularyShards):
-            target.logits_BKV.gathered()  # by all; what the first rank then looks at is its own
+            target.logits_BKV.gathered()  # by all ranks; the first then looks at its copy
         if self.strategy is not None:
             self.strategy.observe(rows, draft, target)
 
@@ -209,7 +209,7 @@ class FirstDraft(DraftStrategy):
         most = self.context or sys.maxsize
         for row, length in lengths:
             for allocator in self.allocators():
-                # more than there is room for shows where it is drafted for
+                # if there is no room for it, that shows where it is drafted for
                 with suppress(OutOfBlocks):
                     allocator.resize(row.id, min(length, most + self.spare))
 

@@ -1,8 +1,8 @@
 """Logits of which every rank holds its part of the vocabulary; gathered only where all are needed.
 
 Knows nothing of policies. The passes of ``fly.ops`` (the largest, the n largest, the one of a token, the mass of
-all) exchange a few numbers a position; positions are picked without exchanging any; whatever else is done to such a
-tensor is done to the whole of it, which is gathered first, as many positions as are left of it.
+all) exchange a few numbers a position; positions are picked without exchanging any. For every other operation the
+tensor is gathered first, with the positions that it then has.
 
 Shape legend: R positions, N of them, V vocabulary, W a rank's share of it, S ranks, "..." any leading dimensions.
 """
@@ -47,7 +47,7 @@ class VocabularyShards(Tensor):
         return self.whole
 
     def like(self, change: Callable[[Tensor], Tensor]) -> VocabularyShards:
-        """The same of every rank's share."""
+        """The same for the share of every rank."""
         return VocabularyShards(change(self.shard), self.ranks)
 
     @property
@@ -132,7 +132,8 @@ def _argmax(x: VocabularyShards) -> Tensor:
 
 
 def _top(x: VocabularyShards, n: int) -> Top:
-    """The n largest are among the n largest of each rank; of equals the lowest rank's come first, as in one tensor.
+    """The n largest are among the n largest of each rank; among equals those of the lowest rank come first, as in one
+    tensor.
 
     Values and indices travel as one tensor of float64, which holds both exactly.
     """

@@ -1,8 +1,8 @@
 """A Llama of which every rank holds a part: loading that part, and the communication around its modules.
 
-Knows nothing of policies, caches or HTTP. The model stays what it is; what ranks exchange hangs on its modules as
-hooks, as in torch's own tensor parallelism: a sum after every row-parallel projection, a join before and after those
-that gather, the embedding as a sum, the logits as shards.
+Knows nothing of policies, caches or HTTP. The model is not changed; hooks on its modules exchange values among ranks,
+as in torch's own tensor parallelism: a sum after every row-parallel projection, a join before and after those that
+gather, the embedding as a sum, the logits as shards.
 
 Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabulary.
 """
@@ -83,7 +83,7 @@ def load(
 
 
 def _variant(model: Llama, kernels: str, plan: Sequence[Rule]) -> str:
-    """What can run the part here. It may be another code than on other ranks, but is compiled on all or on none."""
+    """What can run the part here. Ranks may use different kernels, but these are compiled on all ranks or on none."""
     reason = "a plan that gathers is PyTorch's" if any(rule.style == "gather" for rule in plan) else refusal(model)
     variant = chosen(kernels)
     if variant != TORCH and reason is not None:
@@ -100,7 +100,7 @@ def _check_same(ranks: Ranks, config: str, path: str | Path) -> None:
 
 
 def parallelise(model: Llama, part: Part, ranks: Ranks, gather_logits: bool = False) -> Llama:
-    """Make ``model``, which holds ``part``, run as one with those of the other ranks. Returns it.
+    """Make ``model``, which holds ``part``, run as one model with the parts on the other ranks. Returns it.
 
     Its ``logits`` are shards of the vocabulary (``VocabularyShards``), or plain if they are to be gathered. Before a
     forward, ranks note what they are about to compute (``Ranks.note``).

@@ -108,7 +108,7 @@ class Part:
         """Which of the units of a size, such as heads or tokens of the vocabulary, this rank holds."""
         total = int(getattr(self.config, of))
         first, end = (rank * total // self.size for rank in (self.rank, self.rank + 1))
-        return slice(first, max(end, first + 1))  # where there are fewer heads than ranks, neighbours share one
+        return slice(first, max(end, first + 1))  # if there are fewer heads than ranks, neighbouring ranks share one
 
     def build(self) -> Llama:
         """This rank's module, without memory (on torch's meta device). Its ``config`` is ``sizes``."""
@@ -175,7 +175,7 @@ class Part:
         return found
 
     def _check_shapes(self) -> None:
-        """Shares must be those of a Llama of the local sizes, or else a forward would fail, or be wrong."""
+        """The shares must have the shapes of a Llama of the local sizes, else a forward would fail or be wrong."""
         expected = {name: tuple(parameter.shape) for name, parameter in skeleton(self.sizes).named_parameters()}
         for name, shape in self.shapes().items():
             styles = {self._rule(piece.key).style for piece in self.pieces[name]}

@@ -78,16 +78,15 @@ class Ranks:
 
     Args:
         group: of torch.distributed, for tensors on the device (NCCL or Gloo); None is every process.
-        control: a Gloo group of the same processes, for what the host says; None takes ``group``.
+        control: a Gloo group of the same processes, for messages between hosts; None takes ``group``.
         check_every: steps (and forwards) between two comparisons of what ranks compute with (0 never compares).
 
     ``random`` draws the same unpredictable numbers on every rank, from a key of the first rank.
 
-    What is done with tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) asks
-    nothing of the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with
-    ``capture_error_mode="thread_local"``: another thread asks the device how far it is). Who replays such a graph
-    waits for its result inside of ``awaited``.
-    """
+    Work on tensors of the device (``sum_``, ``max_``, ``gather``, ``join``, ``spread``, ``note``) needs nothing from
+    the host that a graph could not hold: torch.compile traces it, and CUDA graphs capture it (with
+    ``capture_error_mode="thread_local"``, since another thread asks the device how far it is). A caller that replays
+    such a graph waits for its result inside ``awaited``."""
 
     def __init__(self, group: Any = None, control: Any = None, check_every: int = 1) -> None:
         self.group = dist.group.WORLD if group is None else group
@@ -154,7 +153,7 @@ class Ranks:
         return found
 
     def clock(self) -> float:
-        """Seconds by the first rank's clock: decisions that hang on time are the same everywhere."""
+        """Seconds by the first rank's clock, so that decisions that depend on time are the same on all ranks."""
         now = torch.tensor(time.perf_counter(), dtype=torch.float64)
         if self.size > 1:
             with self.awaited():
@@ -183,10 +182,10 @@ class Ranks:
         return result
 
     def agree_on(self, error: Exception) -> None:
-        """Go on if every rank has an error of this type now, as all have if a request is to blame.
+        """Return if every rank has an error of this type now, as is so when a request is to blame.
 
-        Raises it again if it is the group's own. A rank that is alone with its error (out of memory, say) ends the
-        group, since the others wait for it in a collective: then this does not return.
+        Raises the error again if it is about the group itself. If only one rank has an error (out of memory, say), the
+        others wait for it in a collective: the whole group ends, and this does not return.
         """
         if isinstance(error, (CollectiveError, RankError)):
             raise error
@@ -194,7 +193,7 @@ class Ranks:
             self.watch.agree_on(error)
 
     def await_blame(self, error: BaseException) -> None:
-        """After a failed collective, leave the word to the watch: it knows who is to blame, says so, and ends this
+        """After a failed collective, wait for the watch: it knows which rank is to blame, reports it, and ends this
         process."""
         if isinstance(error, CollectiveError) and self.watch is not None:
             time.sleep(2 * self.watch.heartbeat_timeout)
@@ -221,8 +220,8 @@ class Ranks:
             self._compare()
 
     def agree(self, said: object = None) -> None:
-        """Compare what ranks have computed with since they began, and what each has ``said``, plain values: every
-        ``check_every``-th time it is called. The host has waited for the device, for what came of it all.
+        """On every ``check_every``-th call, compare among ranks what they have computed with since they began, and the
+        plain values that each has ``said``. The host must have waited for the device before.
 
         Raises ``RankError`` on every rank, naming those that differ from the first.
         """
@@ -260,8 +259,8 @@ class Ranks:
 
     @contextmanager
     def awaited(self, count: bool = True) -> Iterator[None]:
-        """Around what waits for other ranks, as all of them do: a collective, or the result of a graph that holds some.
-        One that does not come in time is to blame for that, and a ``RuntimeError`` is a ``CollectiveError``."""
+        """Entered by all ranks around a wait for the others: a collective, or the result of a graph that holds some.
+        A rank that does not come in time is to blame; a ``RuntimeError`` becomes a ``CollectiveError``."""
         if count:
             self.progress.entered += 1
             self.progress.since = time.monotonic()
@@ -279,7 +278,7 @@ def memory_here() -> dict[str, int]:
     said: dict[str, str] = {}
     with contextlib.suppress(OSError):
         said = dict(re.findall(r"^(\w+):\s+(\d+) kB$", Path("/proc/self/status").read_text("ascii"), re.MULTILINE))
-    # getrusage would count what the process was before it became this program, and has another unit elsewhere
+    # getrusage would also count the process before it became this program, and its unit differs among systems
     unit = 1 if sys.platform == "darwin" else 1024
     peak = int(said["VmHWM"]) if "VmHWM" in said else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit // 1024
     device = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
@@ -287,7 +286,7 @@ def memory_here() -> dict[str, int]:
 
 
 def launched() -> bool:
-    """Whether this process was started by torchrun, or in its way."""
+    """Whether this process was started by torchrun, or with the variables that torchrun sets."""
     return all(name in os.environ for name in _VARIABLES)
 
 
@@ -396,5 +395,5 @@ def follow(ranks: Ranks, handle: Callable[[Any], Any]) -> None:
             ranks.together(lambda message=message: handle(message), "a request")  # type: ignore[misc]
         except (CollectiveError, RankError):
             raise
-        except Exception:  # the message's own, which the first rank gives to whoever asked
+        except Exception:  # about the message: the first rank gives it to the caller
             continue

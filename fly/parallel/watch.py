@@ -38,7 +38,7 @@ class Progress:
     """How many collectives a rank has entered, since when it has been inside the last (None: it is not), and whether
     what it left to a device is ``over``, where entering one only queues it there (None: nothing was left to one).
 
-    Of what it computes with, ``lengths`` is a checksum that the host knows without waiting for anything."""
+    ``lengths`` is a checksum of what it computes with, which the host knows without waiting."""
 
     def __init__(self) -> None:
         self.entered, self.lengths = 0, 0
@@ -104,7 +104,8 @@ class Watch:
         self._wait(lambda: self._store.add(key, 0) == self.size, self.heartbeat_timeout, error)
 
     def _wait(self, over: Callable[[], bool], seconds: float, error: BaseException | None) -> None:
-        """Wait until all is ``over``. After so many seconds with an ``error`` this rank is to blame."""
+        """Wait until all work is ``over``. If it is not after so many seconds and there is an ``error``, this rank is
+        to blame."""
         started = time.monotonic()
         while not over() and not self._stop.is_set():
             if error is not None and time.monotonic() - started > seconds:
@@ -141,7 +142,8 @@ class Watch:
         os._exit(1)
 
     def _open_handles(self) -> dict[int, int]:
-        """Of the other ranks in sight of this one (same machine, same processes), a handle that shows their end."""
+        """For each other rank whose process this one can see (same machine, same process ids), a handle that shows its
+        end."""
         handles: dict[int, int] = {}
         if hasattr(os, "pidfd_open"):
             for other, who in enumerate(self._who):
@@ -199,7 +201,7 @@ class Watch:
         entered, since, over = self.progress.entered, self.progress.since, self.progress.over
         if since is not None:
             return entered, since
-        with contextlib.suppress(RuntimeError):  # a device that has failed; those who wait for it report it
+        with contextlib.suppress(RuntimeError):  # a device that has failed; the ranks that wait for it report it
             if over is None or over():
                 self._queued = (0, 0.0)
                 return None
@@ -208,8 +210,8 @@ class Watch:
         return self._queued
 
     def _look_for_stuck(self, said: dict[int, bytes], now: float) -> None:
-        """Whether this rank waits in a collective to which others have not come for too long, or which all have come to
-        and is not over for as long."""
+        """Whether this rank has waited too long in a collective: for ranks that have not come to it, or, if all have
+        come, for its end."""
         if (waiting := self._waiting(now)) is None or now - waiting[1] < self.collective_timeout:
             return
         entered, since = waiting

@@ -1,4 +1,4 @@
-"""What a head is trained on: prompts, and the target's own answers to them. Knows nothing of heads."""
+"""The data that a head is trained on: prompts, and the target's answers to them. Knows nothing of heads."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ def answers(
     path: Path,
     advance: Callable[[int], None] = lambda count: None,
 ) -> list[Answer]:
-    """The target's answers to ``prompts`` under its chat template, where it has one. What is in the file at ``path``
-    already is not asked for again; each is written there once it and those before it are there.
+    """The target's answers to ``prompts`` under its chat template, where it has one. Answers that are already in the
+    file at ``path`` are not made again. Each answer is written there as soon as all before it are.
 
-    ``advance`` is told how many more there are. Prompts that leave no room to answer get none.
+    ``advance`` is called with the number of further answers. Prompts that leave no room to answer get none.
 
     Raises ``ValueError`` if the file has answers of another target, to other prompts, or with other ``params``.
     """

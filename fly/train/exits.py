@@ -51,9 +51,9 @@ class ExitPlan:
 
 @dataclass(frozen=True)
 class Look:
-    """What a look came to on held-out answers: ``settled``, the share of all places whose choice no further layer
-    would change; the share of those that came so far that ``leave``; and the share of these that ``agree`` with the
-    whole target (None if there are none)."""
+    """The result of a look on held-out answers: ``settled``, the share of all places whose choice no further layer
+    would change; ``leave``, the share that leaves here among the places that had not left before; and ``agree``, the
+    share of these whose choice is the whole target's (None if there are none)."""
 
     layer: int
     threshold: float
@@ -63,7 +63,7 @@ class Look:
 
 
 def looks_of(layers: int) -> tuple[int, ...]:
-    """After how many of a target's layers it looks, where nobody says."""
+    """After how many of a target's layers it looks by default."""
     return tuple(range(max(1, layers // 3), layers, max(1, round(layers * 2 / 3 / 8))))
 
 
@@ -77,7 +77,7 @@ def train_exits(
     """Train early exits for the target that ``executor`` runs, on its ``answers``, and write them to ``directory``.
     Returns them, what each look came to, and the share of layers that held-out places went through.
 
-    ``advance`` is told how many more places were looked at, of ``plan.places`` at most.
+    ``advance`` is called with the number of further places looked at; in all these are ``plan.places`` at most.
 
     Raises ``ValueError`` for another executor than PyTorch's of a Llama, layers that it has not, or too few answers.
     """

@@ -51,7 +51,7 @@ class Plan:
         draft_vocabulary: tokens that it can draft, those that come up most in the answers; None is 32,000 at most.
         steps: of the optimiser. batch: rows of one. length: tokens of a row, longer ones are cut.
         test_steps: of the training-time test: how far it goes on by its own features.
-        decay: weight of each of those steps beside the one before.
+        decay: weight of each of those steps relative to the one before.
         learning_rate: of AdamW, after a warm-up; it falls to a tenth along a cosine.
         held_out: one answer in this many is not trained on, but measured.
         precision: of products while it is trained, bfloat16 or float32; weights are float32 until they are written.
@@ -192,7 +192,7 @@ class _Rows:
         return [*one.prompt, *one.answer][: self.length]
 
     def places(self, one: Answer) -> range:
-        """Where what comes next is the answer's, among what is left of it."""
+        """The places after which a token of the answer comes, after the answer was cut."""
         return range(len(one.prompt) - 1, min(len(one.prompt) + len(one.answer) - 1, self.length))
 
     @torch.no_grad()
@@ -239,10 +239,10 @@ def train_head(
     advance: Callable[[int, str], None] = lambda count, said: None,
 ) -> tuple[Eagle3Head, Training]:
     """Train a head for the target that ``executor`` runs on its ``answers``, and write it to ``directory`` in the
-    published layout. What was begun there with the same plan and answers goes on from its last checkpoint; how many
-    steps are taken may change meanwhile, and the learning rate falls as that asks from there on.
+    published layout. A training that was begun there with the same plan and answers goes on from its last checkpoint.
+    The number of steps may be changed then; the learning rate follows the new number from there on.
 
-    ``advance`` is told how many more steps were taken, and what to say of them.
+    ``advance`` is called with the number of further steps taken, and a text about them.
 
     Raises ``ValueError`` if the target gives no hidden states, there are too few answers, or a checkpoint there is of
     another plan.
@@ -347,7 +347,7 @@ def _test_time(head: Eagle3Head, given: _Lessons, steps: int) -> tuple[list[Tens
         stands_M = standing_BL[at_M]
         hit_M = (ids_U[found_MU.detach().argmax(-1)] == own_M) & stands_M
         right_S[step], asked_S[step] = hit_M.sum(), stands_M.sum()
-        # The next step stands where the token it is fed is what was drafted.
+        # The next step counts where the token it is fed is the one that was drafted.
         next_M = F.pad(tokens_BL[:, 2 + step :], (0, 1))[at_M] == own_M
         standing_BL = torch.zeros_like(standing_BL).index_put(at_M, hit_M & next_M)
     return losses, (right_S, asked_S)
@@ -387,7 +387,7 @@ def _begin_like_the_target(head: Eagle3Head, rows: _Rows, lessons: abc.Sequence[
         product_CU += last_NC.T @ logits_NV[:, head.to_target_U]
     rows.scale_F = (square_F / read).sqrt().clamp_min(1e-6)
     if head.config.layer.hidden_size == width:
-        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # where too few answers say too little
+        gram_CC += 1e-4 * gram_CC.diagonal().mean() * torch.eye(width)  # if there are too few answers to solve for it
         head.lm_head.weight.data.copy_(torch.linalg.solve(gram_CC, product_CU).T)
         scale_C = rows.scale_F[-width:]
         head.fc.weight.data.mul_(0.3)[:, -width:] = torch.diag(scale_C / scale_C.median())

@@ -1,4 +1,4 @@
-"""Relaxations that compiled code can ask itself, as plain values. Knows nothing of models, caches or the engine."""
+"""Relaxations that compiled code can evaluate, as plain values. Knows nothing of models, caches or the engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Clause(NamedTuple):
 
 def clauses_of(relaxation: Condition) -> list[Clause] | None:
     """What a relaxation says at temperature 0, in the order of ``relaxation.clauses``: one condition, or several that
-    must all hold, each as it is or negated. None for any other, which Python has to ask."""
+    must all hold, each as it is or negated. None for any other, which Python has to evaluate."""
     parts = _parts(relaxation)
     if len(parts) > _MOST:
         return None
@@ -39,7 +39,7 @@ def _parts(condition: Condition) -> list[Condition]:
 
 
 def _clause(condition: Condition, negated: bool) -> Clause | None:
-    """None for what is no leaf, or somebody's own: a subclass may say something else."""
+    """None if it is no single condition, or of an unknown class: a subclass may decide differently."""
     if type(condition) not in (EntropyGate, AgreeingWindow, Room, ControlToken):
         return None
     if isinstance(condition, EntropyGate):

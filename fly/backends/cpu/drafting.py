@@ -1,4 +1,4 @@
-"""A drafter's whole draft in one call of the library: what goes in, and what came of it.
+"""A drafter's whole draft in one call of the library: its arguments and its result.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """

@@ -108,8 +108,8 @@ class CpuExecutor(HostDecisions):
         plan: Callable[[], RoundPlan | None],
         ask: Callable[[list[Decision], Question], Answer | None],
     ) -> Rounds | None:
-        """In one call, for policies that keep and draw what the exact rule does. What else they excuse is asked of
-        compiled code (``clauses_of``, at temperature 0) or, of a row alone, of the policy itself."""
+        """In one call, for policies that keep and draw what the exact rule does. Whether they excuse a mismatch is
+        decided by compiled code (``clauses_of``, at temperature 0) or, for a row alone, by the policy itself."""
         clauses: list[list[Clause]] | None = []
         for policy, greedy in rules:
             if not accepts_exactly(policy) or not (greedy or draws_exactly(policy)):

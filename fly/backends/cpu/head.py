@@ -1,4 +1,5 @@
-"""A draft head on compiled kernels: whole chains in one call, whole rounds beside its target, trees level by level.
+"""A draft head on compiled kernels: whole chains in one call, whole rounds together with its target, trees level by
+level.
 
 Shape legend: T packed tokens, F the target's hidden states side by side, C hidden width, V the target's vocabulary.
 """

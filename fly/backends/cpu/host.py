@@ -1,5 +1,5 @@
-"""Decisions on the host, in lists and short calls of compiled code: what ``fly.policies.verification.decide`` says in
-tensors.
+"""Decisions on the host, in lists and short calls of compiled code: the same as ``fly.policies.verification.decide``
+does in tensors.
 
 Between two forwards of a small model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
 
@@ -217,7 +217,7 @@ def decide_on_host(
 
 
 def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decision:
-    """What stands of a tree at temperature 0: the branch that spells the target's own choices."""
+    """The nodes of a tree that are kept at temperature 0: the branch of the target's own choices."""
     path: list[int] = []
     at = -1
     for node, parent in enumerate(
@@ -230,7 +230,7 @@ def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decis
 
 
 class _HostBlock:
-    """A block whose agreement is known as lists; as tensors where a condition asks for them."""
+    """A block whose agreement is known as lists; as tensors if a condition needs them."""
 
     def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
         self.target, self.draft, self.agree = target, draft, agree
@@ -246,8 +246,8 @@ class _HostBlock:
 
 
 def _holds(condition: Condition, block: _HostBlock, b: int, j: int) -> bool:
-    """What a condition says of position ``j`` of row ``b`` alone, a mismatch: on the host where that is known of its
-    kind, else by its tensors."""
+    """Whether a condition excuses the mismatch at position ``j`` of row ``b``: computed on the host for known kinds,
+    else by its tensors."""
     if type(condition) is Not and type(condition.part) in _ON_HOST:
         said = _ON_HOST[type(condition.part)](condition.part, block, b, j)
         return bool(condition.holds(block.tensors)[b, j]) if said is None else not said

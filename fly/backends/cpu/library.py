@@ -33,7 +33,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 28  # of src/library.cpp: what was built from other sources is not called
+_ABI = 28  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -50,7 +50,7 @@ class Shape(ctypes.Structure):
 
 
 class CBatch(ctypes.Structure):
-    """src/interface.h: Batch. Pointers are addresses; whoever fills them in keeps what they point to."""
+    """src/interface.h: Batch. Pointers are addresses; the caller keeps alive what they point to."""
 
     _fields_ = [
         *((name, c_int32) for name in ("rows", "tokens")),
@@ -183,7 +183,7 @@ _FUNCTIONS = {
 
 
 def address(values: array[int]) -> int:
-    """Where the values of an array lie; whoever asks keeps the array."""
+    """The address of an array's values; the caller keeps the array alive."""
     return values.buffer_info()[0]
 
 

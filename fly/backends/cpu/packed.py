@@ -46,14 +46,14 @@ def pool_threads() -> int:
 
 
 def keep_threads() -> None:
-    """Let torch's own operations on this thread run on it alone from now on, and forwards on as many as torch had: its
-    other threads would look out for more to do for milliseconds, on the cores that a forward needs next. No other
-    thread's number changes."""
+    """Let torch's own operations on this thread run on it alone from now on, and forwards on as many as torch had:
+    torch's other threads would spin for milliseconds, on the cores that a forward needs next. No other thread's number
+    changes."""
     if (count := torch.get_num_threads()) == 1:
         return
     _local.threads = count
     torch.set_num_threads(1)
-    # It also set what threads begin with that come later.
+    # It also set the number that later threads begin with.
     restore = threading.Thread(target=torch.set_num_threads, args=(count,))
     restore.start()
     restore.join()
@@ -75,7 +75,7 @@ def refusal(model: Llama) -> str | None:
 class PackedLlama:
     """The function of a loaded ``Llama``, its weights packed for one kind of processor.
 
-    Nothing of ``model`` is kept, save an embedding table that is not the head's as well. With int8 weights every matrix
+    Nothing of ``model`` is kept but an embedding table that is not also the head's. With int8 weights every matrix
     is rounded by ``int8_weights``, and the embedding where it is the head's; the rest computes as before, on
     ``avx512bf16`` with activations in bfloat16 even where the model is in float32. With W8A8 each token's activations
     are rounded as well where a matrix takes them, to 127 steps of the largest on either side of 0 (dynamic quantisation
@@ -250,7 +250,7 @@ class PackedLlama:
         return call, (starts, counts, tables, table_at, masks, kept_masks, which)
 
     def _attend_over(self, cache: PagedKVCache) -> None:
-        """Go by the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
+        """Use the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
         keys, heads = cache.keys, (self.config.num_key_value_heads, self.config.head_dim)
         if keys.dtype not in _FLOATS or keys.shape[2:] != heads or keys.device.type != "cpu":
             raise ValueError(
@@ -264,7 +264,7 @@ class PackedLlama:
 
 
 def _return_memory() -> None:
-    """Give what was freed back to the system, where the allocator would rather keep it."""
+    """Return freed memory to the system, which the allocator would otherwise keep."""
     if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
         trim(0)
 

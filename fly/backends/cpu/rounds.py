@@ -1,4 +1,4 @@
-"""Whole rounds of speculative decoding in one call of the library: what goes in, and what came of it.
+"""Whole rounds of speculative decoding in one call of the library: its arguments and its result.
 
 Shape legend: B rows, J positions of a row, K longest draft, N places, V vocabulary.
 """
@@ -34,8 +34,8 @@ def take_rounds(
     clauses: abc.Sequence[abc.Sequence[Clause]] | None,
     ask: Callable[[list[Decision], Question], Answer | None],
 ) -> Rounds:
-    """``Executor.rounds``: what excuses a mismatch of each row, if all of it holds, is ``clauses``; None leaves that to
-    ``ask``, of a row alone.
+    """``Executor.rounds``: ``clauses`` are the conditions of each row that must all hold to excuse a mismatch; None
+    leaves that to ``ask``, for a row alone.
 
     Errors as for a forward; one of ``ask`` ends the call and is given back. What a signal's handler raises in place of
     the first line of ``ask`` is lost, and comes back as a ``KeyboardInterrupt``.
@@ -164,7 +164,7 @@ def take_rounds(
     if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
         error = KeyboardInterrupt()
     last = call.rounds - 1
-    # Of a chain all that was fed is stored, of a tree what stands of it.
+    # Of a chain all fed tokens are stored, of a tree the kept ones.
     fed = counts if tree is None else array("i", [max(n, 0) for n in accepted])
     stored = [text[: one.length + fed[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
     taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
@@ -172,7 +172,7 @@ def take_rounds(
     found = [decisions(b, told, call.rounds) for b in range(count)]
     states = []
     if read_NF is not None:
-        places: list[list[int]] = [[] for _ in rows]  # of what stands of each round, and of all of the last
+        places: list[list[int]] = [[] for _ in rows]  # of the kept tokens of each round, and of all tokens of the last
         at = 0
         for i in range(call.rounds):
             for b, kept in enumerate(places):
@@ -186,7 +186,7 @@ def take_rounds(
 
 
 def _add_mismatches(found: list[list[Decision]], asks: abc.Iterable[Ask], plan: RoundPlan) -> None:
-    """Note what clauses said of each mismatch."""
+    """Note what the clauses decided about each mismatch."""
     relaxations = [row.policy.relaxation for row in plan.rows]
     labels = [
         [] if relaxation is None else [clause.label for clause in relaxation.clauses] for relaxation in relaxations

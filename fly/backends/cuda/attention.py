@@ -1,4 +1,4 @@
-"""Attention over pages whose numbers are on the device: the ``kv`` of a forward that needs nothing of the host.
+"""Attention over pages whose numbers are on the device: the ``kv`` of a forward that needs nothing from the host.
 
 Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, S = W·Z,
 H query heads, G key/value heads, D head width.
@@ -60,8 +60,9 @@ class Slots:
 
 
 class PagedAttention:
-    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, going by ``slots``: by FlashAttention with
-    block tables where that takes the cache, else over a copy of each row's pages, for even rows only."""
+    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names: by
+    FlashAttention with block tables if it takes the cache, else over a copy of each row's pages, for rows of equal
+    length only."""
 
     def __init__(self, cache: PagedKVCache, slots: Slots, flash: bool) -> None:
         self.cache, self.slots, self.flash = cache, slots, flash
@@ -87,7 +88,7 @@ class PagedAttention:
         scale: float | None = None,
     ) -> Tensor:
         """Store the new keys and values, then attend: [T, H, D], each token over its row up to itself, or over the last
-        ``window`` tokens of that. What padding reads means nothing."""
+        ``window`` tokens of that. The output of padding is meaningless."""
         slots, k_SGD, v_SGD = self.slots, self.cache.keys[layer], self.cache.values[layer]
         k_SGD.index_copy_(0, slots.slots_T, k_TGD.to(k_SGD.dtype))
         v_SGD.index_copy_(0, slots.slots_T, v_TGD.to(v_SGD.dtype))

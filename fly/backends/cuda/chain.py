@@ -1,5 +1,5 @@
-"""A chain that a draft model says, worked out on the device alone: forwards one after the other, each of which may
-verify what prompt lookup copied.
+"""A chain drafted by a model, computed on the device alone: one forward after another, each of which may verify tokens
+that prompt lookup copied.
 
 Shape legend: R rows (padding included), D of them above temperature 0, K longest draft, W tokens copied for a forward,
 J = W + 1 places of a forward, N new tokens of a row, X = K + J columns, V vocabulary, S tokens of the longest text.
@@ -56,16 +56,16 @@ def looked_up(text_RS: Tensor, length_R: Tensor, longest: int, shortest: int, mo
 class Chain:
     """Drafts of up to K tokens for the rows of a ``Table``.
 
-    Where nothing but K can end a draft, its K forwards are one graph. Where it may end before (``DraftSpec.stops``, or
-    because copied tokens stood), a forward is a graph, and the host looks after each whether to launch another. It
-    looks one forward behind, so that the device never waits for it: one forward more than was needed, at most.
+    If only K can end a draft, its K forwards are one graph. If it may end earlier (``DraftSpec.stops``, or because
+    copied tokens were right), each forward is a graph, and the host decides whether to launch another. It decides one
+    forward late, so that the device never waits for it: at most one forward is not needed.
     """
 
     def __init__(self, table: Table, model: Model, cache: PagedKVCache, captures: Captures) -> None:
         shape, device = table.shape, table.device
         self.table, self.model, self._cache = table, model, weakref.ref(cache)
         self.shape, self.copies, vocab_size = shape, shape.copies, model.config.vocab_size
-        columns = shape.k + self.copies + 1  # what a forward says beyond what stands is written over by the next one
+        columns = shape.k + self.copies + 1  # the next forward overwrites what comes after the kept tokens
         self.tokens_RX = torch.zeros(shape.rows, columns, dtype=torch.int64, device=device)
         self.most_R = torch.zeros(shape.rows, dtype=torch.int64, device=device)
         self.count_R = torch.zeros(shape.rows, dtype=torch.int64, device=device)
@@ -150,8 +150,8 @@ class Chain:
         return torch.minimum(most_R, column(Column.CONTEXT) - column(Column.LENGTH))
 
     def _step(self, first: bool) -> None:
-        """A forward, and what it says. It is fed a row's last token and what is copied after it, the first one also
-        the token before, since after a draft that stood whole the drafter lacks that."""
+        """A forward, and the tokens that it predicts. It is fed a row's last token and what is copied after it, the
+        first forward also the token before, which the drafter lacks after a draft that was kept whole."""
         table, model, shape, copies, drawn = self.table, self.model, self.shape, self.copies, self.shape.drawn
         cache = self._cache()
         assert cache is not None

@@ -35,9 +35,9 @@ def draft(
 ) -> Drafted:
     """``Executor.extend``, of rows of at least two tokens.
 
-    What the form of a row allows after its text is known, so that its first token keeps to that. Whether the others do
-    is seen when they are here. A draft that leaves the form is taken up once more at that place, where no row
-    of the batch is drawn, and ends where it leaves the form again.
+    The first token keeps to the row's form, since the host knows what that allows after the text. The other tokens are
+    checked after they are downloaded. If no row of the batch is drawn, a draft that leaves the form is restarted once
+    at that place; it ends where it leaves the form again.
     """
     kv, greedy = batch.kv, [True] * len(rows) if sampling is None else sampling.greedy_B.tolist()
     drawn, cold = ([b for b, one in enumerate(greedy) if one is kind] for kind in (False, True))
@@ -103,7 +103,7 @@ def _masks(row: Row, draft: list[int]) -> list[bytearray]:
 
 
 def _leave(rows: Sequence[Row], drafts: list[list[int]]) -> dict[int, bytearray]:
-    """Cut off each draft what its row's form forbids; of those that were cut, what is allowed there."""
+    """Cut each draft before the first token that its row's form forbids. Gives what is allowed there, for those cut."""
     left = {}
     for b, row in enumerate(rows):
         if (masks := _masks(row, drafts[b])) and len(masks) <= len(drafts[b]):

@@ -1,4 +1,4 @@
-"""The executor on CUDA: rounds as graphs, everything else as on any device, with as few waits as there can be.
+"""The executor on CUDA: rounds as graphs, everything else as on any device, with as few waits as possible.
 
 Shape legend: T packed tokens, N places, B rows, W pages of a row, K longest draft, V vocabulary.
 """
@@ -87,7 +87,7 @@ class CudaExecutor(TorchExecutor):
         return self._fused is not None and self._fused.there
 
     def deterministic(self) -> Executor:
-        """By layers that are never compiled: which operations a token takes must not hang on how often others came."""
+        """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
         return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), False, self.captures.awaited))
 
     def with_layers(self, layers: abc.Sequence[int]) -> Executor:
@@ -98,8 +98,8 @@ class CudaExecutor(TorchExecutor):
         return self.model.logits(hidden_TC)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Without a wait. A few tokens of each row are a graph; of more, all that the forward needs of the host goes up
-        at once. Hidden states, trees, and prompts in caches that FlashAttention does not take, go row by row
+        """Without a wait. A few tokens of each row are a graph. For more, all that the forward needs from the host is
+        uploaded at once. Hidden states, trees, and prompts in caches that FlashAttention does not take, go row by row
         (``PagedBatch.attend``)."""
         kv = batch.kv
         if states or any(mask is not None for mask in kv.masks or ()):
@@ -130,7 +130,7 @@ class CudaExecutor(TorchExecutor):
         return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
-        """By the policies' tensors, and one download of what came of all."""
+        """By the policies' tensors, and one download of all decisions."""
         if draft.parents_BK is not None or not rows:
             return super().judge(rows, target, draft)
         if draft.tokens_BK.device != self.device:
@@ -163,7 +163,7 @@ class CudaExecutor(TorchExecutor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        """By the policy's tensors, and one download of what came of it."""
+        """By the policy's tensors, and one download of the decisions."""
         if draft.parents_BK is not None:
             return super().decide(policy, target, draft, seeds, starts)
         packed, names = self._decided(policy, target, draft, seeds, starts)
@@ -201,9 +201,9 @@ class CudaExecutor(TorchExecutor):
         return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
 
     def may_extend(self, row: Sequence) -> bool:
-        """Penalties, biases and ends are worked out on the device. What a form allows the host says: of a row at
-        temperature 0, where that decides which token is the likeliest, and no distribution is asked for. Bad words are
-        of many tokens, so that what they ban hangs on the text."""
+        """Penalties, biases and ends are worked out on the device. What a form allows is known to the host alone, so a
+        form is taken only at temperature 0 and where no distribution is wanted. Bad words have several tokens, so what
+        they ban depends on the text: they are not taken."""
         asks = row.params.penalises or row.params.min_tokens > 0
         return not row.bad and (row.matcher is None or (row.greedy and not asks))
 

@@ -1,4 +1,4 @@
-"""The layers of a model in fewer kernels, where torch.compile can be had: asked of it for what comes again and again.
+"""The layers of a model in fewer kernels, by torch.compile where it works: for shapes that come up often.
 
 Shape legend: T packed tokens, C hidden width.
 """
@@ -39,7 +39,7 @@ def _say_once(reason: str) -> None:
 
 
 class Fused:
-    """The compiled layers of one model. Where they cannot be had that is said once, and it goes on without."""
+    """The compiled layers of one model. If compiling fails, one warning says so, and the model runs without it."""
 
     def __init__(self) -> None:
         self._layers: CompiledLayers | None = None
@@ -47,7 +47,7 @@ class Fused:
 
     @property
     def there(self) -> bool:
-        """Whether to ask for them."""
+        """Whether to compile."""
         if self._layers is None and not self._refused:
             if (reason := refusal()) is None:
                 self._layers = CompiledLayers()

@@ -1,4 +1,4 @@
-"""Work that becomes a CUDA graph, and the ways between host and device that do not make the host wait."""
+"""Work that becomes a CUDA graph, and copies between host and device that do not make the host wait."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ class Watch:
         self.events[at].record()
 
     def seen(self, at: int) -> int:
-        """The number, as soon as it is here. To be asked when the device has more to do than that."""
+        """The number, once it has arrived. Call this while the device still has other work."""
         while not self.events[at].query():
             time.sleep(_NAP)  # other threads of the process go on meanwhile
         return int(self.host[at])
 
 
 class Kept(Generic[_K, _T]):
-    """What was made for keys, at most so many, and no more than a ``budget`` of what each weighs, but for the last;
-    those unused for longest go."""
+    """Values made for keys, at most so many, whose weights stay within ``budget`` (the last one always stays). Those
+    unused for longest are dropped."""
 
     def __init__(self, most: int, budget: int = 0, weigh: Callable[[_T], int] = lambda _: 0) -> None:
         self.most, self.budget, self.weigh = most, budget, weigh
@@ -90,7 +90,7 @@ class Captures:
     """The memory that graphs share, which run one after the other, and how many were captured.
 
     Args:
-        awaited: entered around each wait for what graphs give: other processes may have to do their part of it.
+        awaited: entered around each wait for the result of a graph, which may need other processes to do their part.
     """
 
     def __init__(self, awaited: Awaited = nullcontext) -> None:

@@ -1,4 +1,4 @@
-"""What was decided about a batch of chains as one int32 tensor, and as plain values again: one download.
+"""Packs the decisions about a batch of chains into one int32 tensor, so that one download brings them to the host.
 
 Shape legend: R rows, K longest draft, J = K + 1 positions, V vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Whole rounds on the device: the host launches, waits once, and looks whether to go on.
+"""Whole rounds on the device: the host launches, waits once, and decides whether to go on.
 
 Shape legend: R rows with padding, X columns of what is downloaded.
 """
@@ -33,7 +33,7 @@ __all__ = ["LONGEST", "OFTEN", "Works", "catch_up", "pages", "take_rounds"]
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
 # Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
-# first time on a machine: as long as these rounds took, so that it never more than doubles the time of what is short.
+# first time on a machine: as long as these rounds took, so that compiling at most doubles the time of short work.
 OFTEN = 2000
 _LOOKUP = 1.08  # how much longer a forward of a draft model of 1B takes with prompt lookup, for some 30 short kernels
 _RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
@@ -60,7 +60,8 @@ class Works:
         drafter: Model | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> Work:
-        """The memory and graphs for batches of this shape; what came often gets new ones, of compiled layers."""
+        """The memory and graphs for batches of this shape; a shape that came often gets new ones, with compiled
+        layers."""
         plain = shape, id(draft_cache)
         if (found := self.made.made.get(plain)) is not None and found.rounds >= OFTEN and target.compiles:
             del self.made.made[plain]
@@ -136,8 +137,8 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
 
 
 def _forward_cost(shape: Shape) -> float:
-    """How long a forward of the drafter takes, beside one of a row's last token alone. By arithmetic, not by the clock:
-    processes that share a model decide alike."""
+    """How long a forward of the drafter takes, relative to one of a row's last token alone. Computed, not timed, so
+    that processes that share a model decide alike."""
     if not shape.copies:
         return 1.0
     return _LOOKUP * max(shape.rows * (shape.copies + 1), _RIDGE) / max(shape.rows, _RIDGE)
@@ -146,7 +147,7 @@ def _forward_cost(shape: Shape) -> float:
 def catch_up(
     model: Model, kv: PagedBatch, rows: Sequence[int], starts: Sequence[int], texts: Sequence[list[int]]
 ) -> None:
-    """Let a model take in what it lacks of some rows of ``kv``, from ``starts`` on, but for the last two tokens."""
+    """Feed a model the tokens that it lacks of some rows of ``kv``, from ``starts`` on, but for the last two."""
     new = [text[start:-2] for text, start in zip(texts, starts)]
     if new:
         batch = kv.cache.batch([kv.seqs[b] for b in rows], starts, [len(tokens) for tokens in new])
@@ -179,7 +180,7 @@ class _Call:
         return min(self.plan.rows[b].k, self.left[b] - 1, self.plan.draft_context - len(self.texts[b]))
 
     def catch_up(self, drafter: Model) -> None:
-        """Let the drafter take in what it lacks of each row that it will draft for, but for the last two tokens."""
+        """Feed the drafter the tokens that it lacks of each row that it will draft for, but for the last two."""
         kv = self.plan.draft_kv
         assert kv is not None
         late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
@@ -231,7 +232,7 @@ class _Call:
         return not ended and self._goes_on(now)
 
     def _take_in(self) -> bool:
-        """Read what came of a round, as far as the next one depends on it, and say whether a row ended."""
+        """Read the part of a round's result that the next round depends on, and say whether a row ended."""
         assert self.decide.download is not None
         found = self.decide.download.host
         values = found.tolist()

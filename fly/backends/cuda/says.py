@@ -1,4 +1,4 @@
-"""What requests say of single tokens, applied to logits on the device: penalties, biases and bans.
+"""What requests ask of single tokens, applied to logits on the device: penalties, biases and bans.
 
 Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns.
 """
@@ -20,7 +20,7 @@ __all__ = ["Asking", "Says", "ids_of"]
 
 
 class _Column(IntEnum):
-    """The columns of what a row asks, float64, which holds ids exactly; then ids that are biased, and by how much."""
+    """The columns of a row's requests, float64, which holds ids exactly; then ids that are biased, and by how much."""
 
     PROMPT = 0  # tokens of its prompt
     ENOUGH = 1  # tokens of its text from which on it may end
@@ -50,7 +50,7 @@ class Says:
     def __init__(self, rows: int, ids: int, vocab_size: int, device: torch.device) -> None:
         self.ids, self.vocab_size = ids, vocab_size
         self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * ids, dtype=torch.float64, device=device)
-        # How often each token stands in a row's text, and whether in its prompt or text; one more column is nobody's.
+        # How often each token stands in a row's text, and whether in its prompt or text; the last is for padding.
         self.times_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.float32, device=device)
         self.seen_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
 

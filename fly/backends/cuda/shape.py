@@ -1,4 +1,4 @@
-"""What a batch of a fixed shape is: its sizes, and the table of what a round must know of each row.
+"""A batch of a fixed shape: its sizes, and the table of what a round must know of each row.
 
 Shape legend: R rows (padding included), K longest draft, V vocabulary.
 """
@@ -95,7 +95,7 @@ class Model(Protocol):
 
 
 class Cuts(NamedTuple):
-    """What rows above temperature 0 are drawn from, as far as that changes the work."""
+    """The sampling of rows above temperature 0, as far as it changes the work."""
 
     top_k: int = 0  # the largest; 0 if none asks for it
     top_p: bool = False
@@ -114,8 +114,8 @@ _SHORT = 1024
 
 
 def fixed(spec: DraftSpec, model: bool) -> DraftSpec:
-    """What of it is the same for all rows of a graph: whether there is a ``reach``, which each row has its own of; and
-    of a draft without a ``model`` nothing, since that is made on the host."""
+    """The part of ``spec`` that is the same for all rows of a graph: whether there is a ``reach``, whose value differs
+    among rows. Nothing of a draft without a ``model``, which is made on the host."""
     return replace(spec, reach=(1.0,) if any(spec.reach) else ()) if model else _ANY
 
 
@@ -131,7 +131,7 @@ class Shape:
     cuts: Cuts = _UNCUT
     pages: int = 0  # of a row, in the target's cache and in the drafter's
     draft_pages: int = 0
-    alone: bool = False  # whether only the draft is asked for, by seeds of its own
+    alone: bool = False  # whether only the draft is wanted, with separate seeds
     text: int = 0  # tokens of a row that the device knows
     says: int | None = None  # what requests say of single tokens (``Says``): of how many ids at most; None is nothing
     forms: bool = False  # whether the first token of a draft is to keep to what is allowed
@@ -139,7 +139,8 @@ class Shape:
 
     @property
     def copies(self) -> int:
-        """Tokens that prompt lookup copies for a forward of the draft model: the last token it says is its own."""
+        """Tokens that prompt lookup copies for a forward of the draft model; the model itself predicts the one after
+        them."""
         return min(self.spec.lookup.k, self.k - 1) if self.spec.lookup is not None and self.says is None else 0
 
     @property
@@ -148,7 +149,7 @@ class Shape:
         return self.k > 1 and (self.spec.stops or self.copies > 0)
 
     def logit_bytes(self, vocabulary: int) -> int:
-        """Of the logits of a round, of what drafts are drawn from, and of what requests say."""
+        """Of a round's logits, of the distributions that drafts are drawn from, and of what requests ask."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
         return (
             4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))

@@ -21,8 +21,8 @@ __all__ = ["Table"]
 
 
 class Table:
-    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text,
-    where somebody reads that."""
+    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text, if
+    something reads it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
@@ -34,7 +34,7 @@ class Table:
 
     def know(self, texts: Sequence[list[int]]) -> None:
         """Upload what the device does not know of the text in each place. It follows a text by itself, round by round;
-        ``knows`` says what it has come to."""
+        ``knows`` sets what it has reached."""
         if (text_RS := self.text_RS) is None:
             return
         for at, (text, known) in enumerate(zip(texts, self._texts)):
@@ -49,8 +49,8 @@ class Table:
     def load(
         self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
     ) -> None:
-        """Upload the state of each row, and the pages where they are others than last time. ``order`` says which row of
-        ``kv`` stands in each place; -1 is padding."""
+        """Upload the state of each row, and the pages that have changed since last time. ``order`` says which row of
+        ``kv`` is in each place; -1 is padding."""
         self.state_RC.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
         shape, tables = self.shape, []
         for batch, width in ((kv, shape.pages), (draft_kv, shape.draft_pages)):

@@ -1,4 +1,4 @@
-"""Whether a rule's decision can run inside a CUDA graph: found on any machine, by tensors that have no values.
+"""Whether a rule's decision can run inside a CUDA graph: found on any machine, with tensors that have no values.
 
 A graph cannot hold what makes the host wait for the device: values that Python looks at (``.item()``, ``bool(t)``,
 ``.tolist()``), shapes that depend on values (masks as indices, ``nonzero``), and uploads (``torch.tensor(list,
@@ -45,7 +45,7 @@ class OnHost(list[list[int]]):
 
 
 class _Uploads(TorchFunctionMode):
-    """Raises ``HostWait`` where a tensor is made of values of the host."""
+    """Raises ``HostWait`` where a tensor is made from values on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = (kwargs or {}).get("device")

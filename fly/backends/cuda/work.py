@@ -3,9 +3,8 @@
 Shape legend: R rows (padding included), K longest draft, J = K + 1 positions, V vocabulary, N new tokens of each row,
 W pages of a row, C columns of the state, S tokens that end a row.
 
-What a round must know of a row is one line of a table on the device, which the round itself brings up to date: the
-host uploads it once, and then only reads what came of each round. Rows above temperature 0 stand first.
-"""
+What a round must know of a row is one line of a table on the device, which the round itself updates: the host uploads
+it once, and then only reads the result of each round. Rows above temperature 0 stand first."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ class Group(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the target says."""
+    """The target's output."""
 
     logits_RJV: Tensor
     choices_RJ: Tensor
@@ -61,7 +60,7 @@ class Work:
         self.shape, self.target, self.drafter, self.captures = shape, target, drafter, captures
         self.device = target.device
         self.vocab_size, self.rounds = target.config.vocab_size, 0
-        # Graphs know addresses, and need neither object: who forgets the cache frees its memory.
+        # Graphs hold addresses, not these objects: so dropping the cache frees its memory.
         self._cache, self._draft_cache = weakref.ref(cache), None if draft_cache is None else weakref.ref(draft_cache)
         self.table = Table(shape, target.device)
         self.copies_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=self.device)
@@ -148,7 +147,7 @@ class Decide:
         self.download: Download | None = None
 
     def begin(self, done: torch.cuda.Event) -> None:
-        """Decide, and start to download what came of it."""
+        """Decide, and start to download the result."""
         self.run.follow(self.work.score)
         found_RX = self.run()
         if self.download is None:
