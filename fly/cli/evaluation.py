@@ -197,7 +197,7 @@ def evaluate(
             show_report(found)
             write_json(json_, as_json(found))
             if out is not None:
-                note(escape(f"fly report {out} --html report.html shows plots and the texts side by side"))
+                note(escape(f"for a page with plots and the texts side by side: fly report {out} --html report.html"))
 
 
 def _typed(context: typer.Context, name: str) -> bool:
@@ -339,6 +339,7 @@ def report_command(
         markdown.write_text(as_markdown(found), encoding="utf-8")
     if html is not None:
         html.write_text(as_html(found, f"fly report: {', '.join(run.name for run in runs)}"), encoding="utf-8")
+        note(escape(f"written: {html}"))
     if spec_bench is not None:
         for path in (path for run in runs for path in write_spec_bench(run, spec_bench)):
             note(escape(str(path)))
