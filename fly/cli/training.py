@@ -94,7 +94,7 @@ def train_head_command(
 @alone
 def train_exit_command(
     out: Annotated[
-        Path, typer.Argument(help="The directory of the exits; answers that are there are not asked again.")
+        Path, typer.Argument(help="The directory of the exits; answers that are already there are used again.")
     ],
     model: Model = "fly-target",
     prompts: Prompts = None,
@@ -102,20 +102,18 @@ def train_exit_command(
     count: Count = None,
     max_tokens: MostTokens = 512,
     layers: Annotated[
-        str | None, typer.Option(help="After how many layers it looks, as 8,16,24; if not given about eight times.")
+        str | None, typer.Option(help="The layers after which it looks, such as 8,16,24; if not given about eight.")
     ] = None,
     candidates: Annotated[int, typer.Option(min=2, help="Tokens that a look compares.")] = ExitPlan.candidates,
     vocabulary: Annotated[
-        int, typer.Option(min=2, help="Frequent tokens among which they are found.")
+        int, typer.Option(min=2, help="The frequent tokens that candidates are taken from.")
     ] = ExitPlan.vocabulary,
     agreement: Annotated[
-        float, typer.Option(min=0, max=1, help="Of the tokens that leave, the share that must be the target's own.")
+        float, typer.Option(min=0, max=1, help="The share of leaving tokens that must equal the target's.")
     ] = ExitPlan.agreement,
-    places: Annotated[
-        int, typer.Option(min=100, help="Tokens of answers that are looked at, at most.")
-    ] = ExitPlan.places,
+    places: Annotated[int, typer.Option(min=100, help="The most tokens of answers to look at.")] = ExitPlan.places,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = ExitPlan.steps,
-    seed: Annotated[int, typer.Option(help="Of problems, first values and order.")] = ExitPlan.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the problems, the first weights and the order.")] = ExitPlan.seed,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",

@@ -51,7 +51,7 @@ def turns_of(plan: Plan) -> Iterator[Turn]:
     tasks, ways = plan.loaded_tasks(), plan.ways
     for part, first in enumerate(range(0, max(limit for _, limit in tasks.values()), plan.together)):
         for task, limit in tasks.values():
-            few = list(enumerate(task.problems[:limit]))[first : first + plan.together]
+            few = list(enumerate(task.problems[first : min(first + plan.together, limit)], first))
             for temperature in plan.temperatures:
                 for seed in plan.seeds if temperature else plan.seeds[:1]:
                     for way in ways[part % len(ways) :] + ways[: part % len(ways)]:
