@@ -18,7 +18,7 @@ from fly.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
 from fly.policies import AcceptancePolicy, Exact
-from fly.request import Summed, Token
+from fly.request import Sequence, Summed, Token
 from fly.runner import Runner
 from fly.types import Decision, SamplingParams
 
@@ -49,7 +49,7 @@ class Clock(Wrapped):
 
     def __init__(self, inner: Executor) -> None:
         super().__init__(inner)
-        self.batch_invariant = inner.batch_invariant
+        self.batch_invariant, self.leaves_early = inner.batch_invariant, inner.leaves_early
         self.seconds = 0.0
         self.judged = 0
 
@@ -64,6 +64,12 @@ class Clock(Wrapped):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         return self._clocked(self.inner.score, batch, places, *([states] if states else []))
+
+    def may_extend(self, row: Sequence) -> bool:
+        return self.inner.may_extend(row)
+
+    def may_round(self, row: Sequence) -> bool:
+        return self.inner.may_round(row)
 
     def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
         return self._clocked(self.inner.extend, *arguments, **options)
