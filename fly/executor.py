@@ -368,12 +368,12 @@ class Executor(ABC):
             found |= zip(numbers, self.decide(policy, part, proposed, *own))
         return [found[b] for b in range(len(rows))]
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        """The same model through the layers of these numbers only, over the same cache.
+    def embedding(self) -> Tensor:
+        """[V, C] what each token of the vocabulary is to the model, before its family's scaling; for draft heads.
 
-        Raises ``ValueError`` if it has no layers that can be skipped.
+        Raises ``ValueError`` where it cannot be had.
         """
-        raise ValueError(f"layers cannot be skipped in {self.model_name} on {self.kernels!r} kernels")
+        raise ValueError(f"{self.model_name} on {self.kernels!r} kernels does not show its embedding")
 
     @property
     def model_name(self) -> str:
@@ -492,5 +492,5 @@ class TokenByToken(Wrapped):
         logits = [found[t] for t in wanted] or [torch.zeros(0, self.config.vocab_size, device=self.device)]
         return Scores(torch.cat(logits), states_TF=torch.cat(taken) if taken else None)
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        return type(self)(self.inner.with_layers(layers))
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()

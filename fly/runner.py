@@ -117,16 +117,6 @@ class Runner:
         for watch in self._watches:
             watch.fork(parent, child, shared)
 
-    def adopt(self, other: Runner, rows: abc.Sequence[Sequence]) -> None:
-        """Take over what ``other`` has cached of ``rows``, in a cache that both share; until ``forget``."""
-        for row in rows:
-            self._cached[row.id] = list(other._cached.get(row.id, ()))
-
-    def forget(self, rows: abc.Sequence[Sequence]) -> None:
-        """Leave the cache of ``rows``, as it is after a ``commit``, to the runner it was adopted from."""
-        for row in rows:
-            self._cached.pop(row.id, None)
-
     def score(
         self,
         rows: abc.Sequence[Sequence],

@@ -1,4 +1,4 @@
-"""Draft length: confidence and entropy stops against their definition, goodput on simulated clocks, layers skipped."""
+"""Draft length: confidence and entropy stops against their definition, goodput on simulated clocks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import pytest
-import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
@@ -18,12 +17,11 @@ from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.adaptive import AdaptiveDraft
 from fly.drafts.base import Continuation, pad, pad_trees
-from fly.drafts.skip import LayerSkipDraft, expected_speedup
 from fly.executor import Spent
 from fly.request import Sequence
 from fly.types import Draft
 from tests.test_drafts import LARGE, MEDIUM, SMALL, VOCAB, make_row, proposals
-from tests.toys import dense_logits, random_llama, run
+from tests.toys import dense_logits, run
 
 texts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=10)
 
@@ -442,65 +440,3 @@ def test_adaptive_rows_do_not_change_the_text_and_leave_nothing() -> None:
     assert [out.token_ids for out in llm.generate(prompts, params)] == wanted
     for allocator in llm.scheduler.allocators():
         assert allocator.num_free == allocator.num_blocks
-
-
-# --- layers skipped --------------------------------------------------------------------------------------
-
-DEEP = random_llama(3, VOCAB, hidden=16, heads=2, kv_heads=1, layers=4, max_positions=64)
-
-
-@settings(max_examples=20)
-@given(st.lists(texts, min_size=1, max_size=3), st.sets(st.integers(0, 3), max_size=3), st.sampled_from([0.0, 0.9]))
-def test_skipped_layers_draft_what_the_model_without_them_says(
-    texts: list[list[int]], skip: set[int], temperature: float
-) -> None:
-    strategy = LayerSkipDraft(tuple(skip), k=5)
-    llm = LLM(DEEP, draft=strategy, k=5, cache_tokens=512, block_size=4)
-    params = [SamplingParams(temperature=temperature, max_tokens=20, seed=b) for b in range(len(texts))]
-    outs = llm.generate(texts, params)
-    if temperature == 0:
-        assert [o.token_ids for o in outs] == [o.token_ids for o in llm.generate(texts, params, k=0)]
-        if skip:
-            less = random_llama(3, VOCAB, hidden=16, heads=2, kv_heads=1, layers=4, max_positions=64)
-            less.layers = torch.nn.ModuleList(layer for n, layer in enumerate(less.layers) if n not in skip)
-            for number, layer in enumerate(less.layers):
-                layer.self_attn.layer = number  # type: ignore[union-attr,assignment]
-            # with all of the context through fewer layers the keys differ; at the first token they are the same
-            row = make_row([2])
-            llm.engine.runner.feed([row], [[]])
-            llm.engine.runner.commit([row])
-            (drafted,) = proposals(strategy.propose([row], [1]))
-            assert drafted == [int(dense_logits(less, [2])[-1].argmax())]
-            llm.engine.release(row)
-    else:
-        assert [o.token_ids for o in outs] == [llm.generate([t], p)[0].token_ids for t, p in zip(texts, params)]
-    assert not strategy.runner._cached
-    allocator = llm.engine.runner.cache.allocator
-    assert allocator.num_free == allocator.num_blocks
-
-
-def test_calibration_finds_the_layers_that_do_nothing() -> None:
-    model = random_llama(5, VOCAB, hidden=16, heads=2, kv_heads=1, layers=4, max_positions=128)
-    with torch.no_grad():
-        for number in (1, 3):  # these add nothing to the residual stream
-            model.layers[number].self_attn.o_proj.weight.zero_()  # type: ignore[union-attr,operator]
-            model.layers[number].mlp.down_proj.weight.zero_()  # type: ignore[union-attr,operator]
-    strategy = LayerSkipDraft(k=6, calibration=16)
-    llm = LLM(model, draft=strategy, k=6)
-    (out,) = llm.generate([[1, 2, 3]], SamplingParams(temperature=0.0, max_tokens=60))
-    assert strategy.skip is not None and {1, 3} <= set(strategy.skip)
-    assert out.stats.tau > 2
-    assert strategy.calibrate(list(range(16)))[(1,)] == 1.0
-
-
-def test_what_cannot_skip_is_refused() -> None:
-    with pytest.raises(ValueError, match="layers 0 to 3"):
-        LLM(DEEP, draft=LayerSkipDraft((1, 4)))
-    with pytest.raises(ValueError, match="attached to none"):
-        LayerSkipDraft((1,)).propose([make_row([1])], [3])
-
-
-@pytest.mark.parametrize(("a", "c", "k", "wanted"), [(1.0, 0.0, 4, 5.0), (0.0, 0.5, 4, 1.0), (0.5, 0.5, 1, 1.0)])
-def test_expected_speedup_by_hand(a: float, c: float, k: int, wanted: float) -> None:
-    assert expected_speedup(a, c, k)[0] == pytest.approx(wanted)
-    assert expected_speedup(a, c, k)[1] == {5.0: 4, 1.0: 0}[wanted]

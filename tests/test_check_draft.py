@@ -15,7 +15,6 @@ from fly.drafts import (
     AdaptiveDraft,
     CascadeDraft,
     DraftStrategy,
-    LayerSkipDraft,
     NGramDraft,
     SingleDraft,
     SuffixDraft,
@@ -352,7 +351,6 @@ OURS: dict[str, Callable[[], DraftStrategy]] = {
     "confidence": lambda: SingleDraft(run(MODEL), confidence=0.15),
     "suffix": SuffixDraft,
     "tree": lambda: TreeDraft(run(MODEL), nodes=7, depth=3, width=2),
-    "skip": lambda: LayerSkipDraft((1,)),
     "union": lambda: UnionDraft([NGramDraft(), SingleDraft(run(MODEL))]),
     "adaptive": lambda: AdaptiveDraft(SingleDraft(run(MODEL))),
 }

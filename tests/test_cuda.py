@@ -23,7 +23,7 @@ from fly.backends.cuda.work import Work
 from fly.backends.torch import TorchExecutor
 from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft
+from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
 from fly.drafts.ngram import Index
 from fly.engine import Engine
 from fly.executor import Executor, Lookup, TokenByToken
@@ -432,21 +432,6 @@ def test_a_form_takes_three_waits_at_temperature_0(grammars: Grammars, temperatu
         assert most <= 3 or temperature
     assert [row.tokens for row in rows] == [row.tokens for row in want]
     assert sum(row.stats.accepted for row in rows[:4]) > 0.8 * sum(row.stats.accepted for row in want[:4]) > 0
-
-
-def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:
-    big = random_llama(1, **{**SIZES, "layers": 3})
-
-    def run(load: Callable[[Llama], Executor]) -> Sequence:
-        executor = load(big)
-        cache = PagedKVCache.for_model(executor, 6000)
-        engine, row = Engine(Runner(executor, cache), LayerSkipDraft(skip=(1,))), row_of([1, 2, 3])
-        decode(engine, [row])
-        return row
-
-    want = run(on_cpu)
-    with device():
-        assert told(run(there)) == told(want)
 
 
 def test_what_graphs_do_not_take_goes_the_plain_way() -> None:

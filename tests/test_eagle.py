@@ -26,7 +26,6 @@ from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
 from fly.cli import app
 from fly.drafts import ChooseDraft, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
-from fly.drafts.eagle import embedding_of
 from fly.executor import Batch, Executor, Head, TokenByToken
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
@@ -191,7 +190,7 @@ def test_every_backend_gives_the_hidden_states_of_every_family(family: str, kern
         found = states_of(one, tokens, (3, 0, 2))
         torch.testing.assert_close(found, torch.cat([taken[3], taken[0], taken[2]], -1), atol=2e-4, rtol=2e-4)
     weight = model.embed_tokens.weight
-    assert torch.allclose(embedding_of(executor), weight, atol=1e-5)
+    assert torch.allclose(executor.embedding(), weight, atol=1e-5)
     assert (embedding_scale(config, torch.float32) == 1) == (family != "gemma3_text")
 
 
@@ -443,7 +442,7 @@ def test_what_is_trained_drafts_better(tmp_path: Path) -> None:
     head, training = train_head(executor, answers, plan, tmp_path)
     assert sum(training.losses[-10:]) < 0.85 * sum(training.losses[:10])
     assert load_head(tmp_path).shares and (tmp_path / "config.json").exists()
-    assert head.embed_tokens is not None and torch.equal(head.embed_tokens.weight, embedding_of(executor))
+    assert head.embed_tokens is not None and torch.equal(head.embed_tokens.weight, executor.embedding())
     tau = []
     for one in (make_head(), head):
         llm = LLM(executor, Eagle3Draft(TorchHead(one)), k=3)

@@ -33,14 +33,12 @@ from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
-from fly.drafts.skip import LayerSkipDraft
 from fly.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
 from fly.models.loading import Loading
 from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
 from fly.request import Sequence
-from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft
 from tests.test_ops import values
@@ -375,22 +373,6 @@ def test_no_number_of_queries_changes_an_attention(
     for cuts in ([90], [40, 2, 16, 5, 27], [1, 3, 86]):
         (together,) = paged(model, [row], [cuts], cache_dtype=cache_dtype)
         assert same_bits(together, alone)
-
-
-@built
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("layers", [[0], [1], [0, 2], [0, 1, 2], []])
-def test_some_layers_only(variant: str, layers: list[int]) -> None:
-    reference = random_llama(3, layers=3)
-    model = PackedLlama(reference, variant)
-    row = text(20, 0, 37)
-
-    def hidden(some: Llama | PackedLlama) -> Tensor:
-        cache = PagedKVCache(reference.config, 2, 16)
-        cache.resize(0, len(row))
-        return some(row, torch.arange(len(row)), cache.batch([0], [0], [len(row)]), layers)
-
-    torch.testing.assert_close(hidden(model), hidden(reference), rtol=1e-4, atol=1e-4)
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -813,24 +795,7 @@ def test_the_drafts_argmax_is_the_lowest_id_among_equals(variant: str) -> None:
 
 
 @built
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_skipped_layers_draft_at_once_as_well(variant: str) -> None:
-    reference, drafts = random_llama(5, layers=3), []
-    model = executor_of(reference, variant)
-    for some in (model, TorchExecutor(reference)):
-        target = Runner(some, PagedKVCache(model.config, 40, 4))  # type: ignore[arg-type]
-        strategy = LayerSkipDraft([1])
-        strategy.attach(target)
-        row = make_row([1, 2, 3, 4, 5])
-        target.feed([row], [[]])
-        target.commit([row])
-        drafts.append(strategy.propose([row], [6]).tokens_BK.tolist())
-        assert target.cache.allocator.length(row.id) == 4
-    assert drafts[0] == drafts[1] and len(drafts[0][0]) == 6
-
-
-@built
-@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-draft", "tree(fly-draft)", "skip(skip=[1])"])
+@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-draft", "tree(fly-draft)"])
 @pytest.mark.parametrize("k", [1, 7])
 def test_exact_speculation_is_autoregression_bit_for_bit_in_bfloat16(draft: str, k: int) -> None:
     """Token for token with its log-probability, whatever proposes and in whatever batch."""

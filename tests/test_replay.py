@@ -19,18 +19,26 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fly import LLM, SamplingParams
+from fly.backends.torch import TorchExecutor
+from fly.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
+from fly.bench.scale import REACHES, replays, scaled
+from fly.drafts import NGramDraft, SingleDraft
+from fly.drafts.ngram import Index
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
 from fly.eval.beside import beside
 from fly.eval.known import Known, Unknown
 from fly.eval.recording import LIKELIEST, Recorder, Recording, Said
 from fly.eval.records import read_records
-from fly.eval.replay import Blocks, load_blocks
+from fly.eval.replay import Blocks, load_blocks, lookup_forwards
 from fly.eval.replay import replay as replay_run
+from fly.executor import Scores
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
 from fly.policies import AcceptancePolicy, Block, Condition, Exact, parse_policy, verify
 from fly.types import Decision, Draft, Noise, Target, Why
 from tests.test_cli import run as command
 from tests.test_cli import words
+from tests.test_drafts import make_row
+from tests.toys import random_llama
 
 RULES = [
     "exact",
@@ -477,6 +485,50 @@ def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) ->
     ):
         result = command("replay", *bad)
         assert result.exit_code == 2 and reason in words(result.output)
+
+
+class Counting(TorchExecutor):
+    """Counts its forwards."""
+
+    forwards = 0
+
+    def score(self, *arguments: Any, **options: Any) -> Scores:
+        self.forwards += 1
+        return super().score(*arguments, **options)
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=30), st.integers(1, 12), st.integers(1, 6))
+def test_forwards_below_which_prompt_lookup_drafts_are_counted_as_a_draft_takes_them(
+    text: list[int], k: int, most: int
+) -> None:
+    executor = Counting(random_llama(1, 4, hidden=16, heads=2, kv_heads=1, layers=1, max_positions=64))
+    draft = SingleDraft(executor, NGramDraft(k=most))
+    (drafted,) = draft.propose([make_row(text)], [k]).chains
+    assert len(drafted) == k and lookup_forwards(Index(4, 1), text, drafted, most) == executor.forwards
+
+
+def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path, Any], blocks: Blocks) -> None:
+    setting = Setting(MODELS["llama-3.1-405b"], MODELS["llama-3.1-8b"], 1, 1.0)
+    machines = Machines(DEVICES["h100"], 16)
+    gains = {}
+    for text in ("exact", RULES[5]):
+        found = replays(blocks, parse_policy(text))
+        assert {each.reach for each in found} == set(REACHES) and max(each.k for each in found) == blocks.k
+        for each in found:
+            assert each.forwards is not None and each.drafted / 7 <= each.forwards <= each.drafted
+        gains[text] = [scaled(found, setting, machines, levels) for levels in (1, 2)]
+        assert all(1 < best.gain.low <= best.gain.value <= best.gain.high for best in gains[text])
+    assert gains[RULES[5]][0].gain.value > gains["exact"][0].gain.value  # it keeps more, at the same cost
+    one = gains["exact"][0].replay
+    alone = replace(setting, k=one.drafted, tau=one.tau.value, draft_tau=one.drafted / (one.drafted + (one.reach > 0)))
+    assert gains["exact"][0].gain.value == forecast(alone, machines).gain()
+
+    result = command("bench", "plan", "--recorded", str(run[0]), "--policy", "exact", "--policy", "topn(n=99)")
+    assert result.exit_code == 0, result.output
+    said = words(result.output)
+    assert "405B : 8B" in said and "cannot be replayed" in said and f"{gains['exact'][0].gain.value:.2f}×" in said
+    result = command("bench", "plan", "--check", "--policy", "exact", "--policy", "fly")
+    assert result.exit_code == 2 and "--check runs one rule, not 2" in words(result.output)
 
 
 def test_a_draft_without_a_model_is_recorded_without_its_view(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from fly.bench.twins import PAIRS, measure_twins, parse_pair
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import Eagle3Draft, LayerSkipDraft, NGramDraft, SingleDraft
+from fly.drafts import Eagle3Draft, NGramDraft, SingleDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
@@ -207,10 +207,14 @@ def test_the_models_of_a_draft() -> None:
         1,
     ]
     assert len(draft_runners(strategy_of("ngram+fly-tiny+fly-draft").draft)) == 2
+    several = {"adaptive(fly-draft)": 1, "union(suffix, fly-draft)": 1, "choose(a=fly-tiny, b=adaptive(fly-draft))": 2}
+    assert {text: len(draft_runners(strategy_of(text).draft)) for text in several} == several
     assert draft_runners(None) == []
 
 
-@pytest.mark.parametrize("draft", ["fly-draft", "fly-eagle3", "eagle3(fly-eagle3, nodes=8)"])
+@pytest.mark.parametrize(
+    "draft", ["fly-draft", "choose(a=fly-draft, b=ngram)", "fly-eagle3", "eagle3(fly-eagle3, nodes=8)"]
+)
 def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole(draft: str) -> None:
     asked = list(problems(None, "heldout", 0, 1))
     llm = strategy_of(draft)
@@ -251,13 +255,6 @@ def test_a_failing_step_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPat
         timed(Setting("ngram", llm, 3), [1, 2, 3], GREEDY, clocked=True)
     assert llm.engine.runner.executor is model and isinstance(steps[0], Clock)
     assert not llm.scheduler
-
-
-def test_a_draft_by_some_of_the_targets_layers_runs_under_clocks() -> None:
-    llm = LLM(random_llama(), LayerSkipDraft((1,)), k=3)
-    output, times = timed(Setting("skip", llm, 3), [1, 2, 3], GREEDY, clocked=True)
-    assert output.stats.drafted and 0 < times.target < times.decoding
-    assert output.token_ids == llm.generate([[1, 2, 3]], GREEDY, k=0)[0].token_ids
 
 
 @pytest.mark.parametrize("together", [1, 2, 5])

@@ -53,8 +53,8 @@ class EarlyExit(Wrapped):
         self.weight_UC = self.model.lm_head.weight.detach()[self.exits.ids_U].contiguous()
         self.looked_through = frozenset(self.exits.ids_U.tolist())
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        return self.inner.with_layers(layers)
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """``Scores.layers`` says how many layers each row went through."""

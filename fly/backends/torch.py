@@ -41,15 +41,13 @@ class Model(Protocol):
 
 
 class TorchExecutor(Executor):
-    """Runs ``model`` operation by operation, through all layers or those numbered in ``layers`` only (which takes a
-    model whose forward has a parameter of that name)."""
+    """Runs ``model`` operation by operation."""
 
-    def __init__(self, model: Model, layers: abc.Sequence[int] | None = None) -> None:
+    def __init__(self, model: Model) -> None:
         self.model = model
         if isinstance(model, Llama) and model.rounded:
             self.kernels = INT8
         self.config, self.device, self.dtype = model.config, model.device, model.dtype
-        self._options: dict[str, Any] = {} if layers is None else {"layers": layers}
 
     @property
     def weight_bytes(self) -> int:
@@ -67,7 +65,7 @@ class TorchExecutor(Executor):
         tokens_T = torch.tensor(batch.tokens, device=self.device)
         positions_T = torch.tensor(batch.positions, device=self.device)
         taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
-        options = {**self._options, "through": noting(taken)} if states else self._options
+        options: dict[str, Any] = {"through": noting(taken)} if states else {}
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None:
@@ -76,10 +74,12 @@ class TorchExecutor(Executor):
             hidden_TC = hidden_TC[torch.tensor(places, device=self.device)]
         return Scores(self.model.logits(hidden_TC), None, states_TF)
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
+    def embedding(self) -> Tensor:
         if not isinstance(self.model, Llama):
-            return super().with_layers(layers)
-        return type(self)(self.model, layers)
+            return super().embedding()
+        # called, since ranks hold a part each
+        embedding_VC: Tensor = self.model.embed_tokens(torch.arange(self.config.vocab_size, device=self.device))
+        return embedding_VC.detach()
 
 
 class TorchHead(Head):

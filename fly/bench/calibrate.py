@@ -243,7 +243,7 @@ def explain(
     bandwidth, flops, attending, reading, link = (
         1 / max(each, 1e-15) for each in (read, product, attention, cached, passing)
     )
-    figures = ("here", float("inf"), bandwidth, flops, Link(latency, link), layer, forward, 0.0, 0.0, False)
+    figures = ("here", float("inf"), bandwidth, flops, Link(latency, link), layer, forward, 0.0, 0.0)
     return Machines(Device(*figures, attention=attending, cached=reading), size, size)
 
 

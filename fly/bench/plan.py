@@ -1,8 +1,8 @@
 """What to expect of a setting without having the machines: memory, step times and gains from a model of costs.
 
 A step reads every weight and every cached key and value once, and multiplies them; the longer of the two counts
-(the roofline, Williams et al. 2009). It adds up the ranks' results twice a layer, and the host has to launch all of
-it. A round takes the engine's time besides. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the
+(the roofline, Williams et al. 2009). It adds up the ranks' results twice a layer, and short kernels or calls take their
+time besides, as the engine does once a round. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the
 figures of this machine, and checks what they predict."""
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ class Link:
 class Device:
     """One rank's processor: bytes of memory, bytes a second from it, operations a second.
 
-    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is the time in
-    which the host launches one layer, ``forward`` the time in which it launches the rest of a forward: an accelerator
-    works meanwhile (``overlaps``), a CPU does not. ``round`` is the engine's time between two forwards, ``drafted`` the
-    extra time for each drafted and judged token, without its forward; nothing runs meanwhile. ``attention`` and
-    ``cached`` are operations and bytes a second where keys and values are read, if they differ from the others."""
+    ``memory`` is what the maker states; ``bandwidth`` and ``flops`` are what is attained. ``layer`` is what a layer
+    takes besides its weights, keys and values, ``forward`` what a forward takes besides its layers: short kernels on an
+    accelerator, calls on a CPU. ``round`` is the engine's time between two forwards, ``drafted`` the extra time for
+    each drafted and judged token, without its forward. Bytes of ``reserved`` memory hold no weights or caches.
+    ``attention`` and ``cached`` are operations and bytes a second where keys and values are read, if they differ from
+    the others."""
 
     name: str
     memory: float
@@ -65,27 +66,26 @@ class Device:
     forward: float
     round: float
     drafted: float
-    overlaps: bool = True
+    reserved: float = 0.0
     attention: float | None = None
     cached: float | None = None
 
 
 _BANDWIDTH, _FLOPS = 0.8, 0.6  # shares of the stated figures that matrix products usually attain
-# Seconds of the host. To ask for a layer is to launch some 16 kernels without a graph, at 5 µs each, which is what
-# torch usually takes; what surrounds the layers (tokens and positions copied, embedding, norm, logits) counts as one
-# more. What the engine takes a round and a drafted token is what ``--check`` found on a CPU: the host's work anywhere.
-_LAYER, _ROUND, _DRAFTED = 80e-6, 0.2e-3, 0.15e-3
-_HOST = (_LAYER, _LAYER, _ROUND, _DRAFTED)
-_RESERVED = 3e9  # bytes a rank keeps for its context, communication buffers and activations
+# Forwards are CUDA graphs (fly/backends/cuda): a layer has some 17 kernels besides its matrix products, at 2 µs each;
+# what surrounds the layers counts as one more. A round is five launches of 4.5 µs and a wait of 20 µs; a further graph
+# for each drafted token is launched while another runs. The last is kept for context, buffers and activations.
+_LAYER = 34e-6
+_BESIDES = (_LAYER, _LAYER, 45e-6, 0.0, 3e9)
 
 # Stated by the makers: memory, bandwidth and dense bfloat16; a link's share of what connects a node, one way.
 DEVICES: dict[str, Device] = {
     device.name: device
     for device in (
-        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), *_HOST),
-        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_HOST),
-        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_HOST),
-        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), *_HOST),
+        Device("a100", 80e9, _BANDWIDTH * 2.04e12, _FLOPS * 312e12, Link(15e-6, 240e9), *_BESIDES),
+        Device("h100", 80e9, _BANDWIDTH * 3.35e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_BESIDES),
+        Device("h200", 141e9, _BANDWIDTH * 4.8e12, _FLOPS * 989e12, Link(15e-6, 360e9), *_BESIDES),
+        Device("mi300x", 192e9, _BANDWIDTH * 5.3e12, _FLOPS * 1307e12, Link(20e-6, 310e9), *_BESIDES),
     )
 }
 _NETWORK = Link(30e-6, 40e9)  # one 400 Gbit/s adapter a rank
@@ -131,6 +131,7 @@ class Setting:
     """What is to run: a target, a draft (None: none), lengths and distributions.
 
     Args:
+        k: tokens drafted a round; a mean, where the draft stops by itself.
         tau: tokens a round emits, as measured elsewhere.
         draft_tau: tokens the draft emits a forward of its own; above 1 with a cheaper level below it.
         rows, context: sequences in a batch, and stored tokens of each.
@@ -139,7 +140,7 @@ class Setting:
 
     target: LlamaConfig
     draft: LlamaConfig | None
-    k: int
+    k: float
     tau: float
     draft_tau: float = 1.0
     rows: int = 1
@@ -206,10 +207,10 @@ class Work:
     multiplied: float
     cached: int
     attended: float
-    exchanged: tuple[tuple[int, int], ...]
+    exchanged: tuple[tuple[int, float], ...]
 
     @staticmethod
-    def of(config: LlamaConfig, ranks: int, tokens: int, rows: int, context: int, itemsize: int) -> Work:
+    def of(config: LlamaConfig, ranks: int, tokens: float, rows: int, context: int, itemsize: int) -> Work:
         """Raises ``PlanError`` if the model does not divide among the ranks."""
         sizes, layers, numbers = _share(config, ranks).sizes, config.num_hidden_layers, matrix_parameters(config)
         dtype = torch.float32 if itemsize == 4 else torch.bfloat16
@@ -223,7 +224,9 @@ class Work:
         )
 
 
-def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int, context: int, itemsize: int) -> float:
+def step_seconds(
+    config: LlamaConfig, machines: Machines, tokens: float, rows: int, context: int, itemsize: int
+) -> float:
     """One forward over ``tokens`` new tokens of ``rows`` sequences, divided among the ranks."""
     device, work = machines.device, Work.of(config, machines.ranks, tokens, rows, context, itemsize)
     working = (
@@ -231,8 +234,7 @@ def step_seconds(config: LlamaConfig, machines: Machines, tokens: int, rows: int
         + max(work.cached / (device.cached or device.bandwidth), work.attended / (device.attention or device.flops))
         + sum(count * machines.all_reduce(size) for count, size in work.exchanged)
     )
-    asking = work.layers * device.layer + device.forward
-    return max(working, asking) if device.overlaps else working + asking
+    return working + work.layers * device.layer + device.forward
 
 
 def forecast(setting: Setting, machines: Machines, small: Machines | None = None) -> Forecast:
@@ -243,13 +245,13 @@ def forecast(setting: Setting, machines: Machines, small: Machines | None = None
     s, n, small = setting, machines.ranks, machines if small is None else small
     tokens = s.rows * (s.k + 1)
 
-    def step(config: LlamaConfig, where: Machines, tokens: int = s.rows) -> float:
+    def step(config: LlamaConfig, where: Machines, tokens: float = s.rows) -> float:
         return step_seconds(config, where, tokens, s.rows, s.context, s.itemsize)
 
     def held(config: LlamaConfig, ranks: int) -> float:
         return _share(config, ranks).bytes(s.itemsize) + Work.of(config, ranks, 1, s.rows, s.context, s.itemsize).cached
 
-    base = held(s.target, n) + 4 * tokens * s.target.vocab_size / n + (_RESERVED if machines.device.overlaps else 0.0)
+    base = held(s.target, n) + 4 * tokens * s.target.vocab_size / n + machines.device.reserved
     draft, memory = {"none": 0.0}, {"none": base}
     if s.draft is not None:
         draft = {"replicated": step(s.draft, replace(small, ranks=1)), "sharded": step(s.draft, small)}

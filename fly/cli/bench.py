@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 
 from fly.bench.batch import Load, measure_load
-from fly.bench.calibrate import Check, check_here
 from fly.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
 from fly.bench.loaded import settings_of
-from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
-from fly.bench.plan import Device as Processor
 from fly.bench.plot import check_plot, save_lines
 from fly.bench.policy import measure_decisions
-from fly.bundled import open_model, usual_draft
+from fly.bundled import usual_draft
 from fly.bundled.tasks import KINDS
 from fly.bundled.tasks import problems as draw_problems
 from fly.cli.gpu import bench_gpu
@@ -34,15 +31,14 @@ from fly.cli.options import (
     Kernels,
     Model,
     Policy,
-    number,
     output,
 )
-from fly.cli.run import alone, command, kernels_of, loaded, memory_in_words, ranks_of
+from fly.cli.plan import bench_plan
+from fly.cli.run import alone, command, kernels_of, loaded, ranks_of
 from fly.cli.show import console, grouped, note, print_list, print_named, progress, ratio, table, write_json
 from fly.cli.speed import bench_peers, bench_speed, bench_twins
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
-from fly.models import LlamaConfig
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.policies import AcceptancePolicy, parse_policy
 from fly.types import SamplingParams
@@ -271,118 +267,6 @@ def load_table(loads: list[Load], title: str) -> Table:
         ends=lambda load: load is by_size[load.size][-1],
         padding=(0, 1, 0, 0),
     )
-
-
-@command
-def bench_plan(
-    typed: typer.Context,
-    target: Annotated[
-        str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
-    ] = None,
-    draft: Annotated[str, typer.Option(help="The draft, named likewise, or 'none'.")] = "llama-3.1-8b",
-    tau: Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")] = None,
-    draft_tau: Annotated[
-        float, number(1, help="Tokens that a forward of the draft gives (with several levels).")
-    ] = 1.0,
-    k: K = 15,
-    device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
-    ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
-    per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
-    rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
-    context: Annotated[int, typer.Option(min=1, help="Tokens of context of each.")] = 2048,
-    check: Annotated[
-        bool, typer.Option("--check", help="Predict the bundled pair (or --target, --draft) here, and run it.")
-    ] = False,
-    policy: Policy = "fly",
-    dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
-    draft_placement: Annotated[str, typer.Option(help="With --check: auto, replicated or sharded.")] = "auto",
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-) -> None:
-    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
-
-    --check compares the model with this machine, on as many ranks as torchrun starts.
-    """
-    with ranks_of(typed) as here:
-        if check:
-            pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
-            rule = parse_policy(policy, trusted=True)
-            _show_check(check_here(*pair, rule, k, dtype, here, draft_placement), *pair)  # type: ignore[arg-type]
-            return
-        if device not in DEVICES:
-            raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
-
-        def sizes(name: str) -> LlamaConfig:
-            return MODELS[name] if name in MODELS else open_model(name).config
-
-        common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
-        small = None if draft == "none" else sizes(draft)
-        plans: list[tuple[str, Setting, int, float | None]] = []
-        if target is None:
-            plans += [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
-        elif tau is None:
-            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
-        else:
-            plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau, **common), ranks, None))
-        memory, headings, columns = DEVICES[device].memory, [Column()], []
-        for name, setting, count, published in plans:
-            found = forecast(setting, Machines(DEVICES[device], count, per_node))
-            for placement, step in found.draft.items():
-                headings.append(Column(escape(name), justify="right"))
-                held = found.memory[placement]
-                columns.append(
-                    {
-                        "ranks": f"{count}",
-                        "K": f"{setting.k}",
-                        "τ": f"{setting.tau:g}",
-                        "draft": placement,
-                        "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
-                        + ("" if held <= memory else "\n[bold red]does not fit[/]"),
-                        "plain step": f"{found.step * 1e3:.1f} ms",
-                        "verification": f"{found.verify * 1e3:.1f} ms",
-                        "draft step": f"{step * 1e3:.1f} ms",
-                        "tokens/s plain": f"{1 / found.step:,.0f}",
-                        "with draft": f"{setting.tau / found.round(placement):,.0f}",
-                        "gain": ratio(found.gain(placement)),
-                        "published": ratio(published),
-                    }
-                )
-        lines = ((name, *(column[name] for column in columns)) for name in columns[0])
-        print_list(lines, *headings, title=f"{device}, {per_node} a node, {rows} × {context} tokens")
-        note(
-            "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
-            "· a step without graphs, which on 8 ranks costs a small draft most of its time"
-        )
-
-
-def _show_check(found: Check, target: str, draft: str) -> None:
-    """Print what was predicted and measured on this machine, and the figures that predicted it."""
-    here, beside = found.target.device, found.draft.device
-    speeds = [
-        (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
-        for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured)
-    ]
-    gains = [drafted / plain for plain, drafted in (found.predicted, found.measured)]
-    speeds.append(("gain", ratio(gains[0]), ratio(gains[1]), f"{gains[0] / gains[1]:.2f}"))
-    title = f"{target} : {draft} on {found.target.ranks} ranks, here"
-    print_list(speeds, *_right("", "predicted", "measured", "predicted / measured"), title=title)
-    figures: dict[str, Callable[[Processor], str]] = {
-        "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
-        f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
-        "keys and values read": lambda d: f"{(d.cached or d.bandwidth) / 1e9:.1f} GB/s",
-        "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
-        "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
-    }
-    both = ((name, figure(here), figure(beside)) for name, figure in figures.items())
-    print_list(both, *_right("", escape(target), escape(draft)), title="figures, of stand-ins for")
-    exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
-    engine = f"a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
-    for line in (f"τ {found.tau:.2f} · engine: {engine}{exchange}", memory_in_words(found.memory)):
-        console.print(line, highlight=False, soft_wrap=True)
-
-
-def _right(*headings: str) -> list[Column]:
-    return [Column(heading, justify="right") for heading in headings]
 
 
 bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)

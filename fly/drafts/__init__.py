@@ -7,7 +7,6 @@ from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
 from fly.drafts.registry import draft_types, parse_draft
-from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.translate import TranslatedDraft
 from fly.drafts.tree import TreeDraft
@@ -19,7 +18,6 @@ __all__ = [
     "ChooseDraft",
     "DraftStrategy",
     "Eagle3Draft",
-    "LayerSkipDraft",
     "NGramDraft",
     "SingleDraft",
     "SuffixDraft",

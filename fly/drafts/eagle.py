@@ -23,9 +23,8 @@ from fly.drafts.heads import HeadRunner
 from fly.drafts.model import seed_of
 from fly.drafts.stops import Certainty, check_chance, reach_of
 from fly.drafts.tree import Tree
-from fly.executor import Batch, DraftSpec, Executor, Growth, Head
+from fly.executor import DraftSpec, Executor, Growth, Head
 from fly.models.config import LlamaConfig
-from fly.models.llama import embedding_scale
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.ops import Stream, draw, top, uniforms
 from fly.request import Sequence
@@ -33,7 +32,7 @@ from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.types import Draft
 
-__all__ = ["Eagle3Draft", "embedding_of"]
+__all__ = ["Eagle3Draft"]
 
 _BACKLOG = 256  # tokens that a row is behind at most before the head catches up with it
 
@@ -145,7 +144,7 @@ class Eagle3Draft(DraftStrategy):
                 )
         states = target.watch(options.states_of(sizes.num_hidden_layers))
         if head.shares:
-            head.share(embedding_of(executor))
+            head.share(executor.embedding())
         self.vocab_size = sizes.vocab_size
         cache = PagedKVCache.for_model(head, self._cache_tokens, self._block_size)
         self.runner = HeadRunner(head, cache, states, target.share)
@@ -336,24 +335,3 @@ class Eagle3Draft(DraftStrategy):
         best_NW = top(log_N, min(self.width, log_N.shape[-1]))
         found_NW = best_NW.indices if ids_U is None else ids_U[best_NW.indices]
         return list(zip(frontier, found_NW.tolist(), best_NW.values.tolist()))
-
-
-def embedding_of(executor: Executor) -> Tensor:
-    """The embedding [V, C] of a target: its residual stream before the first layer, without the family's scaling.
-
-    All tokens are fed to none of its layers, some hundred at a time, over a cache of one page each.
-    """
-    config, found = executor.config, []
-    each = min(config.max_position_embeddings, 256)
-    bare = executor.with_layers([])
-    cache = PagedKVCache(config.resized(1), 1, each, executor.dtype, executor.device)
-    for first in range(0, config.vocab_size, each):
-        tokens = list(range(first, min(first + each, config.vocab_size)))
-        cache.resize(0, len(tokens))
-        scores = bare.score(Batch.of([tokens], cache.batch([0], [0], [len(tokens)])), (), (0,))
-        assert scores.states_TF is not None
-        found.append(scores.states_TF)
-        cache.resize(0, 0)
-    scale = embedding_scale(config, executor.dtype)
-    embedding_VC = torch.cat(found)
-    return embedding_VC if scale == 1 else embedding_VC / scale

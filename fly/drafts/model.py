@@ -65,7 +65,7 @@ class SingleDraft(DraftStrategy):
 
     def __init__(
         self,
-        model: str | Path | Executor | torch.nn.Module | None,
+        model: str | Path | Executor | torch.nn.Module,
         draft: DraftStrategy | None = None,
         policy: AcceptancePolicy | None = None,
         k: int | None = None,

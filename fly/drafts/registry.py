@@ -20,7 +20,6 @@ from fly.drafts.choose import ChooseDraft
 from fly.drafts.eagle import Eagle3Draft
 from fly.drafts.model import CascadeDraft, SingleDraft
 from fly.drafts.ngram import NGramDraft
-from fly.drafts.skip import LayerSkipDraft
 from fly.drafts.suffix import SuffixDraft
 from fly.drafts.tree import TreeDraft
 from fly.drafts.union import UnionDraft
@@ -43,7 +42,6 @@ STRATEGIES = Registry(
         "model": SingleDraft,
         "tree": TreeDraft,
         "eagle3": Eagle3Draft,
-        "skip": LayerSkipDraft,
         "union": UnionDraft,
         "adaptive": AdaptiveDraft,
         "choose": ChooseDraft,
@@ -52,6 +50,7 @@ STRATEGIES = Registry(
     wanted="a class that subclasses DraftStrategy",
     gone={
         "recycling": "it won nowhere: of what needs no model use 'suffix', or 'ngram+CHECKPOINT'",
+        "skip": "it won nowhere: 'ngram' needs no second model either, and 'fly train-head' makes a small one",
         "relay": "it won nowhere: a checkpoint's name alone, or 'union(A, B)', gains more of the same parts",
     },
     usable=lambda strategy: not inspect.isabstract(strategy),

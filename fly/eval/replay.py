@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
+from fly.drafts.ngram import Index, NGramDraft
 from fly.eval.known import Known, Unknown
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.recording import Recording, Said
@@ -42,10 +43,11 @@ from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.registry import load_policy
+from fly.request import common_prefix
 from fly.types import Draft, Noise, Target, Why
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay"]
+__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "lookup_forwards", "replay"]
 
 
 class RelaxedToken(NamedTuple):
@@ -69,6 +71,7 @@ class Replay:
         blocks: the same by the recorded blocks as they are.
         exact: tokens a round that exact speculation gave in the run.
         drafted: tokens a round.
+        forwards: of the draft model a round, with prompt lookup below it; None unless asked for.
         relaxed: share of tokens.
         nats: what relaxed tokens cost in a thousand tokens, each -ln of the target's probability of it.
         beyond: share of tokens that were kept beyond the recorded part after a relaxed one.
@@ -97,6 +100,7 @@ class Replay:
     judged: int
     seconds: float
     tokens: list[RelaxedToken] = field(default_factory=list)
+    forwards: float | None = None
 
 
 @dataclass(frozen=True)
@@ -286,9 +290,11 @@ class Blocks:
         confidence: float = 0.0,
         reach: float = 0.0,
         cases: int = 0,
+        lookup: NGramDraft | None = None,
     ) -> Replay:
         """What ``policy`` would do with drafts of at most ``k`` tokens (None: as many as were recorded), that stop by
         ``confidence`` or ``reach`` as those of a ``SingleDraft`` do. ``cases``: relaxed tokens to give as examples.
+        ``lookup``: prompt lookup below the draft model, which saves forwards (counted) and changes no token.
 
         Raises ``Unknown`` if the recording lacks what the rule needs, ``ValueError`` for a longer draft.
         """
@@ -301,12 +307,16 @@ class Blocks:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # tensors are so small here that threads would but wait for one another
         try:
-            return self._replay(policy.bind(self.vocabulary), k, confidence, reach, cases)
+            return self._replay(policy.bind(self.vocabulary), k, confidence, reach, cases, lookup)
         finally:
             torch.set_num_threads(threads)
 
-    def _replay(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float, cases: int) -> Replay:
+    def _replay(
+        self, policy: AcceptancePolicy, k: int, confidence: float, reach: float, cases: int, lookup: NGramDraft | None
+    ) -> Replay:
         begin, count = time.perf_counter(), len(self.recordings)
+        forwards = 0
+        indices = [] if lookup is None else [Index(lookup.longest, lookup.shortest) for _ in self.recordings]
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
         nats_C, beyond = torch.zeros(count), 0
         drafts_K, stood_K, excused_K = (torch.zeros(k, dtype=torch.int64) for _ in range(3))
@@ -333,6 +343,10 @@ class Blocks:
                     found += self._examples(row_B, at_B, chain, relaxes_BK, nats_BK)
             emitted_C[row_B] += emitted_B
             drafted_C[row_B] += chain.lengths_B
+            if lookup is not None:
+                for c, at, places, n in zip(row_B.tolist(), at_B.tolist(), chain.place_BJ, chain.lengths_B.tolist()):
+                    tokens = self.token_P[places[:n]].tolist()
+                    forwards += lookup_forwards(indices[c], self.texts[c][:at], tokens, lookup.k)
             rounds_C[row_B] += 1
             at_C[row_B] += emitted_B
         judged, seconds = int(rounds_C.sum()), time.perf_counter() - begin
@@ -360,6 +374,7 @@ class Blocks:
             judged,
             seconds,
             found[::step][:cases],
+            forwards / max(rounds, 1) if lookup is not None else None,
         )
 
     def _by_block(self, policy: AcceptancePolicy, k: int, confidence: float, reach: float) -> float:
@@ -407,6 +422,16 @@ class Blocks:
         """Those of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
+
+
+def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int) -> int:
+    """Forwards of a draft model for ``drafted``, each of which verifies up to ``most`` copied tokens."""
+    at = forwards = 0
+    while at < len(drafted):
+        copied = index.copied(text + drafted[:at], min(most, len(drafted) - at))
+        at += common_prefix(copied, drafted[at:]) + 1
+        forwards += 1
+    return forwards
 
 
 def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:

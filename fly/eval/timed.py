@@ -74,9 +74,8 @@ class Clock(Wrapped):
     def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
         return self._clocked(self.inner.extend, *arguments, **options)
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        """Without a clock: the time is the draft's, and not the target's."""
-        return self.inner.with_layers(layers)
+    def embedding(self) -> Tensor:
+        return self.inner.embedding()
 
     def rounds(
         self,
@@ -130,12 +129,22 @@ class HeadClock(Clock, Head):
 
 
 def draft_runners(strategy: DraftStrategy | None) -> list[Runner]:
-    """The models of a draft: of one model, or of the levels of a cascade; none of any other strategy."""
+    """The models that draft, in whatever strategies."""
+    return list(dict.fromkeys(part.runner for part in _drafting(strategy) if isinstance(part, SingleDraft)))
+
+
+def _drafting(strategy: DraftStrategy | None) -> Iterator[DraftStrategy]:
+    """A strategy and those that it drafts with."""
+    if strategy is None:
+        return
+    yield strategy
     if isinstance(strategy, CascadeDraft):
-        return draft_runners(strategy.top)
-    if isinstance(strategy, SingleDraft):
-        return [strategy.runner, *draft_runners(strategy.draft)]
-    return []
+        yield from _drafting(strategy.top)
+    elif isinstance(strategy, SingleDraft):  # of its attributes one may be the same model without a level below
+        yield from _drafting(strategy.draft)
+    else:
+        for part in strategy.parts():
+            yield from _drafting(part)
 
 
 @contextmanager
@@ -144,22 +153,23 @@ def _clocks(llm: LLM, wanted: bool) -> Iterator[list[Clock]]:
     if not wanted:
         yield []
         return
-    runners, head = [llm.engine.runner, *draft_runners(llm.draft)], None
+    runners = [llm.engine.runner, *draft_runners(llm.draft)]
+    heads = list(dict.fromkeys(part.runner for part in _drafting(llm.draft) if isinstance(part, Eagle3Draft)))
     executors = [runner.executor for runner in runners]
     clocks = [Clock(executor) for executor in executors]
     for runner, clock in zip(runners, clocks):
         runner.executor = clock
-    if isinstance(llm.draft, Eagle3Draft):
-        head = llm.draft.runner.head
-        llm.draft.runner.head = around = HeadClock(head)
+    own = [runner.head for runner in heads]
+    for head_runner, head in zip(heads, own):
+        head_runner.head = around = HeadClock(head)
         clocks.append(around)
     try:
         yield clocks
     finally:
         for runner, executor in zip(runners, executors):
             runner.executor = executor
-        if head is not None and isinstance(llm.draft, Eagle3Draft):
-            llm.draft.runner.head = head
+        for head_runner, head in zip(heads, own):
+            head_runner.head = head
 
 
 @dataclass

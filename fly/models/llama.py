@@ -326,12 +326,10 @@ class Llama(nn.Module):
         tokens_T: Tensor,
         positions_T: Tensor,
         kv: KV,
-        layers: Sequence[int] | None = None,
         through: Through = in_turn,
     ) -> Tensor:
-        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
-        layers or those numbered in ``layers`` only. ``through`` takes them there: ``fly.models.compiled`` has another
-        way, of the same values.
+        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``through``
+        takes them through the layers: ``fly.models.compiled`` has another way, of the same values.
 
         Positions must be below ``config.max_position_embeddings``; the index error of the table is the guard.
         """
@@ -339,8 +337,8 @@ class Llama(nn.Module):
         x_TC = self.embed_tokens(tokens_T)
         if self.config.traits.scaled_embedding:
             x_TC = x_TC * embedding_scale(self.config, self.dtype)
-        chosen: Any = self.layers if layers is None else [self.layers[number] for number in layers]
-        return through(chosen, self.norm, x_TC, rotary, kv)
+        layers: Any = self.layers
+        return through(layers, self.norm, x_TC, rotary, kv)
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """Logits [T, V] in float32 over the full vocabulary."""

@@ -6,14 +6,12 @@ Shape legend: T packed tokens, C hidden width, W a rank's share of the vocabular
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from fly.backends.cpu import PackedLlama
 from fly.backends.torch import TorchExecutor
-from fly.executor import Executor
 from fly.models import Llama
 from fly.models.llama import KV
 from fly.parallel.logits import VocabularyShards
@@ -52,9 +50,9 @@ class CompiledPart(PackedLlama):
             except BaseException as error:  # a signal's too: the library would lose it
                 self._error = error
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
         self.ranks.note(tokens_T, positions_T)
-        hidden_TC = super().__call__(tokens_T, positions_T, kv, layers)
+        hidden_TC = super().__call__(tokens_T, positions_T, kv)
         if (error := self._error) is not None:
             self._error = None
             raise error
@@ -69,8 +67,8 @@ class CompiledPart(PackedLlama):
 class PartExecutor(TorchExecutor):
     """Runs a ``CompiledPart``, forward and logits apart."""
 
-    def __init__(self, model: CompiledPart, layers: Sequence[int] | None = None) -> None:
-        super().__init__(model, layers)
+    def __init__(self, model: CompiledPart) -> None:
+        super().__init__(model)
         self.part, self.kernels = model, model.kernels
 
     @property
@@ -80,6 +78,3 @@ class PartExecutor(TorchExecutor):
     @property
     def model_name(self) -> str:
         return "Llama"
-
-    def with_layers(self, layers: Sequence[int]) -> Executor:
-        return PartExecutor(self.part, layers)

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol, get_args
 import torch
 
 from fly.cache import BlockAllocator, OutOfBlocks, PagedKVCache
-from fly.drafts import DraftStrategy, Eagle3Draft, LayerSkipDraft
+from fly.drafts import DraftStrategy, Eagle3Draft
 from fly.executor import Batch, Executor, Head
 from fly.parallel.logits import VocabularyShards
 from fly.parallel.plan import PlanError
@@ -130,11 +130,10 @@ class FirstDraft(DraftStrategy):
 
     @staticmethod
     def _checked(strategy: DraftStrategy | None) -> DraftStrategy | None:
-        kinds = (LayerSkipDraft, Eagle3Draft)
-        if strategy is not None and any(isinstance(part, kinds) for part in _nested(strategy)):
+        if strategy is not None and any(isinstance(part, Eagle3Draft) for part in _nested(strategy)):
             raise ValueError(
-                "a strategy that drafts with layers of the target, or by its hidden states, runs where the target "
-                "does: on all ranks, not on the first alone (draft_placement)"
+                "a strategy that drafts by the target's hidden states runs where the target does: on all ranks, not "
+                "on the first alone (draft_placement)"
             )
         return strategy
 

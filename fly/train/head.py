@@ -26,7 +26,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fly.cache import PagedKVCache
-from fly.drafts.eagle import embedding_of
 from fly.executor import Batch, Executor
 from fly.models import LlamaConfig
 from fly.models.eagle import Eagle3Head, HeadConfig, save_head
@@ -261,7 +260,7 @@ def train_head(
     _initialise(head)
     head.to_target_U.copy_(ids_U)
     if head.shares:
-        head.share(embedding_of(executor).cpu())
+        head.share(executor.embedding().cpu())
     optimiser = torch.optim.AdamW(
         [p for p in head.parameters() if p.requires_grad], plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.01
     )

@@ -33,12 +33,11 @@ def draft_in_one_call(
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
     lookup: CLookup | None = None,
-    layers: abc.Sequence[int] | None = None,
     given: int | None = None,
 ) -> Drafted:
-    """``Executor.extend``, through some ``layers`` only, or of a head that is ``given`` its target's states there."""
+    """``Executor.extend``, or of a head that is ``given`` its target's states there."""
     tokens, positions = array("q", batch.tokens), array("q", batch.positions)
-    call, _kept = packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, layers)
+    call, _kept = packed.batch((address(tokens), address(positions)), len(tokens), batch.kv)
     longest, count = max(most, default=0), len(most)
     limits, stops, stop_at = array("i", most), array("q"), array("i", [0])
     for row in rows:

@@ -9,9 +9,9 @@ import ctypes
 from array import array
 from collections import abc
 from collections.abc import Callable
-from copy import copy
 
 import torch
+from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause, clauses_of
 from fly.backends.cpu.drafting import draft_in_one_call
@@ -42,7 +42,6 @@ class CpuExecutor(HostDecisions):
         self.packed = packed
         self.config, self.device, self.dtype = packed.config, packed.device, packed.dtype
         self.kernels = packed.kernels
-        self._layers: abc.Sequence[int] | None = None  # all
         self._lookups: dict[Lookup, CLookup] = {}  # with what was learned of how well they do
 
     @property
@@ -56,14 +55,12 @@ class CpuExecutor(HostDecisions):
     def enter_thread(self) -> None:
         keep_threads()
 
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        part = copy(self)
-        part._layers, part._lookups = list(layers), {}
-        return part
+    def embedding(self) -> Tensor:
+        return self.packed.embedding()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         tokens, positions = array("q", batch.tokens), array("q", batch.positions)
-        call, _kept = self.packed.batch((address(tokens), address(positions)), len(tokens), batch.kv, self._layers)
+        call, _kept = self.packed.batch((address(tokens), address(positions)), len(tokens), batch.kv)
         which = None if places is None else array("i", places)
         count = len(tokens) if which is None else len(which)
         logits_NV, argmax = torch.empty(count, self.packed.vocab), array("i", bytes(4 * count))
@@ -95,12 +92,12 @@ class CpuExecutor(HostDecisions):
         seeds: abc.Sequence[int] = (),
     ) -> Drafted:
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
-        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup, self._layers)
+        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup)
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         if isinstance(drafter, CpuHead):
             return drafter.dtype == self.dtype
-        return isinstance(drafter, CpuExecutor) and drafter._layers is None
+        return isinstance(drafter, CpuExecutor)
 
     def rounds(
         self,
@@ -121,7 +118,7 @@ class CpuExecutor(HostDecisions):
                 clauses.append(known)
             else:
                 clauses = None
-        if (clauses is None and len(rules) > 1) or self._layers is not None or (made := plan()) is None:
+        if (clauses is None and len(rules) > 1) or (made := plan()) is None:
             return None
         drafter = made.drafter
         assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead))  # see ``joins``

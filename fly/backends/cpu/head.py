@@ -98,7 +98,6 @@ class PackedHead(PackedLlama):
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
         for which, linear in enumerate(linears):
             self._pack(0, which, linear)
-        self._every_layer = array("i", [0])
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
 
@@ -141,7 +140,7 @@ class CpuHead(Head):
     ) -> tuple[Tensor, Tensor]:
         packed, count = self.packed, len(batch.tokens)
         tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
-        call, _held = packed.batch((address(tokens), address(positions)), count, batch.kv, None)
+        call, _held = packed.batch((address(tokens), address(positions)), count, batch.kv)
         logits_NU = torch.empty(len(kept), packed.vocab)
         after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)
         packed.check(

@@ -33,7 +33,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 28  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 29  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -57,9 +57,7 @@ class CBatch(ctypes.Structure):
         *((name, c_void_p) for name in ("token", "position", "start", "count", "tables", "table_at", "masks")),
         *((name, c_void_p) for name in ("keys", "values")),
         ("layer_stride", c_int64),
-        *((name, c_int32) for name in ("cache_type", "page")),
-        ("layer", c_void_p),
-        *((name, c_int32) for name in ("layers", "threads")),
+        *((name, c_int32) for name in ("cache_type", "page", "threads")),
     ]
 
 
@@ -173,6 +171,7 @@ _FUNCTIONS = {
     "fly_set_matrix": (c_int, [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
     "fly_workspace": (c_int64, [c_void_p]),
     "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
+    "fly_embedding": (c_int, [c_void_p, c_void_p, c_int]),
     "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
     "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + [c_int, c_void_p]),
     "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 12),

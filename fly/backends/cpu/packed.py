@@ -13,7 +13,7 @@ import ctypes
 import threading
 import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
@@ -146,7 +146,6 @@ class PackedLlama:
             for done in waiting:
                 done.result()
         _return_memory()
-        self._every_layer = array("i", range(config.num_hidden_layers))
         # What is the same from one call to the next: the cache last attended over, and what the library takes of it.
         self._cache: weakref.ref[PagedKVCache] | None = None
         self._call, self._calls = CBatch(), threading.Lock()
@@ -192,9 +191,9 @@ class PackedLlama:
         tokens of a call, with the rows that are drafted for at once, and with the longest sequence."""
         return int(self.library.fly_workspace(self.handle))
 
-    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV, layers: Sequence[int] | None = None) -> Tensor:
-        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]), through all
-        layers or those numbered in ``layers`` only. ``kv`` is a ``PagedKVCache``'s.
+    def __call__(self, tokens_T: Tensor, positions_T: Tensor, kv: KV) -> Tensor:
+        """Final hidden states [T, C] of packed ``tokens_T`` (int64 [T]) at ``positions_T`` (int64 [T]). ``kv`` is a
+        ``PagedKVCache``'s.
 
         Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
         """
@@ -202,7 +201,7 @@ class PackedLlama:
         count = len(tokens_T)
         if count != len(positions_T):
             raise ValueError(f"{count} tokens, {len(positions_T)} positions")
-        batch, _kept = self.batch((tokens_T.data_ptr(), positions_T.data_ptr()), count, kv, layers)
+        batch, _kept = self.batch((tokens_T.data_ptr(), positions_T.data_ptr()), count, kv)
         hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
         self.check(self.library.fly_forward(self.handle, ctypes.byref(batch), hidden_TC.data_ptr()))
         return hidden_TC
@@ -218,9 +217,15 @@ class PackedLlama:
         self.check(self.library.fly_logits(self.handle, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
         return logits_TV
 
-    def batch(
-        self, places: tuple[int, int], count: int, kv: KV, layers: Sequence[int] | None
-    ) -> tuple[CBatch, tuple[object, ...]]:
+    def embedding(self) -> Tensor:
+        """[V, C] what each token is fed as, before the family's scaling."""
+        if self._embedding is not None:
+            return self._embedding
+        embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
+        self.check(self.library.fly_embedding(self.handle, embedding_VC.data_ptr(), pool_threads()))
+        return embedding_VC / embedding_scale(self.config, self.dtype)
+
+    def batch(self, places: tuple[int, int], count: int, kv: KV) -> tuple[CBatch, tuple[object, ...]]:
         """What the library takes, and what must live as long: ``count`` tokens and positions lie at ``places``."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
@@ -239,15 +244,13 @@ class PackedLlama:
         if kv.masks is not None:
             kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
             masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
-        which = self._every_layer if layers is None else array("i", layers)
         call.rows, call.tokens = len(starts), count
         call.token, call.position = places
         call.start, call.count = address(starts), address(counts)
         call.tables, call.table_at = address(tables), address(table_at)
         call.masks = None if masks is None else address(masks)
-        call.layer, call.layers = address(which), len(which)
         call.threads = pool_threads()
-        return call, (starts, counts, tables, table_at, masks, kept_masks, which)
+        return call, (starts, counts, tables, table_at, masks, kept_masks)
 
     def _attend_over(self, cache: PagedKVCache) -> None:
         """Use the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""

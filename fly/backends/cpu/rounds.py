@@ -48,12 +48,12 @@ def take_rounds(
     widest = max(most_k) if tree is None else tree.nodes
     room = max(map(int.__sub__, rooms, lengths)) + 1
     most = min(room, 1 + _MOST_SCORED // (count * (widest + 1)), max(plan.rounds, 1))
-    batch, _kept = target.batch((0, 0), count, kv, None)
+    batch, _kept = target.batch((0, 0), count, kv)
     given, firsts = plan.given, [0] * count if plan.given is None else plan.given.first
     draft_batch, draft_starts = None, lengths
     if drafter is not None and plan.draft_kv is not None:
         draft_starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
-        draft_batch, _kept_too = drafter.batch((0, 0), sum(plan.draft_kv.counts), plan.draft_kv, None)
+        draft_batch, _kept_too = drafter.batch((0, 0), sum(plan.draft_kv.counts), plan.draft_kv)
     texts, copies, going = [], [], (Going * count)()
     stops, stop_at = array("q"), array("i", [0])
     for b, (row, one) in enumerate(zip(rows, going)):

@@ -61,11 +61,10 @@ class CudaExecutor(TorchExecutor):
     def __init__(
         self,
         model: Any,
-        layers: abc.Sequence[int] | None = None,
         fuses: bool = True,
         awaited: Awaited = nullcontext,
     ) -> None:
-        super().__init__(model, layers)
+        super().__init__(model)
         self.captures, self._fused = Captures(awaited), Fused() if fuses else None
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
@@ -73,7 +72,7 @@ class CudaExecutor(TorchExecutor):
         """Final hidden states [T, C]; ``compiled``: by compiled layers, where these can be had."""
 
         def run(**through: Any) -> Tensor:
-            found: Tensor = self.model(tokens_T, positions_T, kv, **self._options, **through)
+            found: Tensor = self.model(tokens_T, positions_T, kv, **through)
             return found
 
         hidden_TC = None
@@ -88,10 +87,7 @@ class CudaExecutor(TorchExecutor):
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
-        return TokenByToken(CudaExecutor(self.model, self._options.get("layers"), False, self.captures.awaited))
-
-    def with_layers(self, layers: abc.Sequence[int]) -> Executor:
-        return CudaExecutor(self.model, layers, self._fused is not None, self.captures.awaited)
+        return TokenByToken(CudaExecutor(self.model, False, self.captures.awaited))
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
         """[T, V] float32."""

@@ -80,6 +80,19 @@ EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logit
     return OK;
 }
 
+// What each token is fed as [V, C], in the type of hidden states.
+EXPORT int fly_embedding(Model* model, void* embedding, int threads) {
+    const Locked locked(model);
+    Call call;
+    memset((void*)&call, 0, sizeof(Call));
+    call.job = EMBED;
+    call.model = model;
+    call.hidden = embedding;
+    if (!make_room(model, threads_for(threads), 0, 1, threads_for(threads))) return NO_MEMORY;  // a row each
+    start(&call, threads, model->shape.vocab, 1);
+    return OK;
+}
+
 // Logits [N, V], float32, after the tokens of a batch numbered in ``kept`` [N] (null: all), and the most likely token of
 // each, the lowest id among equals: a forward and its logits in one call. ``read`` [T, states · C] gets the residual stream
 // of all tokens after ``state`` layers each, in the type of hidden states.

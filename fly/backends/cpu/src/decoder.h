@@ -34,10 +34,24 @@ void project_all(Call* call, int thread) {
     }
 }
 
+// What all tokens of the vocabulary are fed as, in the type of hidden states.
+template <class Wt, class H>
+void embed_all(Call* call, int thread) {
+    const Model* model = call->model;
+    const int width = model->shape.width;
+    float* x = model->work.x + thread * padded(width);
+    const Range mine = part(model->shape.vocab, thread, call->threads);
+    for (int token = mine.from; token < mine.to; token++) {
+        embed<Wt>(model, token, x);
+        convert(x, width, (H*)call->hidden + (long)token * width);
+    }
+}
+
 // From the types of a call to the code for them.
 template <class Wt, class H, class K>
 void work(Call* call, int thread) {
     if (call->job == DRAFT) return draft<Wt, K, H>(call, thread);
+    if (call->job == EMBED) return embed_all<Wt, H>(call, thread);
     if (call->job != LOGITS) tiles<Wt, K, H>(call, thread, nullptr);
     if (call->job == SCORE) wait(call);
     if (call->job != FORWARD) project_all<Wt, H>(call, thread);

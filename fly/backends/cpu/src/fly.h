@@ -134,7 +134,8 @@ struct Barrier {
     alignas(64) int32_t phase;
 };
 
-enum Job { FORWARD, LOGITS, SCORE, DRAFT };  // to hidden states, from there to logits, both, or a drafter's loop
+// To hidden states, from there to logits, both, a drafter's loop, or what the vocabulary is fed as.
+enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED };
 
 // The batch it begins with, of which a drafter's loop replaces rows and tokens step by step; ``threads`` are those that came.
 struct Call : Batch {

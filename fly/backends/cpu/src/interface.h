@@ -35,8 +35,6 @@ struct Batch {
     void *keys, *values;              // [layers, slots, G, D]
     int64_t layer_stride;             // in values
     int32_t cache_type, page;
-    const int32_t* layer;             // numbers of the layers to go through
-    int32_t layers;
     int32_t threads;
 };
 

@@ -156,10 +156,9 @@ void decode(Call* call, int thread, const Scratch& s) {
         }
         wait(call);
     };
-    const bool last = call->tile_at + tokens == call->tokens || !call->layers;
-    const Matrix& after = last ? model->head : model->layers[call->layer[0]].qkv;
-    for (int number = 0; number < call->layers; number++) {
-        const Layer& layer = model->layers[call->layer[number]];
+    const Matrix& after = call->tile_at + tokens == call->tokens ? model->head : model->layers[0].qkv;
+    for (int number = 0; number < shape.layers; number++) {
+        const Layer& layer = model->layers[number];
         const long ld_qkv = (long)layer.qkv.panels * PANEL, ld_gated = (long)layer.gate_up.panels * (PANEL / 2);
         show(number);
         const Act* normed = drafts ? (const Act*)work.normed : normalised<Wt>(call, layer.norm[ATTENTION_IN], thread, s);
@@ -167,7 +166,7 @@ void decode(Call* call, int thread, const Scratch& s) {
             memcpy(work.qkv + row * ld_qkv + panel * PANEL, sums, PANEL * sizeof(float));
         });
         wait(call);
-        attention<Wt, K>(call, call->layer[number], thread, s);
+        attention<Wt, K>(call, number, thread, s);
         wait(call);
         product<Wt>(call, thread, s, (const Act*)work.attended, padded(layer.o.k), tokens, layer.o, layer.gate_up, residual);
         wait(call);
@@ -184,12 +183,12 @@ void decode(Call* call, int thread, const Scratch& s) {
             }
         });
         wait(call);
-        const Matrix& next = number + 1 < call->layers ? model->layers[call->layer[number + 1]].qkv : after;
+        const Matrix& next = number + 1 < shape.layers ? model->layers[number + 1].qkv : after;
         product<Wt>(call, thread, s, (const Act*)work.gated, ld_gated, tokens, layer.down, next, residual);
         wait(call);
         add_parts(layer.norm[MLP_OUT]);
     }
-    show(call->layers);
+    show(shape.layers);
 }
 
 template <class Wt>
@@ -202,8 +201,8 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = least_of(rows - from, MAX_TILE);
-        const bool drafts = from + some == rows && call->layer && call->layers;  // a next token may come
-        const Matrix& next = drafts ? model->layers[call->layer[0]].qkv : head;
+        const bool drafts = from + some == rows && call->job != LOGITS;  // a next token may come
+        const Matrix& next = drafts ? model->layers[0].qkv : head;
         product<Wt>(call, thread, s, a + from * ldx, ldx, some, head, next, [&](int row, int panel, const float* sums) {
             memcpy(logits + (long)(from + row) * vocab + panel * PANEL, sums, least_of(vocab - panel * PANEL, PANEL) * 4L);
         });

@@ -1,0 +1,181 @@
+"""``fly bench plan``: what speculation should gain on machines that are not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Column
+
+from fly.bench.calibrate import Check, check_here
+from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
+from fly.bench.plan import Device as Processor
+from fly.bench.scale import replays, scaled
+from fly.bundled import open_model
+from fly.cli.options import CollectiveTimeout, HeartbeatTimeout, K, number
+from fly.cli.run import command, memory_in_words, ranks_of
+from fly.cli.show import console, note, print_list, ratio
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.eval.replay import Unknown, load_blocks
+from fly.models import LlamaConfig
+from fly.policies import parse_policy
+
+
+@command
+def bench_plan(
+    typed: typer.Context,
+    target: Annotated[
+        str | None, typer.Option(help="llama-3.1-8b, -70b, -405b, or a checkpoint; none shows the paper's settings.")
+    ] = None,
+    draft: Annotated[str, typer.Option(help="The draft, named likewise, or 'none'.")] = "llama-3.1-8b",
+    tau: Annotated[float | None, number(1, help="Tokens that a round emits; needed with --target.")] = None,
+    draft_tau: Annotated[
+        float, number(1, help="Tokens that a forward of the draft gives (with several levels).")
+    ] = 1.0,
+    k: K = 15,
+    device: Annotated[str, typer.Option(help="a100, h100, h200 or mi300x.")] = "h100",
+    ranks: Annotated[int, typer.Option(min=1, help="Devices in all.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
+    rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
+    context: Annotated[int, typer.Option(min=1, help="Tokens of context of each.")] = 2048,
+    check: Annotated[
+        bool, typer.Option("--check", help="Predict the bundled pair (or --target, --draft) here, and run it.")
+    ] = False,
+    recorded: Annotated[
+        Path | None,
+        typer.Option(help="A run of 'fly eval --record': its acceptance gives τ, for each rule.", metavar="RUN"),
+    ] = None,
+    policy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="With --recorded the rules (exact and fly), with --check the one rule (fly).", show_default=False
+        ),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
+    draft_placement: Annotated[str, typer.Option(help="With --check: auto, replicated or sharded.")] = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+) -> None:
+    """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
+
+    --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
+    the draft and without. --check compares the model with this machine, on as many ranks as torchrun starts.
+    """
+    with ranks_of(typed) as here:
+        if check:
+            pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
+            if policy and len(policy) > 1:
+                raise ValueError(f"--check runs one rule, not {len(policy)} (--policy)")
+            rule = parse_policy((policy or ["fly"])[0], trusted=True)
+            _show_check(check_here(*pair, rule, k, dtype, here, draft_placement), *pair)  # type: ignore[arg-type]
+            return
+        if device not in DEVICES:
+            raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
+
+        def sizes(name: str) -> LlamaConfig:
+            return MODELS[name] if name in MODELS else open_model(name).config
+
+        common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
+        small = None if draft == "none" else sizes(draft)
+        plans: list[tuple[str, Setting, int, float | None]] = []
+        if target is None:
+            plans += [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
+        elif tau is None and recorded is None:
+            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
+        else:
+            plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None))
+        if recorded is not None:
+            where = [(name, setting, Machines(DEVICES[device], count, per_node)) for name, setting, count, _ in plans]
+            _show_recorded(recorded, policy or ["exact", "fly"], where)
+            return
+        memory, headings, columns = DEVICES[device].memory, [Column()], []
+        for name, setting, count, published in plans:
+            found = forecast(setting, Machines(DEVICES[device], count, per_node))
+            for placement, step in found.draft.items():
+                headings.append(Column(escape(name), justify="right"))
+                held = found.memory[placement]
+                columns.append(
+                    {
+                        "ranks": f"{count}",
+                        "K": f"{setting.k}",
+                        "τ": f"{setting.tau:g}",
+                        "draft": placement,
+                        "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
+                        + ("" if held <= memory else "\n[bold red]does not fit[/]"),
+                        "plain step": f"{found.step * 1e3:.1f} ms",
+                        "verification": f"{found.verify * 1e3:.1f} ms",
+                        "draft step": f"{step * 1e3:.1f} ms",
+                        "tokens/s plain": f"{1 / found.step:,.0f}",
+                        "with draft": f"{setting.tau / found.round(placement):,.0f}",
+                        "gain": ratio(found.gain(placement)),
+                        "published": ratio(published),
+                    }
+                )
+        lines = ((name, *(column[name] for column in columns)) for name in columns[0])
+        print_list(lines, *headings, title=f"{device}, {per_node} a node, {rows} × {context} tokens")
+        note(
+            "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
+            "· nothing here was measured on an accelerator"
+        )
+
+
+def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Setting, Machines]]) -> None:
+    """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
+    rules = [parse_policy(text, trusted=True) for text in policies]
+    for (task, way), blocks in load_blocks(run).items():
+        lines: list[list[str]] = []
+        for rule in rules:
+            try:
+                found = replays(blocks, rule)
+            except Unknown as error:
+                console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+                continue
+            for name, setting, machines in plans:
+                for levels, lookup in ((1, "no"), (2, "yes")):
+                    best = scaled(found, setting, machines, levels)
+                    tau, drafted, gain = best.replay.tau.value, best.replay.drafted, best.gain
+                    stop = f"reach {best.replay.reach:g}" if best.replay.reach else "fixed"
+                    shown = f"{ratio(gain.value)} ({gain.low:.2f}–{gain.high:.2f})"
+                    lines.append([str(rule), name, lookup, f"{drafted:.1f}, {stop}", f"{tau:.1f}", shown])
+        columns = _right("lookup", "drafted", "τ", "gain")
+        title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
+        cells = ([*map(escape, line)] for line in lines)
+        print_list(cells, "rule", "target : draft", *columns, title=title)
+    published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
+    note(
+        f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length tried; its "
+        f"interval is that of τ · lookup: prompt lookup below the draft · published, with other acceptance: {published}"
+    )
+
+
+def _show_check(found: Check, target: str, draft: str) -> None:
+    """Print what was predicted and measured on this machine, and the figures that predicted it."""
+    here, beside = found.target.device, found.draft.device
+    speeds = [
+        (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
+        for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured)
+    ]
+    gains = [drafted / plain for plain, drafted in (found.predicted, found.measured)]
+    speeds.append(("gain", ratio(gains[0]), ratio(gains[1]), f"{gains[0] / gains[1]:.2f}"))
+    title = f"{target} : {draft} on {found.target.ranks} ranks, here"
+    print_list(speeds, *_right("", "predicted", "measured", "predicted / measured"), title=title)
+    figures: dict[str, Callable[[Processor], str]] = {
+        "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
+        f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
+        "keys and values read": lambda d: f"{(d.cached or d.bandwidth) / 1e9:.1f} GB/s",
+        "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
+        "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
+    }
+    both = ((name, figure(here), figure(beside)) for name, figure in figures.items())
+    print_list(both, *_right("", escape(target), escape(draft)), title="figures, of stand-ins for")
+    exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
+    engine = f"a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
+    for line in (f"τ {found.tau:.2f} · engine: {engine}{exchange}", memory_in_words(found.memory)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _right(*headings: str) -> list[Column]:
+    return [Column(heading, justify="right") for heading in headings]
