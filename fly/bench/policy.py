@@ -78,7 +78,7 @@ def _sharpen(model: Llama) -> None:
 def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context: int, repeats: int) -> Cost:
     vocab, device = model.config.vocab_size, model.device
     cache = PagedKVCache(model.config, rows * (-(-(context + k + 1) // 16)), 16, model.dtype, device)
-    runner = Runner(executor_of(model, "torch"), cache)
+    runner = Runner(executor_of(model), cache)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocab, (rows, context), generator=generator).tolist()
 
