@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -17,6 +18,7 @@ from fly.bench.clock import take_turns
 from fly.bench.shapes import shape_config
 from fly.cache import PagedKVCache
 from fly.drafts.base import pad
+from fly.executor import Executor
 from fly.models import Llama
 from fly.policies import AcceptancePolicy
 from fly.request import Sequence as Row
@@ -60,7 +62,11 @@ def measure_decisions(
             config = shape_config(f"768x12x{vocab}", positions=1024).model_copy(update={"num_key_value_heads": 4})
             model = Llama(config).to(device, dtype).eval().requires_grad_(False)
             _sharpen(model)
-        yield _measure(model, policy.bind(toy_vocabulary(vocab)), rows, k, context, repeats)
+        runs = executor_of(model)
+        with ThreadPoolExecutor(1, initializer=runs.enter_thread) as pool:  # as on the engine's thread
+            yield pool.submit(
+                _measure, model, runs, policy.bind(toy_vocabulary(vocab)), rows, k, context, repeats
+            ).result()
 
 
 @torch.inference_mode()
@@ -75,10 +81,12 @@ def _sharpen(model: Llama) -> None:
 
 
 @torch.inference_mode()
-def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context: int, repeats: int) -> Cost:
+def _measure(
+    model: Llama, runs: Executor, policy: AcceptancePolicy, rows: int, k: int, context: int, repeats: int
+) -> Cost:
     vocab, device = model.config.vocab_size, model.device
     cache = PagedKVCache(model.config, rows * (-(-(context + k + 1) // 16)), 16, model.dtype, device)
-    runner = Runner(executor_of(model), cache)
+    runner = Runner(runs, cache)
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(0, vocab, (rows, context), generator=generator).tolist()
 
@@ -104,8 +112,9 @@ def _measure(model: Llama, policy: AcceptancePolicy, rows: int, k: int, context:
         draft = Draft(tokens_BK, draft.lengths_B)
 
     def decide(batch: list[Row]) -> float:
-        # a fresh target each time: it remembers distributions it has built
+        # a fresh target each time: it remembers distributions it has built; all are held, since to free one takes time
         targets = [score(batch, draft) for _ in range(repeats + 1)]
-        return median(lambda: runner.executor.judge(batch, targets.pop(), draft))
+        left = iter(targets)
+        return median(lambda: runner.executor.judge(batch, next(left), draft))
 
     return Cost(rows, k, vocab, median(partial(score, greedy, draft)), decide(greedy), decide(sampled))
