@@ -226,6 +226,9 @@ class Wrapper(DraftStrategy):
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     """What was drafted for those of ``rows`` that are ``active``, and nothing for the others."""
+    if found.parents is not None:
+        grown = dict(zip(active, zip(found.tokens, found.parents)))
+        return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
     drafted: list[list[int]] = [[] for _ in range(rows)]
     for b, tokens in zip(active, found.tokens):
         drafted[b] = tokens

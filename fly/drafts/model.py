@@ -279,7 +279,7 @@ class SingleDraft(DraftStrategy):
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
         sampling, seeds = None, [seed_of(row) for row in going]
-        if not all(row.greedy for row in rows):
+        if spec.tree is None and not all(row.greedy for row in rows):
             sampling = BatchSampling.of([row.params for row in going])
         try:
             found = self.runner.extend(going, spec, wanted, sampling, seeds)
