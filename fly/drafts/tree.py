@@ -107,9 +107,9 @@ class TreeDraft(SingleDraft):
         ]
         active = [b for b, n in enumerate(most) if n]
         if active and self._one_call and not any(map(constrains, rows)):
-            found = self._at_once(rows, active, most, DraftSpec(tree=self.growth))
-            if found is not None:
-                return found
+            proposal = self._at_once(rows, active, most, DraftSpec(tree=self.growth))
+            if proposal is not None:
+                return proposal
         trees = [Tree() for _ in rows]
         frontier: list[list[int]] = [[-1] for _ in rows]
         followed: list[list[int]] = [[] for _ in rows]  # the tokens that others may follow

@@ -193,7 +193,7 @@ class CudaExecutor(TorchExecutor):
         found = []
         for part, own in zip(parts, whole.split([part.packed.numel() for part in parts])):
             lines = own.view(part.packed.shape)
-            trees = part.draft.trees or [None] * len(lines)
+            trees: abc.Sequence[list[int] | None] = part.draft.trees or [None] * len(lines)
             each = zip(lines.tolist(), lines.view(torch.float32).tolist(), trees)
             how = part.draft.shape[1], part.clauses, part.relaxes
             found.append([unpack(values, nats, *how, tree, part.deep) for values, nats, tree in each])
