@@ -25,7 +25,7 @@ from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
 from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, derive, draw, uniforms
+from fly.ops import Stream, derive, draw, uniforms, upload
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
 from fly.runner import Runner
@@ -360,7 +360,7 @@ class SingleDraft(DraftStrategy):
             if target.all_greedy and not certainty[b].asks and not self.says:
                 row.tokens += ids
                 continue
-            places_N = torch.tensor(places[: len(ids)], device=device)
+            places_N = upload(places[: len(ids)], device)
             at_N = torch.full_like(places_N, b), places_N
             probs_NV = None if target.all_greedy else target.probs_at(*at_N)
             if certainty[b].asks:
@@ -385,9 +385,9 @@ class SingleDraft(DraftStrategy):
             return choices
         device = probs_BJV.device
         count, places = probs_BJV.shape[:2]
-        seed_N = torch.tensor([row.seed for row in rows], device=device).repeat_interleave(places)
-        start_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=device)
-        at_N = (start_B1 + torch.arange(places, device=device)).flatten()
+        seed_B, start_B = upload([*(row.seed for row in rows), *(len(row.tokens) for row in rows)], device).chunk(2)
+        seed_N = seed_B.repeat_interleave(places)
+        at_N = (start_B.unsqueeze(1) + torch.arange(places, device=device)).flatten()
         uniform_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
         tokens: list[list[int]] = draw(probs_BJV.flatten(0, 1), uniform_N).view(count, places).tolist()
         return tokens
