@@ -537,7 +537,7 @@ def test_trees_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
 def test_a_round_with_trees_is_two_waits(sizes: dict[str, Any], temperature: float, count: int) -> None:
     """One for the trees, which are one graph, and one for the decisions; moving what stands takes none."""
     with device() as gpu:
-        engine, moved = tree_engine(there, sizes), 0
+        engine = tree_engine(there, sizes)
         rows = [
             row_of([1, 2, 3 + b], POLICIES[b % 4], seed=b, temperature=temperature, max_tokens=300)
             for b in range(count)
@@ -547,7 +547,6 @@ def test_a_round_with_trees_is_two_waits(sizes: dict[str, Any], temperature: flo
             gpu.waits.clear(), gpu.launches.clear()
             engine.step(rows)
             assert len(gpu.waits) == 2 and gpu.launches["graph"] <= 3  # what the drafter lacks, its tree, the target
-            moved += gpu.launches["index_select"] > 0
         assert sum(row.stats.accepted for row in rows) > 0
 
 

@@ -25,7 +25,7 @@ from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
 from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, derive, draw, uniforms, upload
+from fly.ops import Stream, derive, draw, sent, uniforms, upload
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
 from fly.runner import Runner
@@ -307,8 +307,7 @@ class SingleDraft(DraftStrategy):
                 probs[b] += row_probs
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
             active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
-        device = self.executor.device
-        proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], device)
+        device, proposal = self.executor.device, pad([row.tokens[start:] for row, start in zip(scratch, starts)])
         if all(row.greedy for row in rows):
             if not self.says:
                 return proposal
@@ -320,7 +319,7 @@ class SingleDraft(DraftStrategy):
         probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
         for b, (row, row_probs) in enumerate(zip(rows, probs)):
             if row.greedy:
-                probs_BKV[b].scatter_(1, proposal.tokens_BK[b].unsqueeze(1), 1.0)
+                probs_BKV[b].scatter_(1, sent(proposal.tokens_BK[b], device).unsqueeze(1), 1.0)
             elif row_probs:
                 probs_BKV[b, : len(row_probs)] = torch.stack(row_probs)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)

@@ -195,8 +195,10 @@ class Shape:
         return self.k > 1 and (self.spec.stops or self.copies > 0)
 
     def logit_bytes(self, vocabulary: int) -> int:
-        """Of a round's logits, of the distributions that drafts are drawn from, and of what requests ask."""
+        """Of a round's logits, of the distributions that drafts are drawn from, of a level of a tree, and of what
+        requests ask."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
+        drafted += 2 * self.rows * (0 if self.spec.tree is None else self.spec.tree.follow)
         return (
             4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))
         )
