@@ -36,6 +36,7 @@ from fly.executor import (
 )
 from fly.ops import Stream, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
+from fly.policies.base import accepts_exactly
 from fly.request import Sequence, by_policy
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Noise, Target
@@ -176,9 +177,12 @@ class CudaExecutor(TorchExecutor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> _Part:
-        seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
-        accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
-        verdict = verify(policy, target, draft, Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1)[:, 0]))
+        noise: Noise | None = None
+        if not (target.all_greedy and accepts_exactly(policy)):
+            seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
+            accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
+            noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
+        verdict = verify(policy, target, draft, noise)
         relaxes = may_relax(policy)
         packed = pack(draft, target.argmax_BK, verdict, nats_of(target, draft) if relaxes else None)
         deep = 0 if verdict.path_BK is None else verdict.path_BK.shape[1]
