@@ -25,7 +25,16 @@ from fly.backends.torch import TorchExecutor
 from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
 from fly.constraints import constrain
-from fly.drafts import CascadeDraft, DraftStrategy, LayerSkipDraft, NGramDraft, SingleDraft, TreeDraft
+from fly.drafts import (
+    CascadeDraft,
+    ChooseDraft,
+    DraftStrategy,
+    LayerSkipDraft,
+    NGramDraft,
+    SingleDraft,
+    TreeDraft,
+    UnionDraft,
+)
 from fly.drafts.ngram import Index
 from fly.engine import Engine
 from fly.executor import Executor, Lookup, TokenByToken
@@ -548,6 +557,33 @@ def test_a_round_with_trees_is_two_waits(sizes: dict[str, Any], temperature: flo
             engine.step(rows)
             assert len(gpu.waits) == 2 and gpu.launches["graph"] <= 3  # what the drafter lacks, its tree, the target
         assert sum(row.stats.accepted for row in rows) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["union", "choose"])
+def test_strategies_made_of_several_wait_at_most_three_times(kind: str, temperature: float) -> None:
+    def made(run: Callable[[Llama], Executor]) -> Engine:
+        small = SingleDraft(run(DRAFTS["near"]), cache_tokens=6000)
+        tree = TreeDraft(run(DRAFTS["near"]), nodes=5, depth=3, cache_tokens=6000)
+        union = UnionDraft([NGramDraft(3, 1, 4), small])
+        executor = run(TARGET)
+        strategy = union if kind == "union" else ChooseDraft(small=small, tree=tree)
+        return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)), strategy)
+
+    rows = [row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=50) for b in range(4)]
+    for b, row in enumerate(rows):
+        row.draft = ["small", "tree"][b % 2] if kind == "choose" else ""
+    want = [row.sample(row.seed) for row in rows]
+    decode(made(on_cpu), want)
+    with device() as gpu:
+        engine = made(there)
+        decode(engine, rows, 5)
+        for _ in range(4):
+            gpu.waits.clear()
+            engine.step([row for row in rows if not row.finish_reason])
+            assert len(gpu.waits) <= 3
+        decode(engine, rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
 
 
 def test_a_draft_that_shares_the_cache_of_its_target_changes_nothing_in_it() -> None:
