@@ -39,6 +39,7 @@ class Says:
         self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * asked.ids, dtype=torch.float64, device=device)
         # Each bad word backwards: its last token, and then those before it.
         self.words_RPL: Tensor | None = None
+        self._loaded: list[tuple[tuple[int, ...], ...]] = []
         if asked.words:
             self.words_RPL = torch.zeros(rows, asked.words, asked.before + 1, dtype=torch.int64, device=device)
         # How often each token stands in a row's text, and whether in its prompt or text; the last is for padding.
@@ -49,9 +50,10 @@ class Says:
         """Upload what the rows say; None is padding."""
         lines = [self._line(row) for row in rows]
         self.asked_RC.copy_(torch.tensor(lines, dtype=torch.float64).pin_memory(), non_blocking=True)
-        if self.words_RPL is not None:
-            words = [self._words(() if row is None else row.bad.words) for row in rows]
-            self.words_RPL.copy_(torch.tensor(words).pin_memory(), non_blocking=True)
+        words = [() if row is None else row.bad.words for row in rows]
+        if self.words_RPL is not None and words != self._loaded:  # there may be many
+            self.words_RPL.copy_(torch.tensor(list(map(self._words, words))).pin_memory(), non_blocking=True)
+            self._loaded = words
 
     def _words(self, words: Sequence[tuple[int, ...]]) -> list[list[int]]:
         assert self.words_RPL is not None
