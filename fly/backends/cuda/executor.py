@@ -118,7 +118,8 @@ class CudaExecutor(TorchExecutor):
         go row by row (``PagedBatch.attend``)."""
         kv = batch.kv
         trees = any(mask is not None for mask in kv.masks or ())
-        if states:
+        # A token alone with a mask is one of a tree whose others are stored before it (``TokenByToken``).
+        if states or (trees and min(kv.counts) == max(kv.counts) == 1):
             return super().score(batch, places, states)
         if (trees or max(kv.counts) <= _FEW) and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
             return Scores(score_few(self, batch, places, self._works_of(kv.cache), trees))
