@@ -15,15 +15,19 @@ from torch import Tensor
 
 from fly.request import Sequence
 
-__all__ = ["constrain", "constrains"]
+__all__ = ["asks", "constrain", "constrains"]
 
 Numbers = Callable[[list[int] | Tensor], Tensor]
 
 
+def asks(row: Sequence) -> bool:
+    """Whether a row asks something of single tokens, by the text before them: now or later in its draft."""
+    return row.params.penalises or (bool(row.stop_ids) and row.generated < row.params.min_tokens)
+
+
 def constrains(row: Sequence) -> bool:
     """Whether ``constrain`` may change anything for a row, now or later in its draft."""
-    early = bool(row.stop_ids) and row.generated < row.params.min_tokens
-    return early or row.params.penalises or row.matcher is not None
+    return asks(row) or row.matcher is not None
 
 
 def constrain(

@@ -24,10 +24,10 @@ from fly.cache import PagedBatch
 from fly.constraints import constrains
 from fly.models.config import LlamaConfig
 from fly.models.eagle import HeadConfig
-from fly.ops import Stream, uniforms
+from fly.ops import Stream, sent, uniforms, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
-from fly.request import Sequence, by_policy
+from fly.request import BadWords, Sequence, by_policy
 from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, SamplingParams, Target
 
@@ -141,11 +141,12 @@ class DraftSpec:
 class Drafted(NamedTuple):
     """What a model drafted for each row, and what that was drawn from: [B, K, V], zeros after a row's last token, or
     None where nothing was drawn. Then it may have the logits that tokens are the most likely ones of
-    (``DraftSpec.says``), zeros after a row's last."""
+    (``DraftSpec.says``), zeros after a row's last. Of trees, the parents of the tokens (as in ``Draft``)."""
 
     tokens: list[list[int]]
     probs_BKV: Tensor | None = None
     logits_BKV: Tensor | None = None
+    parents: list[list[int]] | None = None
 
 
 class Spent(NamedTuple):
@@ -190,6 +191,7 @@ class RoundRow:
     nats: float = 0.0  # the sum of -ln target(token) over those
     prompt_length: int = 0
     params: SamplingParams | None = None  # if it asks something of its text (``Executor.may_round``)
+    bad: BadWords = field(default_factory=BadWords)
 
 
 class Given(NamedTuple):
@@ -247,6 +249,7 @@ class Executor(ABC):
     batch_invariant = False  # whether its logits after a token depend on the tokens before it alone, to the last bit
     gives_states = False  # whether ``score`` can give hidden states
     leaves_early = False  # whether it may skip layers, so that nothing is lossless any more
+    compiles, often = False, 0  # whether it compiles layers, and after how many rounds of one shape
 
     @property
     def weight_bytes(self) -> int:
@@ -291,7 +294,8 @@ class Executor(ABC):
         Without ``sampling`` a token is the most likely one (the lowest id among equals), else it is drawn as
         ``fly.ops.draw`` does, by ``uniforms(seeds[b], length of the row so far, Stream.SAMPLE, 1)``. ``rows`` are the
         batch's, whose tokens are the text so far. There is room in the cache for ``most[b]`` - 1 tokens after them; all
-        drafted tokens but the last are cached then. None: this executor cannot do it; nothing has changed.
+        drafted tokens but the last are cached then. A tree (``spec.tree``) of ``most[b]`` levels at most has room for
+        ``spare`` tokens, and leaves anything there. None: this executor cannot do it; nothing has changed.
         """
         return None
 
@@ -328,9 +332,7 @@ class Executor(ABC):
 
     def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
         """``values`` where the logits are, int64, or of the type that they have as a tensor."""
-        if isinstance(values, Tensor):
-            return values.to(self.device)
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
+        return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         """The processed distribution of ``logits_BJV``."""
@@ -363,7 +365,7 @@ class Executor(ABC):
         found: dict[int, Decision] = {}
         for policy, numbers in by_policy(rows).items():
             index_B = self.numbers(numbers)
-            part, proposed = target.rows(index_B, numbers), draft.rows(index_B)
+            part, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
             own = [seeds[b] for b in numbers], [starts[b] for b in numbers]
             found |= zip(numbers, self.decide(policy, part, proposed, *own))
         return [found[b] for b in range(len(rows))]

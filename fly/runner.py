@@ -17,7 +17,7 @@ from torch import Tensor
 from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain, constrains
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
-from fly.ops import depths, tree_mask
+from fly.ops import depths, sent, tree_mask, upload
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Draft, Target
@@ -146,9 +146,9 @@ class Runner:
             probs,
             greedy_B=greedy_B,
             control_V=self.control_V,
-            generated_B=lambda: torch.tensor([row.generated for row in rows], device=device),
-            relaxed_B=lambda: torch.tensor([row.stats.relaxed for row in rows], device=device),
-            nats_B=lambda: torch.tensor([row.stats.nats for row in rows], device=device),
+            generated_B=lambda: upload([row.generated for row in rows], device),
+            relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
+            nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
             history=[row.tokens for row in rows],
             choices=choices,
         )
@@ -181,9 +181,8 @@ class Runner:
         counts = [len(tokens) for tokens in new]
         masks: list[Tensor | None] | None = None
         if parents is not None:
-            device = self.executor.device
             trees = zip(rows, starts, parents)
-            masks = [tree_mask(start, len(row.tokens), tree).to(device) if tree else None for row, start, tree in trees]
+            masks = [tree_mask(start, len(row.tokens), tree) if tree else None for row, start, tree in trees]
             masks += [None] * len(prefill)
         batch = Batch.of(new, self._reserve(fed, starts, counts, masks, counts, strange))
         longest = max(map(len, drafts), default=0)
@@ -249,7 +248,7 @@ class Runner:
     ) -> Drafted | None:
         """What the model generates for every row, token after token (``Executor.extend``), up to ``most[b]`` (at least
         1) or one that ends the row; all but that one are then cached. As ``feed`` and an argmax or a draw, again and
-        again.
+        again. Or a tree of so many levels, of which nothing is cached then.
 
         None if the executor has no such call, or if hidden states are needed. Raises ``OutOfBlocks`` where the cache
         has no room for all of it. Nothing was changed then.
@@ -260,15 +259,15 @@ class Runner:
         starts = [len(self.begin(row)) for row in rows]
         new = [row.tokens[start:] for row, start in zip(rows, starts)]
         counts = [len(tokens) for tokens in new]
-        room = [count + n - 1 for count, n in zip(counts, most)]
+        room = [count + (n - 1 if spec.tree is None else spec.tree.spare) for count, n in zip(counts, most)]
         batch = Batch.of(new, self._reserve(rows, starts, counts, None, room, strange))
         if (drafted := self.executor.extend(batch, spec, rows, most, sampling, seeds)) is None:
             self._give_back(rows, starts, strange)
             return None
         for row, added, tokens, n in zip(rows, new, drafted.tokens, most):
             cached = self._cached[row.id]
-            cached += added + tokens[:-1]
-            if len(tokens) < n:
+            cached += added + (tokens[:-1] if spec.tree is None else [])
+            if len(tokens) < n or spec.tree is not None:
                 self.cache.resize(row.id, len(cached))
         return drafted
 
@@ -418,7 +417,7 @@ class Runner:
 
 def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
     counts = row.generated, row.stats.relaxed, row.stats.nats
-    asked = row.prompt_length, row.params if constrains(row) else None
+    asked = row.prompt_length, row.params if constrains(row) else None, row.bad
     return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts, *asked)
 
 

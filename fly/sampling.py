@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, top
+from fly.ops import argmax, log_mass, pick, sent, top
 from fly.types import SamplingParams
 
 __all__ = ["BatchSampling", "ProcessedDistribution"]
@@ -45,7 +45,7 @@ class BatchSampling:
     @staticmethod
     def _of(params: tuple[tuple[float, int, float, float], ...], device: torch.device) -> BatchSampling:
         def column(values: list[float], dtype: torch.dtype = torch.float32) -> Tensor:
-            return torch.tensor(values, dtype=dtype, device=device)
+            return sent(torch.tensor(values, dtype=dtype), device)
 
         limits = torch.finfo(torch.float32)  # outside these limits a temperature would round to 0 or infinity
         temperatures, top_ks, top_ps, min_ps = zip(*params) if params else ((), (), (), ())

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, top
+from fly.ops import argmax, log_mass, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
@@ -94,23 +94,33 @@ class Draft:
             return None
         return [tree[: len(tokens)] for tree, tokens in zip(self.parents_BK.tolist(), self.chains)]
 
-    def rows(self, index_B: Tensor) -> Draft:
-        """The proposal of some rows only, ``index_B`` int64."""
-        return Draft(
+    def rows(self, index_B: Tensor, numbers: list[int] | None = None) -> Draft:
+        """The proposal of some rows only, ``index_B`` int64 (``numbers`` are the same on the host, if the caller has
+        them)."""
+        rows = Draft(
             self.tokens_BK[index_B],
             self.lengths_B[index_B],
             None if self.probs_BKV is None else self.probs_BKV[index_B],
             None if self.parents_BK is None else self.parents_BK[index_B],
             None if self.logits_BKV is None else self.logits_BKV[index_B],
         )
+        if numbers is not None:
+            rows.__dict__.update({name: [known[b] for b in numbers] for name, known in self._known().items()})
+        return rows
+
+    def _known(self) -> dict[str, list[list[int]]]:
+        """What is known as lists already."""
+        return {name: self.__dict__[name] for name in ("chains", "trees") if self.__dict__.get(name) is not None}
 
     def to(self, device: torch.device) -> Draft:
         """The proposal on ``device``: a strategy and the target may be on different ones."""
         if self.tokens_BK.device == torch.device(device):
             return self
         others = (self.probs_BKV, self.parents_BK, self.logits_BKV)
-        moved = (None if other is None else other.to(device) for other in others)
-        return Draft(self.tokens_BK.to(device), self.lengths_B.to(device), *moved)
+        parts = (None if other is None else sent(other, device) for other in others)
+        moved = Draft(sent(self.tokens_BK, device), sent(self.lengths_B, device), *parts)
+        moved.__dict__.update(self._known())
+        return moved
 
     def own_probs_BK(self) -> Tensor:
         """[B, K] the probability with which each token was drafted: 1 if the draft is deterministic, and never 0, even
@@ -151,7 +161,7 @@ class ListedDraft(Draft):
         return torch.tensor([len(tokens) for tokens in self.chains], dtype=torch.int64)
 
     def to(self, device: torch.device) -> Draft:
-        return self if device.type == "cpu" else Draft(self.tokens_BK.to(device), self.lengths_B.to(device))
+        return self if device.type == "cpu" else super().to(device)
 
 
 class LazyDistribution(Protocol):

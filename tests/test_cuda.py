@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,28 +24,42 @@ from fly.backends.cuda.work import Work
 from fly.backends.torch import TorchExecutor
 from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
-from fly.drafts import CascadeDraft, DraftStrategy, NGramDraft, SingleDraft
+from fly.constraints import constrain
+from fly.drafts import (
+    CascadeDraft,
+    ChooseDraft,
+    DraftStrategy,
+    NGramDraft,
+    SingleDraft,
+    TreeDraft,
+    UnionDraft,
+)
 from fly.drafts.ngram import Index
 from fly.engine import Engine
 from fly.executor import Executor, Lookup, TokenByToken
 from fly.models import Llama
+from fly.models.families import FULL, SLIDING
 from fly.models.tokenizer import Tokenizer
-from fly.ops import derive, derived
+from fly.ops import Stream, derive, derived, draw, uniforms
 from fly.policies import AcceptancePolicy, Exact, condition_types, parse_policy, policy_types
-from fly.request import Sequence
+from fly.request import BadWords, Sequence
 from fly.runner import Runner
+from fly.sampling import BatchSampling
 from fly.structured import Grammars
 from fly.testing.policies import check_cuda_graph
 from fly.types import SamplingParams
 from tests.emulator import Gpu, emulated
 from tests.test_drafts import perturbed
 from tests.test_structured import save_tokenizer
-from tests.toys import random_llama
+from tests.toys import build_llama, dense_logits, random_llama
 
 VOCAB = 23
 SIZES = {"vocab_size": VOCAB, "hidden": 16, "heads": 2, "kv_heads": 1, "layers": 1, "max_positions": 700}
 TARGET = random_llama(0, **SIZES)
 DRAFTS = {"near": perturbed(TARGET, 0.05), "short": perturbed(random_llama(0, **{**SIZES, "max_positions": 40}), 0.05)}
+SLIDES = {"layer_types": (SLIDING, FULL), "sliding_window": 3, "num_hidden_layers": 2}
+SLIDING_TARGET = build_llama(TARGET.config.model_copy(update=SLIDES))
+WINDOWED = SLIDING_TARGET, perturbed(SLIDING_TARGET, 0.05)
 POLICIES = [
     Exact(),
     parse_policy("fly(theta=0.1, window=2, hold=2)"),
@@ -105,7 +120,8 @@ def row_of(
 ) -> Sequence:
     stops = frozenset(asked.pop("stops", ()))
     params = SamplingParams(**{"temperature": 0, "max_tokens": 40, **asked})
-    return Sequence(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops)
+    bad = BadWords(params.bad_words_ids)
+    return Sequence(list(prompt), len(prompt), params, policy or Exact(), seed, k, stop_ids=stops, bad=bad)
 
 
 def decode(engine: Engine, rows: list[Sequence], most: int = 10**6) -> None:
@@ -137,6 +153,9 @@ def test_rounds_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
         asked |= data.draw(
             st.sampled_from([{}, {}, {"repetition_penalty": 1.3, "logit_bias": {5: 1.0}, "min_tokens": 9}])
         )
+        if data.draw(st.booleans()):
+            word = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=3)
+            asked |= {"bad_words_ids": data.draw(st.lists(word, max_size=9))}
         rows.append(
             row_of(
                 data.draw(prompts), data.draw(st.sampled_from(POLICIES)), data.draw(st.integers(0, 6)),
@@ -371,6 +390,7 @@ ASKS: list[dict[str, Any]] = [
     {"logit_bias": {5: 2.0, 7: -100.0, 1: 0.5}},
     {"min_tokens": 25, "stops": (2, 3, 9)},
     {"repetition_penalty": 0.8, "logit_bias": {2: 1.0}, "min_tokens": 9, "stops": (5,)},
+    {"bad_words_ids": ((5,), (11,), *((a, (5 * a + b) % VOCAB) for a in range(VOCAB) for b in range(9)), (1, 2, 3))},
     {},
 ]
 
@@ -379,7 +399,7 @@ ASKS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("lookup", [False, True])
 @pytest.mark.parametrize("plainly", [False, True])
 def test_what_rows_ask_of_their_tokens_is_part_of_graphs(lookup: bool, temperature: float, plainly: bool) -> None:
-    """Penalties, biases and bans, in whole rounds and in the plain way."""
+    """Penalties, biases, bans and bad words, in whole rounds and in the plain way."""
     rows = [
         row_of([1, 2, 3, 1, 2, 3, b], POLICIES[b % 2], 5, b, temperature=temperature, **dict(asked))
         for b, asked in enumerate(ASKS)
@@ -409,18 +429,26 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
     return Grammars(Tokenizer(directory), VOCAB, [end])
 
 
+FORMS = ["[a-r]*", "([a-f][g-r]?){40}", "(ab?|[c-r]+[ab])*", "[a-r]{2,30}"]
+
+
+def formed(grammars: Grammars, number: int, **asked: Any) -> Sequence:
+    """A row whose text is to have one of these forms."""
+    asked = {"structured": {"regex": FORMS[number]}, "max_tokens": 60, "stops": (18,), **asked}
+    row = row_of([1, 2, 3 + number], Exact(), 5, number, **asked)
+    row.matcher = grammars.matcher(row.params)
+    return row
+
+
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_form_takes_three_waits_at_temperature_0(grammars: Grammars, temperature: float) -> None:
-    """The draft learns what it may begin with, and once more where it left the form; texts are those of the CPU."""
-    forms = ["[a-r]*", "([a-f][g-r]?){40}", "(ab?|[c-r]+[ab])*", "[a-r]{2,30}"]
-
-    def asked(number: int) -> Sequence:
-        params = {"structured": {"regex": forms[number]}, "temperature": temperature}
-        row = row_of([1, 2, 3 + number], Exact(), 5, number, max_tokens=60, stops=(18,), **params)
-        row.matcher = grammars.matcher(row.params)
-        return row
-
-    rows, want = ([*map(asked, range(4)), row_of([4, 5], k=5)] for _ in range(2))
+def test_a_form_takes_three_waits(grammars: Grammars, temperature: float) -> None:
+    """The draft learns what it may begin with and, at temperature 0, once more where it left the form; texts are then
+    those of the CPU. Rows of both temperatures, and with bans besides, share a batch."""
+    asked = [{"temperature": temperature}, {}, {"bad_words_ids": ((1, 2), (3,))}, {"temperature": temperature}]
+    rows, want = (
+        [*(formed(grammars, number, **each) for number, each in enumerate(asked)), row_of([4, 5], k=5)]
+        for _ in range(2)
+    )
     decode(engine_of(on_cpu, "near"), want)
     with device() as gpu:
         engine, most = engine_of(there, "near"), 0
@@ -429,9 +457,136 @@ def test_a_form_takes_three_waits_at_temperature_0(grammars: Grammars, temperatu
             gpu.waits.clear()
             engine.step(going)
             most = max(most, len(gpu.waits))
-        assert most <= 3 or temperature
-    assert [row.tokens for row in rows] == [row.tokens for row in want]
-    assert sum(row.stats.accepted for row in rows[:4]) > 0.8 * sum(row.stats.accepted for row in want[:4]) > 0
+        assert most <= 3
+    for row, other, form in zip(rows, want, [*FORMS, None]):
+        assert row.tokens == other.tokens or not row.greedy
+        if form is not None and row.finish_reason == "stop":
+            assert re.fullmatch(form, "".join("abcdefghijklmnopqr"[token] for token in row.tokens[3:-1]))
+    share = sum(row.stats.accepted for row in rows[:4]) / sum(row.stats.accepted for row in want[:4])
+    assert share > (0.5 if temperature else 0.8)
+
+
+@settings(max_examples=25)
+@given(st.integers(0, 2**62), st.integers(0, 3), st.lists(st.integers(0, 17), max_size=12), st.integers(1, 9))
+def test_a_drawn_draft_of_a_form_is_of_the_distribution_that_it_says(
+    grammars: Grammars, seed: int, number: int, letters: list[int], most: int
+) -> None:
+    """Token by token it is drawn, by a coin of its own, from what is reported: the draft model's distribution, which at
+    the first token keeps to the form. So the exact rule stays lossless; the draft ends where a token is forbidden,
+    which the target gives no mass."""
+    row = formed(grammars, number, temperature=0.9, top_k=7)
+    for letter in letters:
+        if row.matcher is None or len(row.matcher.masks(row.tokens[3:], [letter])) < 2:
+            break
+        row.tokens.append(letter)
+    sampling, own = BatchSampling.of([row.params]), DRAFTS["near"]
+    with device():
+        strategy = SingleDraft(there(DRAFTS["near"]), cache_tokens=6000)
+        row.seed = seed
+        draft = strategy.propose([row], [most])
+        assert draft.probs_BKV is not None
+        (tokens,), said_KV = draft.chains, draft.probs_BKV[0].cpu().clone()
+    assert row.matcher is not None
+    masks = row.matcher.masks(row.tokens[3:], tokens)
+    allowed = [bool(mask[token // 8] >> token % 8 & 1) for mask, token in zip(masks, tokens)]
+    assert all(allowed[:-1]) and len(allowed) == len(tokens)
+    assert len(tokens) == most or not allowed[-1] or tokens[-1] in row.stop_ids
+    for j, token in enumerate(tokens):
+        text = row.tokens + tokens[:j]
+        logits_11V = dense_logits(own, text)[-1:].unsqueeze(0)
+        if not j:
+            logits_11V = constrain(logits_11V, [row], [[]])
+        want_V = sampling.probs(logits_11V)[0, 0]
+        torch.testing.assert_close(said_KV[j], want_V, rtol=1e-4, atol=1e-5)
+        coin = uniforms(torch.tensor([derive(seed, len(row.tokens))]), torch.tensor([len(text)]), Stream.SAMPLE, 1)
+        assert token == int(draw(said_KV[j : j + 1], coin[0]))
+
+
+@st.composite
+def growths(draw: st.DrawFn) -> dict[str, Any]:
+    """The shape of a tree."""
+    if draw(st.booleans()):
+        return {"branching": draw(st.lists(st.integers(1, 3), min_size=1, max_size=4))}
+    return {"nodes": draw(st.integers(1, 12)), "depth": draw(st.integers(1, 5)), "width": draw(st.integers(1, 4))}
+
+
+def tree_engine(
+    run: Callable[[Llama], Executor], sizes: dict[str, Any], windowed: bool = False, slow: bool = False
+) -> Engine:
+    executor, drafter = map(run, WINDOWED if windowed else (TARGET, DRAFTS["near"]))
+    executor = executor.deterministic() if slow else executor
+    drafts = TreeDraft(drafter, cache_tokens=6000, **sizes)
+    return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000), control_ids=(3, 4)), drafts)
+
+
+@settings(max_examples=15)
+@given(data=st.data())
+def test_trees_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
+    """Rows of any policy and temperature, some of whose tokens are banned; models that see the last tokens only; and
+    targets that are fed token by token."""
+    how = data.draw(growths()), data.draw(st.booleans()), data.draw(st.sampled_from([False, False, False, True]))
+    rows = []
+    for _ in range(data.draw(st.integers(1, 3))):
+        policy = data.draw(st.sampled_from([*POLICIES, parse_policy("block")]))
+        asked = data.draw(st.sampled_from([{}, {}, {}, {"logit_bias": {5: -100.0}}]))
+        rows.append(
+            row_of(
+                data.draw(prompts), policy, data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2**62)),
+                temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])), max_tokens=data.draw(st.integers(1, 30)),
+                stops=data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)), **asked,
+            )
+        )  # fmt: skip
+    want = [row.sample(row.seed) for row in rows]
+    decode(tree_engine(on_cpu, *how), want)
+    with device(data.draw(st.booleans())):
+        decode(tree_engine(there, *how), rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
+
+
+@pytest.mark.parametrize("count", [1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("sizes", [{"nodes": 8, "depth": 3}, {"branching": (3, 2, 1)}])
+def test_a_round_with_trees_is_two_waits(sizes: dict[str, Any], temperature: float, count: int) -> None:
+    """One for the trees, which are one graph, and one for the decisions; moving what stands takes none."""
+    with device() as gpu:
+        engine = tree_engine(there, sizes)
+        rows = [
+            row_of([1, 2, 3 + b], POLICIES[b % 4], seed=b, temperature=temperature, max_tokens=300)
+            for b in range(count)
+        ]
+        decode(engine, rows, 6)
+        for _ in range(4):
+            gpu.waits.clear(), gpu.launches.clear()
+            engine.step(rows)
+            assert len(gpu.waits) == 2 and gpu.launches["graph"] <= 3  # what the drafter lacks, its tree, the target
+        assert sum(row.stats.accepted for row in rows) > 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("kind", ["union", "choose"])
+def test_strategies_made_of_several_wait_at_most_three_times(kind: str, temperature: float) -> None:
+    def made(run: Callable[[Llama], Executor]) -> Engine:
+        small = SingleDraft(run(DRAFTS["near"]), cache_tokens=6000)
+        tree = TreeDraft(run(DRAFTS["near"]), nodes=5, depth=3, cache_tokens=6000)
+        union = UnionDraft([NGramDraft(3, 1, 4), small])
+        executor = run(TARGET)
+        strategy = union if kind == "union" else ChooseDraft(small=small, tree=tree)
+        return Engine(Runner(executor, PagedKVCache.for_model(executor, 6000)), strategy)
+
+    rows = [row_of([1, 2, 3 + b], POLICIES[b % 2], seed=b, temperature=temperature, max_tokens=50) for b in range(4)]
+    for b, row in enumerate(rows):
+        row.draft = ["small", "tree"][b % 2] if kind == "choose" else ""
+    want = [row.sample(row.seed) for row in rows]
+    decode(made(on_cpu), want)
+    with device() as gpu:
+        engine = made(there)
+        decode(engine, rows, 5)
+        for _ in range(4):
+            gpu.waits.clear()
+            engine.step([row for row in rows if not row.finish_reason])
+            assert len(gpu.waits) <= 3
+        decode(engine, rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]
 
 
 def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
@@ -461,7 +616,7 @@ def test_what_graphs_do_not_take_goes_the_plain_way() -> None:
 
 def test_what_comes_often_is_compiled_inside_of_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers are traced whole (a graph break would be an error), and never for a prompt; texts are the same."""
-    monkeypatch.setattr(rounds, "OFTEN", 3)
+    monkeypatch.setattr(CudaExecutor, "often", 3)
     monkeypatch.setattr(fused, "refusal", lambda: None)
     torch._dynamo.reset()
     deep, small = (random_llama(seed, **{**SIZES, "layers": 2}) for seed in (3, 4))
@@ -501,7 +656,7 @@ def test_layers_that_cannot_be_compiled_go_on_as_they_were(
         def __call__(self, *_: Any) -> Any:
             raise Unsupported("no such kernel\nand more of that")
 
-    monkeypatch.setattr(rounds, "OFTEN", 3)
+    monkeypatch.setattr(CudaExecutor, "often", 3)
     monkeypatch.setattr(fused, "refusal", lambda: "no compiler is here" if missing else None)
     monkeypatch.setattr(fused, "CompiledLayers", Broken)
     fused._say_once.cache_clear()

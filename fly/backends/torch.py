@@ -17,6 +17,7 @@ from fly.models import Llama
 from fly.models.config import LlamaConfig
 from fly.models.eagle import Eagle3Head
 from fly.models.llama import noting
+from fly.ops import upload
 
 __all__ = ["Model", "TorchExecutor", "TorchHead"]
 
@@ -62,8 +63,7 @@ class TorchExecutor(Executor):
         return isinstance(self.model, Llama)
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        tokens_T = torch.tensor(batch.tokens, device=self.device)
-        positions_T = torch.tensor(batch.positions, device=self.device)
+        tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
         taken: dict[int, Tensor] = dict.fromkeys(states, positions_T)
         options: dict[str, Any] = {"through": noting(taken)} if states else {}
         hidden_TC = self.model(tokens_T, positions_T, batch.kv, **options)
@@ -71,7 +71,7 @@ class TorchExecutor(Executor):
         if places is not None:
             if not len(places):
                 return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
-            hidden_TC = hidden_TC[torch.tensor(places, device=self.device)]
+            hidden_TC = hidden_TC[upload(places, self.device)]
         return Scores(self.model.logits(hidden_TC), None, states_TF)
 
     def embedding(self) -> Tensor:

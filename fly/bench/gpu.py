@@ -57,7 +57,8 @@ def cuda_device(name: str) -> torch.device:
 @dataclass(frozen=True)
 class Round:
     """Seconds of a usual round: all of it, and the device's for the target (with the decision) and for the draft.
-    ``limit`` is the least that reading all weights, and the keys and values of the prompts, would take."""
+    ``limit`` is the least that reading all weights, and the keys and values of the prompts, would take. ``compiled``:
+    whether the target's layers were compiled."""
 
     rows: int
     k: int
@@ -67,6 +68,7 @@ class Round:
     target: float
     draft: float
     limit: float
+    compiled: bool
 
     @property
     def lost(self) -> float:
@@ -104,10 +106,12 @@ def measure_gpu_rounds(
     bandwidth: float,
     advance: Callable[[], None] = lambda: None,
 ) -> list[Round]:
-    """Rounds of every number of rows and draft length (0 is autoregressive decoding), once graphs are captured.
+    """Rounds of every number of rows and draft length (0 is autoregressive decoding), once layers are compiled (which
+    usually waits until a shape came often) and graphs are captured.
 
     ``bandwidth`` is in bytes a second.
     """
+    target.often = drafter.often = 1
     found = []
     for count in rows:
         tokens = count * (_PROMPT + 16 * _ROUNDS + 512)
@@ -128,8 +132,10 @@ def _rounds_of(
     engine: Engine, strategy: _Watched, rows: list[Sequence], k: int, rule: str, temperature: float, bandwidth: float
 ) -> Round:
     sums = [0, 0.0, 0.0, 0.0]
+    stretch, engine.stretch = engine.stretch, 1e-9  # a round a step: the second compiles, and the third is captured
     while rows[0].stats.rounds < _WARM:
         engine.step(rows)
+    engine.stretch = stretch
     while sums[0] < _ROUNDS and not any(row.finish_reason for row in rows):
         strategy.spent.clear()
         engine.step(rows)
@@ -142,7 +148,7 @@ def _rounds_of(
     read = forward_bytes(target.config, target.dtype, count, context)
     read += k * forward_bytes(drafter.config, drafter.dtype, count, context)
     whole, scoring, drafting = (total / max(sums[0], 1) for total in sums[1:])
-    return Round(count, k, rule, temperature, whole, scoring, drafting, read / bandwidth)
+    return Round(count, k, rule, temperature, whole, scoring, drafting, read / bandwidth, target.compiles)
 
 
 def measure_transformers(

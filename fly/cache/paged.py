@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.cache.allocator import BlockAllocator
+from fly.ops import upload
 
 __all__ = ["DEFAULT_BYTES", "Cacheable", "PagedBatch", "PagedKVCache", "Sizes", "block_size_for"]
 
@@ -127,6 +128,7 @@ class PagedBatch:
             else:
                 stored = torch.tensor(stored, device=device)
                 written.append(stored[start:])
+            mask_NS = None if mask_NS is None else mask_NS.to(device)
             fresh = mask_NS is None and count > 1 and start == 0
             if mask_NS is None and count > 1 and not fresh:
                 mask_NS = torch.ones(count, length, dtype=torch.bool, device=device).tril_(start)
@@ -288,8 +290,9 @@ class PagedKVCache:
         if list(kept) != list(range(len(kept))):
             slots = self.slots(seq, start, start + max(kept) + 1)
             at = list(range(slots.start, slots.stop)) if isinstance(slots, slice) else slots
+            from_N, to_N = upload([*(at[number] for number in kept), *at[: len(kept)]], self.device).chunk(2)
             for stored in (self.keys, self.values):
-                stored[:, at[: len(kept)]] = stored[:, [at[number] for number in kept]]
+                stored.index_copy_(1, to_N, stored.index_select(1, from_N))
         self.resize(seq, start + len(kept))
 
     def batch(

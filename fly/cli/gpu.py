@@ -56,7 +56,8 @@ def bench_gpu(
 
     console.print(
         table(
-            f"a round of {target} : {draft}, prompts of 512 tokens",
+            f"a round of {target} : {draft}, prompts of 512 tokens, "
+            f"layers {'' if all(one.compiled for one in found) else 'not '}compiled",
             found,
             {
                 "policy": lambda r: escape(r.policy),

@@ -15,6 +15,7 @@ from fly.cache import BlockAllocator
 from fly.executor import Drafted, DraftSpec, Executor, Spent
 from fly.models.config import LlamaConfig
 from fly.models.tokenizer import Tokenizer
+from fly.ops import upload
 from fly.request import Sequence
 from fly.runner import Drafter, Runner
 from fly.types import Draft, Target
@@ -226,6 +227,9 @@ class Wrapper(DraftStrategy):
 
 def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
     """What was drafted for those of ``rows`` that are ``active``, and nothing for the others."""
+    if found.parents is not None:
+        grown = dict(zip(active, zip(found.tokens, found.parents)))
+        return pad_trees([grown.get(b, ([], [])) for b in range(rows)])
     drafted: list[list[int]] = [[] for _ in range(rows)]
     for b, tokens in zip(active, found.tokens):
         drafted[b] = tokens
@@ -240,8 +244,7 @@ def drafted_of(rows: int, active: list[int], found: Drafted) -> Draft:
         if len(active) == rows:
             return said_AKV
         said_BKV = said_AKV.new_zeros(rows, *said_AKV.shape[1:])
-        said_BKV[active] = said_AKV
-        return said_BKV
+        return said_BKV.index_copy_(0, upload(active, said_AKV.device), said_AKV)
 
     probs_BKV, logits_BKV = of_all(found.probs_BKV), of_all(found.logits_BKV)
     return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV, logits_BKV=logits_BKV)
@@ -258,10 +261,10 @@ def pad(drafts: abc.Sequence[list[int]], device: torch.device | str = "cpu") -> 
     return Draft.of([[int(token) for token in tokens] for tokens in drafts], device)
 
 
-def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]], device: torch.device | str = "cpu") -> Draft:
+def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
     """A deterministic ``Draft`` of ragged trees: the tokens of each row, and their parents."""
-    draft = pad([tokens for tokens, _ in drafts], device)
+    draft = pad([tokens for tokens, _ in drafts])
     _, longest = draft.shape
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
-    parents_BK = torch.tensor(parents, dtype=torch.int64, device=device).reshape(len(drafts), longest)
+    parents_BK = torch.tensor(parents, dtype=torch.int64).reshape(len(drafts), longest)
     return Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Mapping
+from dataclasses import replace
 
-import torch
-from torch import Tensor
-
-from fly.drafts.base import Continuation, DraftStrategy, Wrapper
+from fly.drafts.base import Continuation, DraftStrategy, Wrapper, pad, pad_trees
+from fly.ops import sent, upload
 from fly.request import Sequence
 from fly.types import Draft, Target
 
@@ -68,7 +67,7 @@ class ChooseDraft(Wrapper):
             tuple(numbers): member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
             for member, numbers in groups
         }
-        return _together(drafts, len(rows), self.device)
+        return _together(drafts, len(rows))
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         groups = self._groups(rows)
@@ -76,8 +75,8 @@ class ChooseDraft(Wrapper):
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         for member, numbers in self._groups(rows):
-            index_B = torch.tensor(numbers, device=target.logits_BKV.device)
-            part = draft.to(target.logits_BKV.device).rows(index_B)
+            index_B = upload(numbers, target.logits_BKV.device)
+            part = draft.to(target.logits_BKV.device).rows(index_B, numbers)
             member.observe([rows[b] for b in numbers], part, target.rows(index_B, numbers))
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
@@ -88,25 +87,26 @@ class ChooseDraft(Wrapper):
         self._of(row).release(row)
 
 
-def _together(drafts: Mapping[tuple[int, ...], Draft], rows: int, device: torch.device) -> Draft:
+def _together(drafts: Mapping[tuple[int, ...], Draft], rows: int) -> Draft:
     """One draft of drafts of some of its rows, chains and trees, drawn and certain ones."""
-    longest = max(draft.shape[1] for draft in drafts.values())
-    drawn = next((draft.probs_BKV for draft in drafts.values() if draft.probs_BKV is not None), None)
-    trees = any(draft.parents_BK is not None for draft in drafts.values())
-    tokens_BK, lengths_B = (
-        torch.zeros(shape, dtype=torch.int64, device=device) for shape in ((rows, longest), (rows,))
-    )
-    probs_BKV: Tensor | None = None
-    if drawn is not None:
-        probs_BKV = torch.zeros(rows, longest, drawn.shape[-1], dtype=drawn.dtype, device=device)
-    parents_BK = torch.arange(-1, longest - 1, device=device).repeat(rows, 1) if trees else None
+    tokens: list[list[int]] = [[] for _ in range(rows)]
+    parents: list[list[int]] = [[] for _ in range(rows)]
     for numbers, draft in drafts.items():
-        part, index_B, width = draft.to(device), torch.tensor(numbers, device=device), draft.shape[1]
-        tokens_BK[index_B, :width], lengths_B[index_B] = part.tokens_BK, part.lengths_B
-        if parents_BK is not None and part.parents_BK is not None:
-            parents_BK[index_B, :width] = part.parents_BK
-        if probs_BKV is not None:
-            certain_BKV = torch.zeros(*part.tokens_BK.shape, probs_BKV.shape[-1], dtype=probs_BKV.dtype, device=device)
-            certain_BKV.scatter_(-1, part.tokens_BK.unsqueeze(-1), 1.0)
-            probs_BKV[index_B, :width] = certain_BKV if part.probs_BKV is None else part.probs_BKV
-    return Draft(tokens_BK, lengths_B, probs_BKV, parents_BK)
+        trees = draft.trees or [list(range(-1, len(chain) - 1)) for chain in draft.chains]
+        for b, chain, tree in zip(numbers, draft.chains, trees):
+            tokens[b], parents[b] = chain, tree
+    whole = pad(tokens)
+    if any(draft.parents_BK is not None for draft in drafts.values()):
+        whole = pad_trees(list(zip(tokens, parents)))
+    drawn = next((draft.probs_BKV for draft in drafts.values() if draft.probs_BKV is not None), None)
+    if drawn is None:
+        return whole
+    device = drawn.device
+    probs_BKV = drawn.new_zeros(*whole.shape, drawn.shape[-1])
+    for numbers, draft in drafts.items():
+        part_BKV = draft.probs_BKV
+        if part_BKV is None:
+            part_BKV = drawn.new_zeros(*draft.shape, drawn.shape[-1])
+            part_BKV.scatter_(-1, sent(draft.tokens_BK, device).unsqueeze(-1), 1.0)
+        probs_BKV[upload(numbers, device), : draft.shape[1]] = part_BKV.to(device)
+    return replace(whole, probs_BKV=probs_BKV)

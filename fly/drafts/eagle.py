@@ -308,7 +308,7 @@ class Eagle3Draft(DraftStrategy):
             lines = [i for _, _, i in follow]
             logits_NU, x_NC = self.runner.branch({b: rows[b] for b in by_row}, trees, by_row, x_NC[lines])
         found = [trees[b].best(self.nodes) if b in trees else ([], []) for b in range(len(rows))]
-        return pad_trees(found, self.device)
+        return pad_trees(found)
 
     def _likeliest(
         self,

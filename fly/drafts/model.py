@@ -25,7 +25,7 @@ from fly.drafts.translate import translated
 from fly.drafts.ways import Ways
 from fly.executor import Batch, DraftSpec, Executor, Head, Scores, Wrapped
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.ops import Stream, derive, draw, uniforms
+from fly.ops import Stream, derive, draw, sent, uniforms, upload
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
 from fly.runner import Runner
@@ -279,7 +279,7 @@ class SingleDraft(DraftStrategy):
         self.runner.commit(rows)  # what was drafted last may still be cached, even for a fork of other tokens
         going, wanted = [rows[b] for b in active], [most[b] for b in active]
         sampling, seeds = None, [seed_of(row) for row in going]
-        if not all(row.greedy for row in rows):
+        if spec.tree is None and not all(row.greedy for row in rows):
             sampling = BatchSampling.of([row.params for row in going])
         try:
             found = self.runner.extend(going, spec, wanted, sampling, seeds)
@@ -307,8 +307,7 @@ class SingleDraft(DraftStrategy):
                 probs[b] += row_probs
             active = [b for b, more in zip(active, sure) if more and len(scratch[b].tokens) < starts[b] + most[b]]
             active = [b for b in active if scratch[b].tokens[-1] not in scratch[b].stop_ids]
-        device = self.executor.device
-        proposal = pad([row.tokens[start:] for row, start in zip(scratch, starts)], device)
+        device, proposal = self.executor.device, pad([row.tokens[start:] for row, start in zip(scratch, starts)])
         if all(row.greedy for row in rows):
             if not self.says:
                 return proposal
@@ -320,7 +319,7 @@ class SingleDraft(DraftStrategy):
         probs_BKV = torch.zeros(*proposal.tokens_BK.shape, self.executor.config.vocab_size, device=device)
         for b, (row, row_probs) in enumerate(zip(rows, probs)):
             if row.greedy:
-                probs_BKV[b].scatter_(1, proposal.tokens_BK[b].unsqueeze(1), 1.0)
+                probs_BKV[b].scatter_(1, sent(proposal.tokens_BK[b], device).unsqueeze(1), 1.0)
             elif row_probs:
                 probs_BKV[b, : len(row_probs)] = torch.stack(row_probs)
         return Draft(proposal.tokens_BK, proposal.lengths_B, probs_BKV)
@@ -360,7 +359,7 @@ class SingleDraft(DraftStrategy):
             if target.all_greedy and not certainty[b].asks and not self.says:
                 row.tokens += ids
                 continue
-            places_N = torch.tensor(places[: len(ids)], device=device)
+            places_N = upload(places[: len(ids)], device)
             at_N = torch.full_like(places_N, b), places_N
             probs_NV = None if target.all_greedy else target.probs_at(*at_N)
             if certainty[b].asks:
@@ -385,9 +384,9 @@ class SingleDraft(DraftStrategy):
             return choices
         device = probs_BJV.device
         count, places = probs_BJV.shape[:2]
-        seed_N = torch.tensor([row.seed for row in rows], device=device).repeat_interleave(places)
-        start_B1 = torch.tensor([[len(row.tokens)] for row in rows], device=device)
-        at_N = (start_B1 + torch.arange(places, device=device)).flatten()
+        seed_B, start_B = upload([*(row.seed for row in rows), *(len(row.tokens) for row in rows)], device).chunk(2)
+        seed_N = seed_B.repeat_interleave(places)
+        at_N = (start_B.unsqueeze(1) + torch.arange(places, device=device)).flatten()
         uniform_N = uniforms(seed_N, at_N, Stream.SAMPLE, 1).squeeze(1)
         tokens: list[list[int]] = draw(probs_BJV.flatten(0, 1), uniform_N).view(count, places).tolist()
         return tokens

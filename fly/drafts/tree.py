@@ -105,6 +105,11 @@ class TreeDraft(SingleDraft):
             max(0, min(n, self.depth, context - len(row.tokens), n if self.k is None else self.k))
             for row, n in zip(rows, max_len)
         ]
+        active = [b for b, n in enumerate(most) if n]
+        if active and self._one_call and not any(map(constrains, rows)):
+            proposal = self._at_once(rows, active, most, DraftSpec(tree=self.growth))
+            if proposal is not None:
+                return proposal
         trees = [Tree() for _ in rows]
         frontier: list[list[int]] = [[-1] for _ in rows]
         followed: list[list[int]] = [[] for _ in rows]  # the tokens that others may follow
@@ -138,4 +143,4 @@ class TreeDraft(SingleDraft):
                 for node in open_nodes:
                     followed[b].append(node)
                     place[b][node] = len(followed[b])
-        return pad_trees([tree.best(self.growth.nodes) for tree in trees], device)
+        return pad_trees([tree.best(self.growth.nodes) for tree in trees])

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from fly.drafts.base import DraftStrategy, Wrapper, pad
+from fly.ops import upload
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
@@ -182,12 +183,12 @@ def _together(pieces: abc.Sequence[_Piece]) -> Draft:
     some_NV = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
     if some_NV is None:
         return pad(tokens)
-    draft = pad(tokens, some_NV.device)
-    probs_BKV = some_NV.new_zeros(*draft.tokens_BK.shape, some_NV.shape[-1])
+    draft = pad(tokens)
+    probs_BKV = some_NV.new_zeros(*draft.shape, some_NV.shape[-1])
     for b, piece in enumerate(pieces):
         n = len(piece.tokens)
         if piece.probs_NV is not None:
             probs_BKV[b, :n] = piece.probs_NV.to(some_NV.device)
         else:
-            probs_BKV[b, range(n), piece.tokens] = 1.0
+            probs_BKV[b, :n].scatter_(1, upload(piece.tokens, some_NV.device).unsqueeze(1), 1.0)
     return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)

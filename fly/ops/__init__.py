@@ -2,6 +2,7 @@
 
 from fly.ops.divergence import entropy, jensen_shannon, kl, total_variation
 from fly.ops.random import Stream, derive, derived, draw, uniforms
+from fly.ops.transfer import sent, upload
 from fly.ops.trees import depths, first_branch, leaf_paths, tree_mask
 from fly.ops.vocabulary import Top, argmax, log_mass, pick, top
 
@@ -20,8 +21,10 @@ __all__ = [
     "leaf_paths",
     "log_mass",
     "pick",
+    "sent",
     "top",
     "total_variation",
     "tree_mask",
     "uniforms",
+    "upload",
 ]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.expressions import Amount, Checked, Count, Share
+from fly.ops import sent, upload
 from fly.policies.conditions import Block, Condition
 from fly.policies.formulas import raw_log_probs
 from fly.vocabulary import Vocabulary
@@ -57,8 +58,7 @@ class AboveContext(Condition, Checked):
     position: Count = 0
 
     def evaluate(self, block: Block) -> Tensor:
-        lengths = [len(tokens) for tokens in _history(block, self)]
-        lengths_B = torch.tensor(lengths, device=block.agree_BK.device)
+        lengths_B = upload([len(tokens) for tokens in _history(block, self)], block.agree_BK.device)
         return lengths_B.unsqueeze(1) + _columns(block) >= self.position
 
 
@@ -157,7 +157,7 @@ class Phase(Condition):
         (start, end), tokens_BK, columns_K = self._markers, block.draft.tokens_BK, _columns(block)
         opens_BK, closes_BK = tokens_BK == start, tokens_BK == end
         before = [self._inside_after(tokens) for tokens in _history(block, self)]
-        before_B = torch.tensor(before, device=tokens_BK.device)
+        before_B = sent(torch.tensor(before), tokens_BK.device)
         marker_BK = opens_BK | closes_BK
         last_BK = torch.where(marker_BK, columns_K, -1).cummax(-1).values
         inside_after_BK = torch.where(last_BK < 0, before_B.unsqueeze(1), opens_BK.gather(1, last_BK.clamp_min(0)))

@@ -6,10 +6,12 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 
 from __future__ import annotations
 
+from collections import Counter
+
 import torch
 from torch import Tensor
 
-from fly.ops import draw, first_branch, leaf_paths, pick
+from fly.ops import depths, draw, first_branch, leaf_paths, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
 from fly.types import Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
@@ -92,29 +94,26 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     tree is lossless too, whatever was drafted.
 
     A relaxation is asked along every path as if it were a chain; a token it excuses stands only if the rule keeps none
-    of its siblings. The shape of a tree is looked up on the host.
+    of its siblings. Of the host this needs the trees' shapes alone (``Draft.trees``), and no wait where they are known.
     """
-    rows, longest = draft.tokens_BK.shape
-    device = draft.tokens_BK.device
+    rows, device = len(draft.tokens_BK), draft.tokens_BK.device
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
-    child_RBM = _children(trees, longest).to(device)
-    kept_BK, exact_BK, probs_BMV = _try_siblings(policy, target, draft, noise, child_RBM)
+    kept_BK, exact_BK, probs_BMV = _try_siblings(policy, target, draft, noise)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
-    path_BD, accepted_B = _walk(trees, kept_BK, excused_BK)
+    path_BD, accepted_B, last_B = _walk(draft, kept_BK, excused_BK)
 
+    rows_B1 = torch.arange(rows, device=device).unsqueeze(1)
     stands_BD = torch.arange(path_BD.shape[1], device=device) < accepted_B.unsqueeze(1)
-    on_path_BK = torch.zeros_like(kept_BK)
-    on_path_BK[stands_BD.nonzero()[:, 0], path_BD[stands_BD]] = True
+    on_path_BK = _at_tokens(stands_BD, rows_B1, path_BD, stands_BD, draft) > 0
     codes_BK = torch.where(exact_BK, int(Why.MATCH), int(Why.RELAXED))
     why_BK = torch.where(on_path_BK, codes_BK, int(Why.REJECTED)).to(torch.int8)
-    last_B = ((path_BD + 1) * stands_BD).amax(1) if path_BD.shape[1] else torch.zeros_like(accepted_B)
     tried_BK = draft.parents_BK + 1 == last_B.unsqueeze(1)
     asked_BK = ~exact_BK & draft.mask_BK() & (on_path_BK | tried_BK)
     if probs_BMV is None:
         next_token_B = pick(target.argmax_BK, last_B)
     else:
-        next_token_B = draw(probs_BMV[torch.arange(rows, device=device), last_B], noise.sample_B)
+        next_token_B = draw(probs_BMV[rows_B1.squeeze(1), last_B], noise.sample_B)
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses, path_BD)
 
 
@@ -127,46 +126,48 @@ def _verify_first_path(policy: AcceptancePolicy, target: Target, draft: Draft, n
     probs_BDV = None if draft.probs_BKV is None else draft.probs_BKV[rows_B1, path_BD]
     first = Draft(draft.tokens_BK[rows_B1, path_BD], lengths_B, probs_BDV)
     coins = Noise(noise.accept_BK[rows_B1, path_BD], noise.sample_B)
-    verdict = policy.verdict(_along(target, rows_B1, path_BD), first, coins)
+    verdict = policy.verdict(_along(target, rows_B1, path_BD, list(range(len(chains)))), first, coins)
     mask_BD = first.mask_BK()
-    b_N, node_N = rows_B1.expand_as(path_BD)[mask_BD], path_BD[mask_BD]
 
-    def spread(found_BD: Tensor) -> Tensor:
-        found_BK = torch.zeros(draft.tokens_BK.shape, dtype=found_BD.dtype, device=found_BD.device)
-        return found_BK.index_put_((b_N, node_N), found_BD[mask_BD])
+    def of_all(found_BD: Tensor) -> Tensor:
+        return _at_tokens(found_BD, rows_B1, path_BD, mask_BD, draft).to(found_BD.dtype)
 
-    clauses = {name: spread(held_BD) for name, held_BD in verdict.clauses.items()}
-    why_BK, asked_BK = spread(verdict.why_BK), spread(verdict.asked_BK)
+    clauses = {name: of_all(held_BD) for name, held_BD in verdict.clauses.items()}
+    why_BK, asked_BK = of_all(verdict.why_BK), of_all(verdict.asked_BK)
     return Verdict(verdict.accepted_B, verdict.next_token_B, why_BK, asked_BK, clauses, path_BD)
 
 
 def _padded(paths: list[list[int]], device: torch.device) -> tuple[Tensor, Tensor]:
     """[P, D] int64 padded with the number 0, and the lengths [P]."""
     longest = max(map(len, paths), default=0)
-    padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths], dtype=torch.int64, device=device)
-    return padded.view(len(paths), longest), torch.tensor([len(path) for path in paths], device=device)
+    lines = [[len(path), *path, *[0] * (longest - len(path))] for path in paths]
+    both = upload([number for line in lines for number in line], device).view(len(paths), longest + 1)
+    return both[:, 1:], both[:, 0]
 
 
-def _along(target: Target, rows_P1: Tensor, path_PD: Tensor) -> Target:
-    """What the target says along paths, as of a chain: P rows."""
+def _at_tokens(found_PD: Tensor, rows_P1: Tensor, path_PD: Tensor, there_PD: Tensor, draft: Draft) -> Tensor:
+    """[B, K] int64: what was found along paths of these rows, summed up at each token; only where ``there``."""
+    rows, longest = draft.tokens_BK.shape
+    at_PD = rows_P1 * (longest + 1) + torch.where(there_PD, path_PD, longest)  # the last column is for the others
+    sums_N = torch.zeros(rows * (longest + 1), dtype=torch.int64, device=path_PD.device)
+    return sums_N.scatter_add_(0, at_PD.flatten(), found_PD.long().flatten()).view(rows, -1)[:, :longest]
+
+
+def _along(target: Target, rows_P1: Tensor, path_PD: Tensor, numbers: list[int]) -> Target:
+    """What the target says along paths, as of a chain: P rows, which are those of ``numbers`` of the target."""
     places_PJ = torch.cat([path_PD.new_zeros(len(path_PD), 1), path_PD + 1], dim=1)
     probs = None if target.all_greedy else target.probs_BKV[rows_P1, places_PJ]
-    return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs)
+    return target.about(rows_P1.squeeze(1), target.logits_BKV[rows_P1, places_PJ], probs, numbers)
 
 
-def _children(trees: list[list[int]], longest: int) -> Tensor:
-    """[R, B, M] int64: the number of the token that is the r-th to follow each place, -1 where there is none."""
-    after: list[list[list[int]]] = [[[] for _ in range(longest + 1)] for _ in trees]
-    for places, tree in zip(after, trees):
-        for node, parent in enumerate(tree):
-            places[parent + 1].append(node)
-    widest = max((len(nodes) for places in after for nodes in places), default=0)
-    listed = [[[*nodes, *[-1] * (widest - len(nodes))] for nodes in places] for places in after]
-    return torch.tensor(listed, dtype=torch.int64).view(len(trees), longest + 1, widest).permute(2, 0, 1)
+def _places(draft: Draft) -> Tensor:
+    """[B, K] the place that each token follows; M where there is no token."""
+    assert draft.parents_BK is not None
+    return torch.where(draft.mask_BK(), draft.parents_BK + 1, draft.shape[1] + 1)
 
 
 def _try_siblings(
-    policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, child_RBM: Tensor
+    policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Which tokens the rule and which the exact rule keeps, once those before them among their siblings are rejected
     ([B, K] bool), and the distribution [B, M, V] at each place when all that follow it are rejected (None at
@@ -177,8 +178,14 @@ def _try_siblings(
     probs_NV = None if target.all_greedy else target.probs_BKV.flatten(0, 1)
     row_N = torch.arange(rows, device=logits_N2V.device).repeat_interleave(places)
     row_numbers = [b for b in range(rows) for _ in range(places)]
-    kept_BK, exact_BK = (torch.zeros(rows, longest, dtype=torch.bool, device=row_N.device) for _ in range(2))
-    for child_BM in child_RBM:
+    place_BK, node_BK = _places(draft), torch.arange(longest, device=row_N.device).expand(rows, -1)
+    older_BK = (place_BK.unsqueeze(2) == place_BK.unsqueeze(1)).tril(-1).sum(2)  # siblings that are tried before
+    kept_BM, exact_BM = (torch.zeros(rows, places, dtype=torch.bool, device=row_N.device) for _ in range(2))
+    most = max((max(Counter(tree).values()) for tree in draft.trees or () if tree), default=0)
+    for number in range(most):
+        there_BK = older_BK == number
+        child_BM = torch.full((rows, places + 1), -1, device=row_N.device)
+        child_BM = child_BM.scatter_(1, torch.where(there_BK, place_BK, places), node_BK)[:, :places]
         there_BM, node_BM = child_BM >= 0, child_BM.clamp_min(0)
         there_N, node_N = there_BM.flatten(), node_BM.flatten()
         one = Draft(
@@ -193,15 +200,17 @@ def _try_siblings(
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
             exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
-        for found_BK, found_N in ((kept_BK, keeps_N), (exact_BK, exact_N)):
-            found_BK[row_N[there_N], node_N[there_N]] = found_N[there_N]
+        at_BM = torch.where(there_BM, node_BM, longest)  # the last column is for places that none follows
+        for found_BM, found_N in ((kept_BM, keeps_N), (exact_BM, exact_N)):
+            found_BM.scatter_(1, at_BM, found_N.view(rows, places))
         if probs_NV is not None:
             rest_NV = policy.correction(block, one, torch.zeros_like(node_N))
             mass_N1 = rest_NV.sum(-1, keepdim=True)
             # Equal distributions leave no mass; a rejection is then a rounding matter, and the distribution as it was
             # is right.
             probs_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, probs_NV)
-    return kept_BK, exact_BK, None if probs_NV is None else probs_NV.unflatten(0, (rows, places))
+    probs_BMV = None if probs_NV is None else probs_NV.unflatten(0, (rows, places))
+    return kept_BM[:, :longest], exact_BM[:, :longest], probs_BMV
 
 
 def _excuse(
@@ -216,10 +225,11 @@ def _excuse(
         return excused_BK, {}
     device = kept_BK.device
     path_PD, lengths_P = _padded([path for _, path in paths], device)
-    rows_P1 = torch.tensor([[b] for b, _ in paths], device=device)
+    numbers = [b for b, _ in paths]
+    rows_P1 = upload(numbers, device).unsqueeze(1)
     chain = Draft(draft.tokens_BK[rows_P1, path_PD], lengths_P)
     agree_PD = kept_BK[rows_P1, path_PD] & chain.mask_BK()
-    block = Block(_along(target, rows_P1, path_PD), chain, agree_PD)
+    block = Block(_along(target, rows_P1, path_PD, numbers), chain, agree_PD)
     if policy.relaxation is None:
         excused_PD = policy.relax(block.target, chain, agree_PD)
     else:
@@ -227,26 +237,26 @@ def _excuse(
     excused_PD = excused_PD & block.target.allowed(chain.tokens_BK)
 
     def anywhere(found_PD: Tensor) -> Tensor:
-        found_BK = torch.zeros_like(kept_BK, dtype=torch.int64)
-        mask_PD = chain.mask_BK()
-        b_N, node_N = rows_P1.expand_as(path_PD)[mask_PD], path_PD[mask_PD]
-        return found_BK.index_put_((b_N, node_N), found_PD[mask_PD].long(), accumulate=True) > 0
+        return _at_tokens(found_PD, rows_P1, path_PD, chain.mask_BK(), draft) > 0
 
     return anywhere(excused_PD), {name: anywhere(held_PD) for name, held_PD in block.clauses.items()}
 
 
-def _walk(trees: list[list[int]], kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor]:
-    """The accepted path [B, D], padded with 0, and its length [B]: at each place the first token to follow that is
-    kept, or else the first that is excused. On the host, since the way is a matter of the shape."""
-    paths = []
-    for tree, kept, excused in zip(trees, kept_BK.tolist(), excused_BK.tolist()):
-        best: dict[int, int] = {}  # the token that stands after each other, if one does
-        for stands in (excused, kept):
-            for node in range(len(tree) - 1, -1, -1):
-                if stands[node]:
-                    best[tree[node]] = node
-        path, at = [], -1
-        while (at := best.get(at, -1)) >= 0:
-            path.append(at)
-        paths.append(path)
-    return _padded(paths, kept_BK.device)
+def _walk(draft: Draft, kept_BK: Tensor, excused_BK: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The accepted path [B, D], padded with 0, its length [B] and the place [B] where it ends: at each place the first
+    token to follow that is kept, or else the first that is excused."""
+    (rows, longest), device = draft.tokens_BK.shape, kept_BK.device
+    node_K = torch.arange(longest, device=device)
+    order_BK = torch.where(kept_BK, node_K, torch.where(excused_BK, node_K + longest, 2 * longest))
+    best_BM = torch.full((rows, longest + 2), 2 * longest, device=device)
+    best_BM.scatter_reduce_(1, _places(draft), order_BK, "amin")
+    at_B, path = torch.zeros(rows, dtype=torch.int64, device=device), list[Tensor]()
+    accepted_B = torch.zeros_like(at_B)
+    for _ in range(max((1 + max(depths(tree)) for tree in draft.trees or () if tree), default=0)):
+        order_B = pick(best_BM, at_B)
+        goes_B = order_B < 2 * longest
+        path.append(torch.where(goes_B, order_B % longest, 0))
+        at_B = torch.where(goes_B, path[-1] + 1, at_B)
+        accepted_B = accepted_B + goes_B
+    path_BD = torch.stack(path, 1) if path else at_B.new_zeros(rows, 0)
+    return path_BD, accepted_B, at_B

@@ -90,7 +90,9 @@ class CpuExecutor(HostDecisions):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted:
+    ) -> Drafted | None:
+        if spec.tree is not None:
+            return None
         lookup = None if spec.lookup is None else self._c_lookup(spec.lookup)
         return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, lookup)
 

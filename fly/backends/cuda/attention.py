@@ -1,12 +1,13 @@
 """Attention over pages whose numbers are on the device: the ``kv`` of a forward that needs nothing from the host.
 
 Shape legend: T packed new tokens, N new tokens of each row, B rows, W pages of a row's table, Z tokens a page, S = W·Z,
-H query heads, G key/value heads, D head width.
+M places of a tree, H query heads, G key/value heads, D head width.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fly.cache import PagedKVCache
 
-__all__ = ["PagedAttention", "Slots", "flash_takes"]
+__all__ = ["Branches", "PagedAttention", "Slots", "flash_takes"]
 
 _HALVES = torch.bfloat16, torch.float16
 
@@ -24,6 +25,14 @@ def flash_takes(cache: PagedKVCache) -> bool:
     """Whether FlashAttention's kernel takes ``cache``: halves, in pages of multiples of 256, on an Ampere or later."""
     width, suits = cache.keys.shape[-1], cache.keys.dtype in _HALVES and cache.allocator.block_size % 256 == 0
     return suits and width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(cache.device) >= (8, 0)
+
+
+class Branches(NamedTuple):
+    """What new tokens see that are part of a tree."""
+
+    first_B: Tensor  # int64, the place from which on a row holds its tree; they see all before it
+    sees_BNM: Tensor  # bool, which of the places from there on each of them sees, itself included
+    at_BN: Tensor  # int64, their positions
 
 
 class Slots:
@@ -36,17 +45,32 @@ class Slots:
         table_BW: int32, the pages of each row.
         longest: most new tokens of a row.
         even: whether every row has so many.
+        branches: what they see where that is not all before them.
     """
 
     def __init__(
-        self, slots_T: Tensor, used_B: Tensor, ends_B1: Tensor, table_BW: Tensor, longest: int, even: bool
+        self,
+        slots_T: Tensor,
+        used_B: Tensor,
+        ends_B1: Tensor,
+        table_BW: Tensor,
+        longest: int,
+        even: bool,
+        branches: Branches | None = None,
     ) -> None:
         self.slots_T, self.used_B, self.ends_B1, self.table_BW = slots_T, used_B, ends_B1, table_BW
-        self.longest, self.even = longest, even
+        self.longest, self.even, self.branches = longest, even, branches
 
     @staticmethod
-    def even_rows(table_BW: Tensor, start_B: Tensor, stored_BN: Tensor, block_size: int, nobody: int) -> Slots:
-        """N new tokens of every row from position ``start_B`` on. Where not ``stored_BN`` (bool) they are padding:
+    def even_rows(
+        table_BW: Tensor,
+        start_B: Tensor,
+        stored_BN: Tensor,
+        block_size: int,
+        nobody: int,
+        branches: Branches | None = None,
+    ) -> Slots:
+        """N new tokens of every row in the places from ``start_B`` on. Where not ``stored_BN`` (bool) they are padding:
         their keys and values go to the page ``nobody``."""
         rows, count = stored_BN.shape
         device = start_B.device
@@ -56,27 +80,45 @@ class Slots:
         slots_BN = page_BN * block_size + at_BN % block_size
         used_B = (start_B + count).to(torch.int32)
         ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=device)
-        return Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count, True)
+        return Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count, True, branches)
 
 
 class PagedAttention:
     """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names: by
-    FlashAttention with block tables if it takes the cache, else over a copy of each row's pages, for rows of equal
-    length only."""
+    FlashAttention with block tables if it takes the cache and there are no trees, else over a copy of each row's pages,
+    for rows of equal length only."""
 
     def __init__(self, cache: PagedKVCache, slots: Slots, flash: bool) -> None:
-        self.cache, self.slots, self.flash = cache, slots, flash
+        self.cache, self.slots, self.flash = cache, slots, flash and slots.branches is None
         self.size = cache.allocator.block_size
-        if flash:
+        if self.flash:
             self.read_B1 = F.pad(slots.used_B.cumsum(0), (1, 0)).to(torch.int32)
         elif slots.even:
             pages = slots.table_BW.shape[1] * self.size
-            at_S = torch.arange(pages, device=slots.used_B.device)
-            new_N = torch.arange(slots.longest, device=slots.used_B.device)
-            last_BN = (slots.used_B - slots.longest).unsqueeze(1) + new_N  # the position of each new token
-            self.behind_BNS = last_BN.unsqueeze(2) - at_S
+            self.seen: dict[int | None, Tensor] = {None: self._seen(torch.arange(pages, device=slots.used_B.device))}
         else:
             raise ValueError("rows of several lengths need FlashAttention here")
+
+    def _seen(self, at_S: Tensor) -> Tensor:
+        """[B, N, S], which stored tokens each new one sees."""
+        slots = self.slots
+        if slots.branches is None:
+            last_BN = (slots.used_B - slots.longest).unsqueeze(1) + at_S[: slots.longest]
+            return at_S <= last_BN.unsqueeze(2)
+        first_B, sees_BNM, _ = slots.branches
+        place_B1S = (at_S - first_B.unsqueeze(1)).unsqueeze(1)
+        _, count, most = sees_BNM.shape
+        inside_BNS = sees_BNM.gather(2, place_B1S.clamp(0, most - 1).expand(-1, count, -1))
+        return (place_B1S < 0) | (inside_BNS & (place_B1S < most))
+
+    def _within(self, window: int | None) -> Tensor:
+        """The same of the last ``window`` tokens that it sees."""
+        if window is not None and window not in self.seen:
+            seen_BNS = self.seen[None]
+            # of those it sees, how many come from here on
+            after_BNS = seen_BNS.flip(2).cumsum(2, dtype=torch.int32).flip(2)
+            self.seen[window] = seen_BNS & (after_BNS <= window)
+        return self.seen[window]
 
     def attend(
         self,
@@ -104,13 +146,10 @@ class PagedAttention:
             )  # fmt: skip
             assert isinstance(out, Tensor)
             return out.to(q_THD.dtype)
-        mask_BNS = self.behind_BNS >= 0
-        if window is not None:
-            mask_BNS = mask_BNS & (self.behind_BNS < window)
         table_BW = slots.table_BW.long()
         k, v = (x[table_BW].flatten(1, 2).transpose(1, 2) for x in (k_PZGD, v_PZGD))
-        q_BHND = q.unflatten(0, (-1, slots.longest)).transpose(1, 2)
-        out = F.scaled_dot_product_attention(q_BHND, k, v, mask_BNS.unsqueeze(1), scale=scale, enable_gqa=grouped)
+        q_BHND, mask_B1NS = q.unflatten(0, (-1, slots.longest)).transpose(1, 2), self._within(window).unsqueeze(1)
+        out = F.scaled_dot_product_attention(q_BHND, k, v, mask_B1NS, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).flatten(0, 1).to(q_THD.dtype)
 
 

@@ -30,7 +30,8 @@ class Proposal(NamedTuple):
 
     tokens_RK: Tensor
     count_R: Tensor
-    probs_DKV: Tensor | None  # of the rows above temperature 0, where it was drawn from something
+    probs_DKV: Tensor | None = None  # of the rows above temperature 0, where it was drawn from something
+    parents_RK: Tensor | None = None  # of trees, as in ``Draft``
 
 
 def looked_up(text_RS: Tensor, length_R: Tensor, longest: int, shortest: int, most: int) -> tuple[Tensor, Tensor]:
@@ -174,6 +175,7 @@ class Chain:
         start_R = length_R - (2 if first else 1)
         hidden_RNC = table.forward(model, cache, table_RW, new_RN, start_R, stored_RN)
         logits_RJV = model.logits(hidden_RNC[:, -copies - 1 :].flatten(0, 1)).unflatten(0, (-1, copies + 1))
+        raw_RJV = logits_RJV
         if self.says is not None:
             logits_RJV = self.says.on(logits_RJV.squeeze(1), table, self.count_R).unsqueeze(1)
         if first and self.allowed_RW is not None:
@@ -181,6 +183,9 @@ class Chain:
             banned_RV = ((bits_RW8 & 1) == 0).flatten(1)[:, : logits_RJV.shape[2]]
             banned_RJV = F.pad(banned_RV.unsqueeze(1), (0, 0, 0, copies))  # only of its own token
             logits_RJV = logits_RJV.masked_fill(banned_RJV, -torch.inf)
+            if self.says is not None:  # the form wins where both forbid everything
+                lost_RJ1 = logits_RJV.amax(-1, keepdim=True) == -torch.inf
+                logits_RJV = torch.where(lost_RJ1, raw_RJV.masked_fill(banned_RJV, -torch.inf), logits_RJV)
         own_RJ, seen_RJV, at_RJ = argmax(logits_RJV), None, count_R1 + torch.arange(copies + 1, device=table.device)
         if drawn:
             assert self.probs_DXV is not None and self.coins_DX is not None

@@ -11,12 +11,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.graphs import upload
 from fly.backends.cuda.rounds import Works, catch_up, pages
-from fly.backends.cuda.says import ids_of
-from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
-from fly.constraints import constrains
+from fly.backends.cuda.shape import Asked, Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
+from fly.constraints import asks
 from fly.executor import Batch, Drafted, DraftSpec
+from fly.ops import upload
 from fly.request import Sequence as Row
 from fly.sampling import BatchSampling
 
@@ -36,22 +35,23 @@ def draft(
     """``Executor.extend``, of rows of at least two tokens.
 
     The first token keeps to the row's form, since the host knows what that allows after the text. The other tokens are
-    checked after they are downloaded. If no row of the batch is drawn, a draft that leaves the form is restarted once
-    at that place; it ends where it leaves the form again.
+    checked after they are downloaded. At temperature 0 a draft that leaves the form is restarted once at that place; it
+    ends where it leaves the form again. What was drawn stays as it was, or it would not be of the distribution that it
+    is said to be of: such a draft ends with the token that leaves the form, which no target keeps.
     """
     kv, greedy = batch.kv, [True] * len(rows) if sampling is None else sampling.greedy_B.tolist()
     drawn, cold = ([b for b, one in enumerate(greedy) if one is kind] for kind in (False, True))
     order = [b for own in (drawn, cold) for b in (*own, *[-1] * (size(len(own)) - len(own)))]
-    k, stops = size(max(most)), size(max(len(row.stop_ids) for row in rows))
+    k = size(max(most)) if spec.tree is None else len(spec.tree.widths)
+    stops, tree = size(max(len(row.stop_ids) for row in rows)), spec.tree is not None
     forms = any(row.matcher is not None for row in rows)
-    asked = [row.params for row in rows if constrains(row) and row.matcher is None]
-    shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec, True), Cuts.of(sampling), 0, pages(kv, k))
-    shape = replace(shape, alone=True, says=ids_of(asked), forms=forms)
+    asked = list(filter(asks, rows))
+    shape = Shape(size(len(drawn)), len(order), k, stops, fixed(spec, True), Cuts.of(sampling), 0, pages(kv, k, tree))
+    shape = replace(shape, alone=True, says=Asked.by(asked), forms=forms)
     if shape.copies or asked:
         shape = replace(shape, text=text_size(max(len(row.tokens) for row in rows) + k + shape.copies + 1))
     work = works.work(shape, model, kv.cache, model, kv.cache)
     chain = work.chain
-    assert chain is not None
     late = [b for b, row in enumerate(rows) if kv.starts[b] < len(row.tokens) - 2]
     catch_up(model, kv, late, [kv.starts[b] for b in late], [rows[b].tokens for b in late])
     numbers = numbers_of(sampling, len(rows))
@@ -68,33 +68,33 @@ def draft(
                 lines[at] = line(texts[b][-2:], counts, 0.0, numbers[b], rows[b].stop_ids, stops, reach)
         work.table.load(lines, None, kv, order)
         work.table.know([texts[b] if b >= 0 else [] for b in order])
-        if forms:
+        if forms and chain is not None:
             chain.allow([masks[b] if b >= 0 else None for b in order])
         work.begin(max(most))
-        tokens_RK, count_R, _ = work.proposal
+        tokens_RK, count_R, _, parents_RK = work.proposal
+        columns = [count_R.unsqueeze(1), tokens_RK, *([] if parents_RK is None else [parents_RK])]
         with works.captures.awaited():
-            values = torch.cat([tokens_RK, count_R.unsqueeze(1)], 1).cpu().tolist()
-        for b, own in zip(order, values):
+            values = torch.cat(columns, 1).cpu().tolist()
+        for b, (count, *own) in zip(order, values):
             if b >= 0:
-                found[b] += own[: own[-1]]
+                found[b] += own[:count]
+                parents[b] += own[tokens_RK.shape[1] :][:count]
 
     found: list[list[int]] = [[] for _ in rows]
+    parents: list[list[int]] = [[] for _ in rows]
     # a target that shares the cache may have stored the last token but one
     lacks = [start < len(row.tokens) - 1 for start, row in zip(kv.starts, rows)]
     texts, masks = [row.tokens for row in rows], [next(iter(_masks(row, [])), None) for row in rows]
     go_on(texts, most, lacks, masks)
-    if forms and (broken := _leave(rows, found)) and not drawn:  # what others were drawn from would be lost
+    probs_DKV = work.proposal.probs_DKV
+    if forms and (broken := _leave(rows, found)):
+        probs_DKV = None if probs_DKV is None else probs_DKV.clone()  # the next draft writes over it
         left = [n - len(found[b]) if b in broken else 0 for b, n in enumerate(most)]
         texts = [row.tokens + tokens for row, tokens in zip(rows, found)]
         go_on(texts, left, [False] * len(rows), [broken.get(b) for b in range(len(rows))])
         _leave(rows, found)
-    probs_DKV = work.proposal.probs_DKV
-    if probs_DKV is None:
-        return Drafted(found)
-    tokens_RK, count_R, _ = work.proposal
-    place = {b: at for at, b in enumerate(order) if b >= 0}
-    probs_BKV = _in_order(tokens_RK, count_R, probs_DKV, [place[b] for b in range(len(rows))])
-    return Drafted(found, probs_BKV[:, : max(most)])
+    probs_BKV = None if probs_DKV is None else _drawn_from(found, probs_DKV, drawn, max(most))
+    return Drafted(found, probs_BKV, parents=parents if tree else None)
 
 
 def _masks(row: Row, draft: list[int]) -> list[bytearray]:
@@ -103,23 +103,27 @@ def _masks(row: Row, draft: list[int]) -> list[bytearray]:
 
 
 def _leave(rows: Sequence[Row], drafts: list[list[int]]) -> dict[int, bytearray]:
-    """Cut each draft before the first token that its row's form forbids. Gives what is allowed there, for those cut."""
+    """Cut each draft before the first token that its row's form forbids, or after it if it was drawn. Gives what is
+    allowed there, for those that may go on from there."""
     left = {}
     for b, row in enumerate(rows):
         if (masks := _masks(row, drafts[b])) and len(masks) <= len(drafts[b]):
-            left[b] = masks[-1]
-            del drafts[b][len(masks) - 1 :]
+            del drafts[b][len(masks) - row.greedy :]
+            if row.greedy:
+                left[b] = masks[-1]
     return left
 
 
-def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: Works) -> Tensor:
-    """Logits [N, V] after a few new tokens of each row, or after those that ``places`` numbers."""
-    kv, new, first = batch.kv, [], 0
+def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: Works, trees: bool) -> Tensor:
+    """Logits [N, V] after a few new tokens of each row, or after those that ``places`` numbers. ``trees``: some rows
+    have one."""
+    kv, new, at, first = batch.kv, [], [], 0
     for count in kv.counts:
         new.append(batch.tokens[first : first + count])
+        at.append(batch.positions[first : first + count])
         first += count
     k = size(max(kv.counts) - 1)
-    shape = Shape(0, size(len(new)), k, 0, pages=pages(kv, k))
+    shape = Shape(0, size(len(new)), k, 0, pages=pages(kv, k, trees), trees=trees)
     work = works.work(shape, model, kv.cache)
     empty = shape.rows - len(new)
     lines = [
@@ -128,18 +132,24 @@ def score_few(model: Model, batch: Batch, places: Sequence[int] | None, works: W
     ]
     work.table.load(lines + [padding(0)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
     work.copy([tokens[1:] for tokens in new] + [[]] * empty)
+    if trees:
+        masks = zip(kv.starts, kv.counts, kv.masks or [None] * len(new))
+        sees = [torch.ones(n, n).tril() > 0 if mask is None else mask[:, start:] for start, n, mask in masks]
+        work.table.branch(sees, [[one - own[0] for one in own] for own in at])
     work.begin(0)
     work.finish()
-    at = [row * (k + 1) + n for row, count in enumerate(kv.counts) for n in range(count)]
-    chosen = at if places is None else [at[place] for place in places]
+    every = [row * (k + 1) + n for row, count in enumerate(kv.counts) for n in range(count)]
+    chosen = every if places is None else [every[place] for place in places]
     return work.found.logits_RJV.flatten(0, 1)[upload(chosen, model.device)]
 
 
-def _in_order(tokens_RK: Tensor, count_R: Tensor, probs_DKV: Tensor, places: list[int]) -> Tensor:
-    """[B, K, V] of the rows in these places: what was drawn from, one-hot at temperature 0, and 0 after each draft. A
-    copy, since the graph will write over what it made."""
-    sure_RKV = torch.zeros(*tokens_RK.shape, probs_DKV.shape[2], device=probs_DKV.device)
-    sure_RKV.scatter_(2, tokens_RK.unsqueeze(2), 1.0)
-    sure_RKV[: len(probs_DKV)] = probs_DKV
-    after_RK = torch.arange(tokens_RK.shape[1], device=tokens_RK.device) >= count_R.unsqueeze(1)
-    return sure_RKV.masked_fill_(after_RK.unsqueeze(2), 0.0)[upload(places, probs_DKV.device)]
+def _drawn_from(found: list[list[int]], probs_DKV: Tensor, drawn: list[int], longest: int) -> Tensor:
+    """[B, longest, V], a copy: what the ``drawn`` rows were drawn from, the others one-hot, and 0 after each draft."""
+    lines = [[*tokens, *[0] * (longest - len(tokens)), len(tokens)] for tokens in found]
+    values = upload([value for line in lines for value in line], probs_DKV.device).view(len(found), -1)
+    tokens_BK, count_B1 = values[:, :-1], values[:, -1:]
+    probs_BKV = torch.zeros(*tokens_BK.shape, probs_DKV.shape[2], device=probs_DKV.device)
+    probs_BKV.scatter_(2, tokens_BK.unsqueeze(2), 1.0)
+    probs_BKV.index_copy_(0, upload(drawn, probs_DKV.device), probs_DKV[: len(drawn), :longest])
+    after_BK = torch.arange(longest, device=probs_DKV.device) >= count_B1
+    return probs_BKV.masked_fill_(after_BK.unsqueeze(2), 0.0)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,7 +17,7 @@ from torch import Tensor
 from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.drafting import draft, score_few
 from fly.backends.cuda.fused import Fused
-from fly.backends.cuda.graphs import Awaited, Captures, sent, upload
+from fly.backends.cuda.graphs import Awaited, Captures
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
 from fly.backends.torch import TorchExecutor
@@ -34,15 +34,26 @@ from fly.executor import (
     Scores,
     TokenByToken,
 )
-from fly.ops import Stream, uniforms
+from fly.ops import Stream, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
+from fly.policies.base import accepts_exactly
 from fly.request import Sequence, by_policy
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = ["CudaExecutor"]
 
-_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row and of a batch that a graph takes
+_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, unless it has a tree, and of a batch that a graph takes
+
+
+class _Part(NamedTuple):
+    """What a policy decided about its rows: ``packed`` [B, columns] int32, as ``pack`` gives it."""
+
+    packed: Tensor
+    draft: Draft
+    clauses: list[str]
+    relaxes: bool
+    deep: int  # tokens of the longest path, of trees
 
 
 class CudaExecutor(TorchExecutor):
@@ -50,13 +61,17 @@ class CudaExecutor(TorchExecutor):
 
     Rounds of chains by one draft model, by prompt lookup or without a draft are graphs: of the draft's forwards, of the
     target's, and of what the policies decide. A rule that a graph cannot hold runs between them operation by operation
-    (``fly.backends.cuda.waits``). Trees, other strategies, forms, bad words and log-probabilities take the plain way.
+    (``fly.backends.cuda.waits``). Trees, other strategies, forms and log-probabilities take the plain way.
 
     Args:
         fuses: whether layers may be compiled.
         awaited: entered around each wait, of a model that this process shares with others: then rounds are counted, not
             timed, since all take the same.
     """
+
+    # Compiling takes some ten seconds for each number of tokens, the first time on a machine: as long as these rounds
+    # took, so that compiling at most doubles the time of short work.
+    often = 2000
 
     def __init__(
         self,
@@ -81,7 +96,7 @@ class CudaExecutor(TorchExecutor):
         return run() if hidden_TC is None else hidden_TC
 
     @property
-    def compiles(self) -> bool:
+    def compiles(self) -> bool:  # type: ignore[override]
         """Whether its layers can be compiled here."""
         return self._fused is not None and self._fused.there
 
@@ -95,15 +110,16 @@ class CudaExecutor(TorchExecutor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Without a wait. A few tokens of each row are a graph. For more, all that the forward needs from the host is
-        uploaded at once. Hidden states, trees, and prompts in caches that FlashAttention does not take, go row by row
-        (``PagedBatch.attend``)."""
+        uploaded at once. Hidden states, and many tokens beside a tree or in a cache that FlashAttention does not take,
+        go row by row (``PagedBatch.attend``)."""
         kv = batch.kv
-        if states or any(mask is not None for mask in kv.masks or ()):
+        trees = any(mask is not None for mask in kv.masks or ())
+        # A token alone with a mask is one of a tree whose others are stored before it (``TokenByToken``).
+        if states or (trees and min(kv.counts) == max(kv.counts) == 1):
             return super().score(batch, places, states)
-        if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
-            logits_NV = score_few(self, batch, places, self._works_of(kv.cache))
-            return Scores(logits_NV)
-        if not flash_takes(kv.cache):
+        if (trees or max(kv.counts) <= _FEW) and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
+            return Scores(score_few(self, batch, places, self._works_of(kv.cache), trees))
+        if trees or not flash_takes(kv.cache):
             return super().score(batch, places)
         size, tables = kv.cache.allocator.block_size, kv.tables()
         width, slots, ends = max(map(len, tables)), [], [0]
@@ -113,8 +129,8 @@ class CudaExecutor(TorchExecutor):
         used = [start + count for start, count in zip(kv.starts, kv.counts)]
         parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
         parts.append([page for table in listed(tables, width, 0) for page in table])
-        sent = upload([number for part in parts for number in part], self.device)
-        tokens_T, positions_T, slots_T, places_N, *rest = sent.split([len(part) for part in parts])
+        there = upload([number for part in parts for number in part], self.device)
+        tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
         found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts), False)
         hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found, True))
@@ -122,33 +138,21 @@ class CudaExecutor(TorchExecutor):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]))
 
-    def numbers(self, values: abc.Sequence[int] | Tensor) -> Tensor:
-        return sent(values, self.device) if isinstance(values, Tensor) else upload(values, self.device)
-
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
         """By the policies' tensors, and one download of all decisions."""
-        if draft.parents_BK is not None or not rows:
-            return super().judge(rows, target, draft)
-        if draft.tokens_BK.device != self.device:
-            tokens_BK, lengths_B = (sent(column, self.device) for column in (draft.tokens_BK, draft.lengths_B))
-            draft = Draft(tokens_BK, lengths_B, None if draft.probs_BKV is None else draft.probs_BKV.to(self.device))
-        groups, parts, labels = by_policy(rows), list[Tensor](), list[list[str]]()
+        draft = draft.to(self.device)
+        seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
+        parts, found = list[_Part](), dict[int, Decision]()
+        groups = by_policy(rows)
         for policy, numbers in groups.items():
             own, proposed = target, draft
             if len(groups) > 1:
                 index_B = self.numbers(numbers)
-                own, proposed = target.rows(index_B, numbers), draft.rows(index_B)
-            seeds, starts = [rows[b].seed for b in numbers], [len(rows[b].tokens) for b in numbers]
-            part, names = self._decided(policy, own, proposed, seeds, starts)
-            parts.append(part)
-            labels.append(names)
-        with self.captures.awaited():
-            whole = torch.cat([part.flatten() for part in parts]).cpu()
-        found: dict[int, Decision] = {}
-        for (policy, numbers), part, names in zip(
-            groups.items(), whole.split([part.numel() for part in parts]), labels
-        ):
-            found |= zip(numbers, _told(part.view(len(numbers), -1), policy, draft.shape[1], names))
+                own, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
+            those = [seeds[b] for b in numbers], [starts[b] for b in numbers]
+            parts.append(self._decided(policy, own, proposed, *those))
+        for numbers, decisions in zip(groups.values(), self._told(parts)):
+            found |= zip(numbers, decisions)
         return [found[b] for b in range(len(rows))]
 
     def decide(
@@ -160,12 +164,7 @@ class CudaExecutor(TorchExecutor):
         starts: abc.Sequence[int],
     ) -> list[Decision]:
         """By the policy's tensors, and one download of the decisions."""
-        if draft.parents_BK is not None:
-            return super().decide(policy, target, draft, seeds, starts)
-        packed, names = self._decided(policy, target, draft, seeds, starts)
-        with self.captures.awaited():
-            here = packed.cpu()
-        return _told(here, policy, draft.shape[1], names)
+        return self._told([self._decided(policy, target, draft, seeds, starts)])[0]
 
     def _decided(
         self,
@@ -174,13 +173,32 @@ class CudaExecutor(TorchExecutor):
         draft: Draft,
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
-    ) -> tuple[Tensor, list[str]]:
-        """[B, columns] int32, as ``pack`` gives, and the names of the policy's clauses."""
-        seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
-        accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
-        verdict = verify(policy, target, draft, Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1)[:, 0]))
-        nats_BK = nats_of(target, draft) if may_relax(policy) else None
-        return pack(draft, target.argmax_BK, verdict, nats_BK), list(verdict.clauses)
+    ) -> _Part:
+        noise: Noise | None = None
+        if not (target.all_greedy and accepts_exactly(policy)):
+            seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
+            accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
+            noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
+        verdict = verify(policy, target, draft, noise)
+        relaxes = may_relax(policy)
+        packed = pack(draft, target.argmax_BK, verdict, nats_of(target, draft) if relaxes else None)
+        deep = 0 if verdict.path_BK is None else verdict.path_BK.shape[1]
+        return _Part(packed, draft, list(verdict.clauses), relaxes, deep)
+
+    def _told(self, parts: abc.Sequence[_Part]) -> list[list[Decision]]:
+        """The decisions of each part, by one download."""
+        if not parts:
+            return []
+        with self.captures.awaited():
+            whole = torch.cat([part.packed.flatten() for part in parts]).cpu()
+        found = []
+        for part, own in zip(parts, whole.split([part.packed.numel() for part in parts])):
+            lines = own.view(part.packed.shape)
+            trees: abc.Sequence[list[int] | None] = part.draft.trees or [None] * len(lines)
+            each = zip(lines.tolist(), lines.view(torch.float32).tolist(), trees)
+            how = part.draft.shape[1], part.clauses, part.relaxes
+            found.append([unpack(values, nats, *how, tree, part.deep) for values, nats, tree in each])
+        return found
 
     def extend(
         self,
@@ -197,14 +215,12 @@ class CudaExecutor(TorchExecutor):
         return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
 
     def may_extend(self, row: Sequence) -> bool:
-        """Penalties, biases and ends are worked out on the device. What a form allows is known to the host alone, so a
-        form is taken only at temperature 0 and where no distribution is wanted. Bad words have several tokens, so what
-        they ban depends on the text: they are not taken."""
-        asks = row.params.penalises or row.params.min_tokens > 0
-        return not row.bad and (row.matcher is None or (row.greedy and not asks))
+        """Penalties, biases and bans are worked out on the device, and a form is looked at before and after."""
+        return True
 
     def may_round(self, row: Sequence) -> bool:
-        return row.matcher is None and self.may_extend(row)
+        """What a form allows is known to the host alone."""
+        return row.matcher is None
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
         return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None
@@ -230,9 +246,3 @@ class CudaExecutor(TorchExecutor):
         if (works := self._works.get(cache)) is None:
             works = self._works[cache] = Works(self.captures)
         return works
-
-
-def _told(packed: Tensor, policy: AcceptancePolicy, longest: int, names: list[str]) -> list[Decision]:
-    """The decisions about rows, from what was downloaded."""
-    relaxes, lines = may_relax(policy), zip(packed.tolist(), packed.view(torch.float32).tolist())
-    return [unpack(*line, longest, names, relaxes) for line in lines]

@@ -5,30 +5,20 @@ from __future__ import annotations
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Awaited", "Captures", "Download", "Kept", "Part", "Watch", "sent", "upload"]
+__all__ = ["Awaited", "Captures", "Download", "Kept", "Part", "Watch"]
 
 _log = logging.getLogger("fly")
 _NAP = 2e-5  # seconds; forwards take ten times as long
 Awaited = Callable[[], AbstractContextManager[Any]]
 _T = TypeVar("_T")
 _K = TypeVar("_K", bound=Hashable)
-
-
-def sent(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor of the host on ``device``, by pinned memory, which is kept until then: the host does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def upload(values: Sequence[int], device: torch.device) -> Tensor:
-    """``values`` on ``device``, int64, likewise."""
-    return sent(torch.tensor(values, dtype=torch.int64), device)
 
 
 class Download:

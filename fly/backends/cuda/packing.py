@@ -1,6 +1,6 @@
-"""Packs the decisions about a batch of chains into one int32 tensor, so that one download brings them to the host.
+"""Packs the decisions about a batch into one int32 tensor, so that one download brings them to the host.
 
-Shape legend: R rows, K longest draft, J = K + 1 positions, V vocabulary.
+Shape legend: R rows, K longest draft, J = K + 1 positions, V vocabulary, D longest path of a tree.
 """
 
 from __future__ import annotations
@@ -27,7 +27,11 @@ def may_relax(policy: AcceptancePolicy) -> bool:
 
 def nats_of(target: Target, draft: Draft) -> Tensor:
     """[R, K] float32, -ln target(token) of the unprocessed distribution."""
-    return -pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK)
+    logits_RKV = target.logits_BKV[:, :-1]
+    if draft.parents_BK is not None:
+        rows_R1 = torch.arange(len(logits_RKV), device=logits_RKV.device).unsqueeze(1)
+        logits_RKV = target.logits_BKV[rows_R1, draft.parents_BK + 1]
+    return -pick(logits_RKV.log_softmax(-1), draft.tokens_BK)
 
 
 def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, nats_RK: Tensor | None) -> Tensor:
@@ -40,26 +44,41 @@ def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, nats_RK: Tensor | N
         for first in range(0, len(held), _BITS):
             bits = [held_RK.int() << bit for bit, held_RK in enumerate(held[first : first + _BITS])]
             columns.append(torch.stack(bits).sum(0))
+    if verdict.path_BK is not None:
+        columns.append(verdict.path_BK)
     return torch.cat([column.to(torch.int32) for column in columns], dim=1)
 
 
 def unpack(
-    values: Sequence[int], nats: Sequence[float], longest: int, labels: Sequence[str], relaxes: bool
+    values: Sequence[int],
+    nats: Sequence[float],
+    longest: int,
+    labels: Sequence[str],
+    relaxes: bool,
+    parents: Sequence[int] | None = None,
+    deep: int = 0,
 ) -> Decision:
-    """The decision about one row. ``nats`` are the same columns as float32."""
+    """The decision about one row. ``nats`` are the same columns as float32; ``parents`` are those of a tree, of a batch
+    whose longest path has ``deep`` tokens."""
     count, accepted, following, *rest = values
     drafted, choices = rest[:count], rest[longest : longest + count + 1]
-    mismatches = list(_mismatches(values, nats, longest, labels)) if relaxes else []
-    return Decision(drafted, range(accepted), following, accepted == count, choices, mismatches)
+    path: Sequence[int] = range(accepted)
+    if parents is None:
+        bonus = accepted == count
+    else:
+        path = rest[len(rest) - deep :][:accepted]
+        bonus = (path[-1] if path else -1) not in parents
+    mismatches = list(_mismatches(values, nats, longest, labels, path)) if relaxes else []
+    return Decision(drafted, path, following, bonus, choices, mismatches)
 
 
 def _mismatches(
-    values: Sequence[int], nats: Sequence[float], longest: int, labels: Sequence[str]
+    values: Sequence[int], nats: Sequence[float], longest: int, labels: Sequence[str], path: Sequence[int]
 ) -> Iterator[Mismatch]:
-    count, accepted = values[:2]
+    count = values[0]
     why, asked, cost, bits = (3 + 2 * longest + 1 + n * longest for n in range(4))
     for node in range(count):
-        stands = node < accepted and values[why + node] == Why.RELAXED
+        stands = node in path and values[why + node] == Why.RELAXED
         if stands or (labels and values[asked + node]):
             held = {
                 label: bool(values[bits + number // _BITS * longest + node] >> number % _BITS & 1)

@@ -17,8 +17,7 @@ import torch
 from fly.backends.cuda.attention import flash_takes
 from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
-from fly.backends.cuda.says import ids_of
-from fly.backends.cuda.shape import Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
+from fly.backends.cuda.shape import Asked, Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.backends.cuda.waits import host_wait
 from fly.backends.cuda.work import Decide, Group, Work
 from fly.cache import PagedBatch, PagedKVCache
@@ -28,13 +27,10 @@ from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["LONGEST", "OFTEN", "Works", "catch_up", "pages", "take_rounds"]
+__all__ = ["LONGEST", "Works", "catch_up", "pages", "take_rounds"]
 
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
-# Rounds of one shape after which its layers are compiled. That takes some ten seconds for each number of tokens, the
-# first time on a machine: as long as these rounds took, so that compiling at most doubles the time of short work.
-OFTEN = 2000
 _LOOKUP = 1.08  # how much longer a forward of a draft model of 1B takes with prompt lookup, for some 30 short kernels
 _RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
 _TOGETHER = 4  # rounds that processes which share a model take in one call
@@ -63,7 +59,7 @@ class Works:
         """The memory and graphs for batches of this shape; a shape that came often gets new ones, with compiled
         layers."""
         plain = shape, id(draft_cache)
-        if (found := self.made.made.get(plain)) is not None and found.rounds >= OFTEN and target.compiles:
+        if (found := self.made.made.get(plain)) is not None and found.rounds >= target.often and target.compiles:
             del self.made.made[plain]
             self._often.add(shape)
             _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
@@ -310,18 +306,18 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     own, drafts = (0 if kv is None else pages(kv, k) for kv in (plan.kv, plan.draft_kv))
     spec = fixed(plan.spec, plan.drafter is not None)
     shape = Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
-    asked = [row.params for row in plan.rows if row.params is not None]
-    shape = replace(shape, says=ids_of(asked))
+    asked = [row for row in plan.rows if row.params is not None]
+    shape = replace(shape, says=Asked.by(asked))
     if not (shape.copies or asked):
         return shape
     longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))
     return replace(shape, text=text_size(longest + k + shape.copies + 1))
 
 
-def pages(kv: PagedBatch, k: int) -> int:
-    """Pages that a row's table has room for: with FlashAttention, for which they cost nothing, those of a whole
-    context; else of what is reserved, in powers of two. Padding may stand beyond."""
-    allocator, flash = kv.cache.allocator, flash_takes(kv.cache)
+def pages(kv: PagedBatch, k: int, trees: bool = False) -> int:
+    """Pages that a row's table has room for: with FlashAttention (which takes no ``trees``), for which they cost
+    nothing, those of a whole context; else of what is reserved, in powers of two. Padding may stand beyond."""
+    allocator, flash = kv.cache.allocator, flash_takes(kv.cache) and not trees
     longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
     count = allocator.blocks_for(longest + k + 2)
     return count if flash else 1 << (count - 1).bit_length()

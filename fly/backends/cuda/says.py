@@ -1,22 +1,23 @@
 """What requests ask of single tokens, applied to logits on the device: penalties, biases and bans.
 
-Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns.
+Shape legend: R rows (padding included), V vocabulary, S tokens of the longest text, I ids that a row biases, C columns,
+P bad words of a row, L tokens of the longest before its last.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntEnum
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.shape import Column, size
+from fly.backends.cuda.shape import Asked, Asking, Column
 from fly.backends.cuda.table import Table
-from fly.types import SamplingParams
 
-__all__ = ["Asking", "Says", "ids_of"]
+__all__ = ["Says"]
+
+_ANY, _NEVER = -2, -3  # in place of a token of a bad word: before its first, and in no word
 
 
 class _Column(IntEnum):
@@ -30,26 +31,17 @@ class _Column(IntEnum):
     IDS = 5
 
 
-class Asking(Protocol):
-    """A row that asks something of its text."""
-
-    @property
-    def params(self) -> SamplingParams | None: ...
-    @property
-    def prompt_length(self) -> int: ...
-
-
-def ids_of(rows: Sequence[SamplingParams]) -> int | None:
-    """``Shape.says`` of rows that ask these."""
-    return size(max(len(params.logit_bias) for params in rows)) if rows else None
-
-
 class Says:
-    """What the rows of a batch say; at most ``ids`` biased tokens each."""
+    """What the rows of a batch say, at most as much as ``asked``."""
 
-    def __init__(self, rows: int, ids: int, vocab_size: int, device: torch.device) -> None:
-        self.ids, self.vocab_size = ids, vocab_size
-        self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * ids, dtype=torch.float64, device=device)
+    def __init__(self, rows: int, asked: Asked, vocab_size: int, device: torch.device) -> None:
+        self.ids, self.vocab_size = asked.ids, vocab_size
+        self.asked_RC = torch.zeros(rows, _Column.IDS + 2 * asked.ids, dtype=torch.float64, device=device)
+        # Each bad word backwards: its last token, and then those before it.
+        self.words_RPL: Tensor | None = None
+        self._loaded: list[tuple[tuple[int, ...], ...]] = []
+        if asked.words:
+            self.words_RPL = torch.zeros(rows, asked.words, asked.before + 1, dtype=torch.int64, device=device)
         # How often each token stands in a row's text, and whether in its prompt or text; the last is for padding.
         self.times_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.float32, device=device)
         self.seen_RV = torch.zeros(rows, vocab_size + 1, dtype=torch.bool, device=device)
@@ -58,6 +50,16 @@ class Says:
         """Upload what the rows say; None is padding."""
         lines = [self._line(row) for row in rows]
         self.asked_RC.copy_(torch.tensor(lines, dtype=torch.float64).pin_memory(), non_blocking=True)
+        words = [() if row is None else row.bad.words for row in rows]
+        if self.words_RPL is not None and words != self._loaded:  # there may be many
+            self.words_RPL.copy_(torch.tensor(list(map(self._words, words))).pin_memory(), non_blocking=True)
+            self._loaded = words
+
+    def _words(self, words: Sequence[tuple[int, ...]]) -> list[list[int]]:
+        assert self.words_RPL is not None
+        _, most, width = self.words_RPL.shape
+        found = [[*reversed(word), *[_ANY] * (width - len(word))] for word in words]
+        return [*found, *[[0, *[_NEVER] * (width - 1)]] * (most - len(words))]
 
     def _line(self, row: Asking | None) -> list[float]:
         if row is None or row.params is None:
@@ -91,11 +93,24 @@ class Says:
         if self.ids:
             ids_RI, values_RI = self.asked_RC[:, _Column.IDS :].chunk(2, 1)
             logits_RV = logits_RV.scatter_add(1, ids_RI.long(), values_RI.float())
+        if self.words_RPL is not None:
+            logits_RV = self._without_words(logits_RV, self.words_RPL, table, drafted_R)
         stops_RS = table.state_RC[:, Column.STOPS :]
         spoken_R1 = (table.column(Column.LENGTH) + drafted_R).unsqueeze(1) - column(_Column.PROMPT)
         banned_RS = (stops_RS >= 0) & (spoken_R1 < column(_Column.ENOUGH))
         bans_RS = torch.zeros_like(stops_RS, dtype=torch.float32).masked_fill(banned_RS, -torch.inf)
         return logits_RV.scatter_add(1, stops_RS.clamp_min(0), bans_RS)
+
+    def _without_words(self, logits_RV: Tensor, words_RPL: Tensor, table: Table, drafted_R: Tensor | int) -> Tensor:
+        """Without the tokens that would complete a bad word."""
+        assert table.text_RS is not None
+        last_RP, before_RPL = words_RPL[:, :, 0], words_RPL[:, :, 1:]
+        end_R1 = (table.column(Column.LENGTH) + drafted_R).unsqueeze(1)
+        at_RL = end_R1 - 1 - torch.arange(before_RPL.shape[2], device=logits_RV.device)
+        text_RL = table.text_RS.gather(1, at_RL.clamp_min(0)).masked_fill(at_RL < 0, -1)
+        ends_RP = ((before_RPL == text_RL.unsqueeze(1)) | (before_RPL == _ANY)).all(2)
+        bans_RP = torch.zeros_like(last_RP, dtype=torch.float32).masked_fill(ends_RP, -torch.inf)
+        return logits_RV.scatter_add(1, last_RP, bans_RP)
 
     def note(self, token_R1: Tensor, going_R: Tensor) -> None:
         """Count what was drafted for the rows that go on."""

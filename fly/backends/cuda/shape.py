@@ -16,9 +16,24 @@ from torch import Tensor
 
 from fly.executor import Batch, DraftSpec, Scores
 from fly.models.config import LlamaConfig
+from fly.request import BadWords
 from fly.sampling import BatchSampling
+from fly.types import SamplingParams
 
-__all__ = ["Column", "Cuts", "Model", "Shape", "fixed", "line", "numbers_of", "padding", "size", "text_size"]
+__all__ = [
+    "Asked",
+    "Asking",
+    "Column",
+    "Cuts",
+    "Model",
+    "Shape",
+    "fixed",
+    "line",
+    "numbers_of",
+    "padding",
+    "size",
+    "text_size",
+]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
 
@@ -86,6 +101,7 @@ class Model(Protocol):
 
     config: LlamaConfig
     device: torch.device
+    often: int  # rounds of one shape after which its layers are compiled
 
     @property
     def compiles(self) -> bool: ...
@@ -107,6 +123,35 @@ class Cuts(NamedTuple):
         if how is None:
             return Cuts()
         return Cuts(1 << (how.most_k - 1).bit_length() if how.most_k else 0, how.top_p, how.min_p)
+
+
+class Asking(Protocol):
+    """A row that asks something of its text."""
+
+    @property
+    def params(self) -> SamplingParams | None: ...
+    @property
+    def prompt_length(self) -> int: ...
+    @property
+    def bad(self) -> BadWords: ...
+
+
+class Asked(NamedTuple):
+    """How much the rows of a batch ask at most."""
+
+    ids: int  # that a row biases
+    words: int  # bad words of a row
+    before: int  # tokens of a bad word before its last
+
+    @staticmethod
+    def by(rows: Sequence[Asking]) -> Asked | None:
+        """Rounded up, so that few graphs serve all. None: no rows ask."""
+        if not rows:
+            return None
+        words = max(len(row.bad.words) for row in rows)
+        before = max((len(word) - 1 for row in rows for word in row.bad.words), default=0)
+        ids = size(max(len(row.params.logit_bias) for row in rows if row.params is not None))
+        return Asked(ids, 1 << (words - 1).bit_length() if words else 0, size(max(before, 1)) if words else 0)
 
 
 _ANY, _UNCUT = DraftSpec(), Cuts()
@@ -133,8 +178,9 @@ class Shape:
     draft_pages: int = 0
     alone: bool = False  # whether only the draft is wanted, with separate seeds
     text: int = 0  # tokens of a row that the device knows
-    says: int | None = None  # what requests say of single tokens (``Says``): of how many ids at most; None is nothing
+    says: Asked | None = None  # what requests ask of single tokens (``Says``)
     forms: bool = False  # whether the first token of a draft is to keep to what is allowed
+    trees: bool = False  # whether what is scored are trees
     compiled: bool = False  # whether the layers are compiled
 
     @property
@@ -149,8 +195,10 @@ class Shape:
         return self.k > 1 and (self.spec.stops or self.copies > 0)
 
     def logit_bytes(self, vocabulary: int) -> int:
-        """Of a round's logits, of the distributions that drafts are drawn from, and of what requests ask."""
+        """Of a round's logits, of the distributions that drafts are drawn from, of a level of a tree, and of what
+        requests ask."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
+        drafted += 2 * self.rows * (0 if self.spec.tree is None else self.spec.tree.follow)
         return (
             4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))
         )

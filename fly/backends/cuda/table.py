@@ -1,7 +1,7 @@
 """What the device knows of the rows of a batch, and a forward of a model over some of their tokens.
 
 Shape legend: R rows (padding included), N new tokens of each row, W pages of a row, C columns of the state,
-S tokens of the longest text.
+S tokens of the longest text, J tokens of a row that are scored.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
+from fly.backends.cuda.attention import Branches, PagedAttention, Slots, flash_takes, listed
 from fly.backends.cuda.shape import Column, Model, Shape
 from fly.cache import PagedBatch, PagedKVCache
 from fly.request import common_prefix
@@ -30,6 +30,11 @@ class Table:
         self.pages_RW = torch.zeros(shape.rows, shape.pages + shape.draft_pages, dtype=torch.int32, device=device)
         self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
         self._texts: list[list[int]] = [[] for _ in range(shape.rows)]  # what is in it, as far as it counts
+        self.sees_RJJ: Tensor | None = None  # of trees, which of the others each token sees, and
+        self.further_RJ: Tensor | None = None  # how many positions after the first it stands
+        if shape.trees:
+            self.sees_RJJ = torch.zeros(shape.rows, shape.k + 1, shape.k + 1, dtype=torch.bool, device=device)
+            self.further_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=device)
         self.loaded: list[list[int]] = []  # what is in ``pages_RW``
 
     def know(self, texts: Sequence[list[int]]) -> None:
@@ -46,6 +51,23 @@ class Table:
         """The device knows these texts."""
         self._texts = [list(text) for text in texts]
 
+    def branch(self, sees: Sequence[Tensor], further: Sequence[list[int]]) -> None:
+        """Upload the trees: of each row, which of its tokens each sees [N, N], and how far after the first it is."""
+        assert self.sees_RJJ is not None and self.further_RJ is not None
+        rows, width, _ = self.sees_RJJ.shape
+        sees_RJJ = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)  # what sees nothing would be no number
+        for own_JJ, sees_NN in zip(sees_RJJ, sees):
+            own_JJ[: len(sees_NN), : len(sees_NN)] = sees_NN
+        lines = [[*own, *[0] * (width - len(own))] for own in further] + [[0] * width] * (rows - len(further))
+        self.sees_RJJ.copy_(sees_RJJ.pin_memory(), non_blocking=True)
+        self.further_RJ.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
+
+    def branches(self, start_R: Tensor) -> Branches | None:
+        """Those trees, whose rows' first new tokens have these positions; None if there are none."""
+        if self.sees_RJJ is None or self.further_RJ is None:
+            return None
+        return Branches(start_R, self.sees_RJJ, start_R.unsqueeze(1) + self.further_RJ)
+
     def load(
         self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
     ) -> None:
@@ -61,6 +83,11 @@ class Table:
         if joined != self.loaded:
             self.pages_RW.copy_(torch.tensor(joined, dtype=torch.int32).pin_memory(), non_blocking=True)
             self.loaded = joined
+
+    def after(self, count: int) -> Tensor:
+        """[R, count] where the texts hold the tokens that follow."""
+        at_RN = self.column(Column.LENGTH).unsqueeze(1) + torch.arange(count, device=self.device)
+        return at_RN.clamp_max(self.shape.text - 1)
 
     def column(self, which: Column) -> Tensor:
         """[R], of float64 from ``NATS`` on."""
@@ -79,12 +106,20 @@ class Table:
         )  # fmt: skip
 
     def forward(
-        self, model: Model, cache: PagedKVCache, table_RW: Tensor, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor
+        self,
+        model: Model,
+        cache: PagedKVCache,
+        table_RW: Tensor,
+        tokens_RN: Tensor,
+        start_R: Tensor,
+        stored_RN: Tensor,
+        branches: Branches | None = None,
     ) -> Tensor:
-        """Final hidden states [R, N, C] of new tokens of every row from position ``start_R`` on."""
-        slots = Slots.even_rows(table_RW, start_R, stored_RN, cache.allocator.block_size, cache.nobody)
+        """Final hidden states [R, N, C] of new tokens of every row in the places from ``start_R`` on."""
+        slots = Slots.even_rows(table_RW, start_R, stored_RN, cache.allocator.block_size, cache.nobody, branches)
         kv = PagedAttention(cache, slots, flash_takes(cache))
         at_RN = start_R.unsqueeze(1) + torch.arange(tokens_RN.shape[1], device=self.device)
+        at_RN = at_RN if branches is None else branches.at_BN
         at_RN = at_RN.clamp(0, model.config.max_position_embeddings - 1)  # padding may stand beyond
         hidden_TC = model.hidden(tokens_RN.flatten(), at_RN.flatten(), kv, self.shape.compiled)
         return hidden_TC.unflatten(0, tokens_RN.shape)

@@ -18,9 +18,10 @@ from torch import Tensor
 from fly.backends.cuda.chain import Chain, Proposal
 from fly.backends.cuda.graphs import Captures, Download, Kept, Part
 from fly.backends.cuda.packing import may_relax, nats_of, pack
-from fly.backends.cuda.says import Asking, Says
-from fly.backends.cuda.shape import Column, Model, Shape
+from fly.backends.cuda.says import Says
+from fly.backends.cuda.shape import Asking, Column, Model, Shape
 from fly.backends.cuda.table import Table
+from fly.backends.cuda.trees import Grown
 from fly.backends.cuda.waits import OnHost
 from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, uniforms
@@ -65,10 +66,14 @@ class Work:
         self.table = Table(shape, target.device)
         self.copies_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=self.device)
         self.chain: Chain | None = None
-        if drafter is not None and draft_cache is not None:
+        self.grown: Grown | None = None
+        if drafter is not None and draft_cache is not None and shape.spec.tree is not None:
+            self.grown = Grown(self.table, shape.spec.tree, drafter, draft_cache, captures)
+        elif drafter is not None and draft_cache is not None:
             self.chain = Chain(self.table, drafter, draft_cache, captures)
-        asked = shape.says is not None and not shape.alone
-        self.says = Says(shape.rows, shape.says or 0, self.vocab_size, self.device) if asked else None
+        self.says: Says | None = None
+        if shape.says is not None and not shape.alone:
+            self.says = Says(shape.rows, shape.says, self.vocab_size, self.device)
         self.score = Part(self._score, captures)
         self._decide: Kept[tuple[Group, ...], Decide] = Kept(16)
 
@@ -106,11 +111,14 @@ class Work:
         fed_RJ = torch.arange(shape.k + 1, device=self.device) <= proposal.count_R.unsqueeze(1)
         fed_RJ = fed_RJ & (self.table.column(Column.LEFT) > 0).unsqueeze(1)
         table_RW, start_R = self.table.pages_RW[:, : shape.pages], self.table.column(Column.LENGTH) - 1
-        hidden_RJC = self.table.forward(self.target, cache, table_RW, tokens_RJ, start_R, fed_RJ)
+        branches = self.table.branches(start_R)
+        hidden_RJC = self.table.forward(self.target, cache, table_RW, tokens_RJ, start_R, fed_RJ, branches)
         logits_RJV = self.target.logits(hidden_RJC.flatten(0, 1)).unflatten(0, tokens_RJ.shape)
+        if (text_RS := self.table.text_RS) is not None:  # beyond the row it holds anything
+            text_RS.scatter_(1, self.table.after(proposal.tokens_RK.shape[1]), proposal.tokens_RK)
         if self.says is not None:
-            assert self.table.text_RS is not None
-            self.says.begin(self.table.text_RS, self.table.column(Column.LENGTH))
+            assert text_RS is not None
+            self.says.begin(text_RS, self.table.column(Column.LENGTH))
             places = []
             for j, logits_RV in enumerate(logits_RJV.unbind(1)):
                 if j:
@@ -122,8 +130,10 @@ class Work:
     def begin(self, longest: int) -> None:
         """Draft up to ``longest`` tokens a row, which ``finish`` goes on from."""
         self.rounds += 1
-        if self.chain is None:
-            self.proposal = Proposal(self.copies_RJ[:, :-1], self.copies_RJ[:, -1], None)
+        if self.grown is not None:
+            self.proposal = self.grown.run()
+        elif self.chain is None:
+            self.proposal = Proposal(self.copies_RJ[:, :-1], self.copies_RJ[:, -1])
         else:
             self.proposal = self.chain.run(longest)
 
@@ -156,7 +166,7 @@ class Decide:
 
     def _run(self) -> Tensor:
         """[R, X] int32, as ``pack`` gives; the state is that of the next round then."""
-        table, (tokens_RK, count_R, probs_DKV) = self.work.table, self.work.proposal
+        table, (tokens_RK, count_R, probs_DKV, _) = self.work.table, self.work.proposal
         (logits_RJV, choices_RJ), k = self.work.found, self.work.shape.k
         seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
         accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, k)
@@ -207,13 +217,9 @@ class Decide:
         if tokens_RK.shape[1]:
             drafted_R = tokens_RK.gather(1, (accepted_R - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
             before_R = torch.where(accepted_R > 0, drafted_R, last_R)
-        if table.text_RS is not None:  # beyond the accepted tokens it holds anything
-            places_RJ = table.column(Column.LENGTH).unsqueeze(1) + torch.arange(
-                tokens_RK.shape[1] + 1, device=table.device
-            )
-            places_RJ = places_RJ.clamp_max(table.text_RS.shape[1] - 1)
-            table.text_RS.scatter_(1, places_RJ[:, :-1], tokens_RK)
-            table.text_RS.scatter_(1, places_RJ.gather(1, accepted_R.unsqueeze(1)), next_R.unsqueeze(1))
+        if table.text_RS is not None:
+            place_R1 = table.after(tokens_RK.shape[1] + 1).gather(1, accepted_R.unsqueeze(1))
+            table.text_RS.scatter_(1, place_R1, next_R.unsqueeze(1))
         table.column(Column.BEFORE).copy_(torch.where(active_R, before_R, table.column(Column.BEFORE)))
         last_R.copy_(torch.where(active_R, next_R, last_R))
         table.column(Column.LENGTH).add_(emitted_R)

@@ -1,0 +1,99 @@
+"""A tree drafted by a model, computed on the device alone: level by level, a forward of all its tokens each.
+
+Shape legend: R rows (padding included), F tokens of a level that others follow, W candidates after each, N = F·W
+candidates of a level, A candidates of all levels, M followed tokens of all levels, G tokens of a tree, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+
+import torch
+from torch import Tensor
+
+from fly.backends.cuda.attention import Branches
+from fly.backends.cuda.chain import Proposal
+from fly.backends.cuda.graphs import Captures, Part
+from fly.backends.cuda.shape import Column, Model
+from fly.backends.cuda.table import Table
+from fly.cache import PagedKVCache
+from fly.executor import Growth
+from fly.ops import top
+
+__all__ = ["Grown"]
+
+
+class Grown:
+    """Trees for the rows of a ``Table``, as ``fly.drafts.TreeDraft`` grows them: all levels are one graph. A row's
+    ``Column.K`` is the number of its levels."""
+
+    def __init__(self, table: Table, growth: Growth, model: Model, cache: PagedKVCache, captures: Captures) -> None:
+        self.table, self.growth, self.model, self._cache = table, growth, model, weakref.ref(cache)
+        self.run = Part(self._run, captures)
+
+    def _run(self) -> Proposal:
+        table, device = self.table, self.table.device
+        length_R, levels_R = table.column(Column.LENGTH), table.column(Column.K)
+        going_R = levels_R > 0
+        lacks_R = going_R & (table.column(Column.LACKS) > 0)
+        new_RN, stored_RN = table.state_RC[:, Column.BEFORE : Column.LAST + 1], torch.stack([lacks_R, going_R], 1)
+        logits_RFV = self._logits(new_RN, length_R - 2, stored_RN)[:, -1:]
+        # The places that the candidates of a level follow: what the path there scores (-inf where there is none, and
+        # so everything after it), its number among all candidates (-1 is the row itself), and what it sees.
+        score_RF = torch.zeros(len(length_R), 1, dtype=torch.float64, device=device)
+        score_RF = score_RF.masked_fill(~going_R.unsqueeze(1), -torch.inf)
+        node_RF = torch.full_like(score_RF, -1, dtype=torch.int64)
+        widths = [min(width, logits_RFV.shape[2]) for width in self.growth.widths]
+        counts = list(itertools.accumulate(widths[:-1], lambda n, width: min(n * width, self.growth.follow), initial=1))
+        own_MM = torch.eye(sum(counts[1:]), dtype=torch.bool, device=device)
+        sees_RFM = own_MM.new_zeros(len(length_R), 1, len(own_MM))
+        tokens, parents, scores = list[Tensor](), list[Tensor](), list[Tensor]()
+        candidates = fed = 0
+        for level, (width, count) in enumerate(zip(widths, counts)):
+            if level:
+                open_RN = scores[-1].masked_fill(self._ends(tokens[-1]), -torch.inf)  # nothing follows an end
+                best = open_RN.sort(dim=1, descending=True, stable=True)
+                score_RF, at_RF = best.values[:, :count], best.indices[:, :count]
+                token_RF, node_RF = tokens[-1].gather(1, at_RF), candidates - open_RN.shape[1] + at_RF
+                parent_RFM = (at_RF // widths[level - 1]).unsqueeze(2).expand(-1, -1, len(own_MM))
+                sees_RFM = sees_RFM.gather(1, parent_RFM) | own_MM[fed : fed + count]
+                at_R = length_R + level - 1
+                branches = Branches(length_R, sees_RFM, at_R.unsqueeze(1).expand(-1, count))
+                logits_RFV = self._logits(token_RF, length_R + fed, score_RF > -torch.inf, branches)
+                fed += count
+            found = top(logits_RFV.log_softmax(-1), width)
+            score_RFW = score_RF.unsqueeze(2) + found.values.double()
+            scores.append(score_RFW.masked_fill((levels_R <= level).view(-1, 1, 1), -torch.inf).flatten(1))
+            tokens.append(found.indices.flatten(1))
+            parents.append(node_RF.unsqueeze(2).expand(-1, -1, width).flatten(1))
+            candidates += count * width
+        return self._best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
+
+    def _logits(
+        self, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor, branches: Branches | None = None
+    ) -> Tensor:
+        """[R, N, V]"""
+        cache, table = self._cache(), self.table
+        assert cache is not None
+        pages_RW = table.pages_RW[:, table.shape.pages :]
+        hidden_RNC = table.forward(self.model, cache, pages_RW, tokens_RN, start_R, stored_RN, branches)
+        return self.model.logits(hidden_RNC.flatten(0, 1)).unflatten(0, tokens_RN.shape)
+
+    def _ends(self, tokens_RN: Tensor) -> Tensor:
+        """[R, N] bool, tokens that end their row."""
+        return (tokens_RN.unsqueeze(2) == self.table.state_RC[:, Column.STOPS :].unsqueeze(1)).any(2)
+
+    def _best(self, tokens_RA: Tensor, parents_RA: Tensor, scores_RA: Tensor) -> Proposal:
+        """The likeliest candidates, in the order in which they were found."""
+        most, all_ = min(self.growth.nodes, tokens_RA.shape[1]), tokens_RA.shape[1]
+        chosen_RG = scores_RA.sort(dim=1, descending=True, stable=True).indices[:, :most]
+        there_RG = scores_RA.gather(1, chosen_RG) > -torch.inf
+        chosen_RG = torch.where(there_RG, chosen_RG, all_).sort(1).values
+        number_RG = torch.arange(most, device=chosen_RG.device).expand_as(chosen_RG)
+        number_RA = torch.zeros_like(tokens_RA[:, :1]).repeat(1, all_ + 1).scatter(1, chosen_RG, number_RG)
+        chosen_RG = chosen_RG.clamp_max(all_ - 1)
+        parents_RG = parents_RA.gather(1, chosen_RG)
+        numbers_RG = number_RA.gather(1, parents_RG.clamp_min(0))
+        parents_RG = torch.where(parents_RG < 0, -1, numbers_RG)
+        return Proposal(tokens_RA.gather(1, chosen_RG), there_RG.sum(1), parents_RK=parents_RG)
