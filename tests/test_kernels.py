@@ -495,7 +495,7 @@ def test_a_distribution_drawn_from_is_the_processed_distribution(variant: str, d
     sampling, seed = BatchSampling.of([params]), data.draw(st.integers(-(2**63), 2**63 - 1))
     uniform_BK = uniforms(torch.tensor([seed]), torch.tensor([1]), Stream.SAMPLE, 1)
     row = make_row([1], params=params)
-    drafted, probs_BKV, _ = CpuExecutor(model).extend(Batch([1], [0], kv), DraftSpec(), [row], [1], sampling, [seed])
+    drafted, probs_BKV, *_ = CpuExecutor(model).extend(Batch([1], [0], kv), DraftSpec(), [row], [1], sampling, [seed])
     wanted_BKV = sampling.probs(model.logits(model(tokens_T, positions_T, kv)).unsqueeze(0))
     assert probs_BKV is not None
     torch.testing.assert_close(probs_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
@@ -611,7 +611,7 @@ def drafted_by(
     new = [prompt[start:] for prompt, start in zip(prompts, starts)]
     batch = Batch.of(new, cache.batch(ids, starts, list(map(len, new))))
     rows = [make_row(prompt, ends) for prompt, ends in zip(prompts, stops or [frozenset()] * len(prompts))]
-    drafted, probs_BKV, _ = executor.extend(batch, DraftSpec(lookup=lookup), rows, most, sampling, seeds or [])
+    drafted, probs_BKV, *_ = executor.extend(batch, DraftSpec(lookup=lookup), rows, most, sampling, seeds or [])
     stored = []
     for b, (prompt, tokens) in enumerate(zip(prompts, drafted)):
         slots = cache.slots(b, 0, len(prompt) + len(tokens) - 1)

@@ -191,7 +191,7 @@ def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
             return Drafted([[3] * n for n in most])
 
     drafting = Clock(Drafting(random_llama()))
-    assert drafting.extend(batch, DraftSpec(), rows, [2]) == ([[3, 3]], None, None) and drafting.seconds > 0
+    assert drafting.extend(batch, DraftSpec(), rows, [2]) == Drafted([[3, 3]]) and drafting.seconds > 0
 
 
 def test_a_draft_that_slips_is_wrong_from_the_middle_on() -> None:
