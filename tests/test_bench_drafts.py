@@ -15,7 +15,7 @@ from fly.bench.drafts import STRATEGIES, Drafted, Misleading, Promise, Ratio
 from fly.bundled.tasks import KINDS
 from fly.cli import show
 from fly.cli.bench import drafts_table, promise_table
-from fly.drafts import SingleDraft
+from fly.drafts import SingleDraft, parse_draft
 from fly.eval import Result, Setting
 from fly.eval.timed import Times
 from fly.request import Stats
@@ -58,6 +58,10 @@ def test_a_misleading_strategy_is_never_right_and_drafts_as_much() -> None:
     assert misled.token_ids == fair.token_ids
     assert fair.stats.acceptance_rate == 1 and misled.stats.accepted == 0
     assert misled.stats.drafted > 100
+
+
+def test_the_strategies_measured_by_default_exist() -> None:
+    assert all(parse_draft(text) is not None for text in STRATEGIES)
 
 
 def printed(width: int, rows: list[Drafted] | list[Promise], monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -527,14 +527,27 @@ def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path,
     assert result.exit_code == 0, result.output
     said = words(result.output)
     assert "405B : 8B" in said and "cannot be replayed" in said and f"{gains['exact'][0].gain.value:.2f}×" in said
-    result = command("bench", "plan", "--check", "--policy", "exact", "--policy", "fly")
-    assert result.exit_code == 2 and "--check runs one rule, not 2" in words(result.output)
+    for options, reason in (
+        (["--check", "--policy", "exact", "--policy", "fly"], "--check runs one rule, not 2"),
+        (["--check", "--recorded", str(run[0])], "--recorded does nothing with --check"),
+        (["--recorded", str(run[0]), "--tau", "3"], "--tau does nothing with --recorded"),
+        (["--policy", "fly"], "--policy does nothing without --recorded or --check"),
+        (["--recorded", str(run[0]), "--draft", "none"], "'--draft none' has not"),
+        (["--recorded", str(run[0]), "--policy", "topn(n=99)"], "none of these rules can be replayed"),
+    ):
+        result = command("bench", "plan", *options)
+        assert result.exit_code == 2 and reason in words(result.output), result.output
+    large = ["--target", "llama-3.1-405b", "--ranks", "2"]
+    result = command("bench", "plan", "--recorded", str(run[0]), "--policy", "exact", *large)
+    assert result.exit_code == 0 and words(result.output).count("does not fit") == 2 * len(load_blocks(run[0]))
 
 
 def test_a_draft_without_a_model_is_recorded_without_its_view(tmp_path: Path) -> None:
     plan = Plan.of({"model": "fly-tiny", "drafts": "ngram", "k": 4, "policies": "exact", "tasks": "bundled-heldout",
                     "limit": 1, "max_tokens": 40, "record": True})  # fmt: skip
     finish(plan, tmp_path)
+    result = command("bench", "plan", "--recorded", str(tmp_path))
+    assert result.exit_code == 2 and "without a draft model" in words(result.output)
     (known,) = load_blocks(tmp_path).values()
     assert known.draft is None and known.replay(Exact()).tau.value == known.exact[0][0] / known.exact[1][0]
 

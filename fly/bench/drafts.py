@@ -32,7 +32,6 @@ STRATEGIES = (
     "model(fly-draft)",
     "ngram",
     "suffix",
-    "skip",
     "model(fly-draft, confidence=0.4)",
     "tree(fly-draft)",
     "suffix+fly-draft",

@@ -26,10 +26,12 @@ class Scaled:
 
     Attributes:
         gain: over autoregressive decoding; the interval is that of τ over problems, at the same length.
+        fits: whether the devices hold it.
     """
 
     replay: Replay
     gain: Estimate
+    fits: bool
 
 
 def replays(blocks: Blocks, policy: AcceptancePolicy) -> list[Replay]:
@@ -47,13 +49,13 @@ def replays(blocks: Blocks, policy: AcceptancePolicy) -> list[Replay]:
 def scaled(found: Sequence[Replay], setting: Setting, machines: Machines, levels: int) -> Scaled:
     """The best of ``found`` for the models of ``setting``; with 2 ``levels`` prompt lookup drafts for the draft."""
 
-    def gain(each: Replay) -> Estimate:
+    def of(each: Replay) -> Scaled:
         forwards = each.drafted if levels == 1 else each.forwards or each.drafted
         # One forward more is launched before the host knows that a draft has stopped (fly/backends/cuda).
-        ends = each.reach > 0 or levels == 2
-        forwards = max(forwards + ends, 1e-9)
+        forwards = max(forwards + (each.reach > 0 or levels == 2), 1e-9)
         own = replace(setting, k=each.drafted, tau=each.tau.value, draft_tau=each.drafted / forwards)
-        value = forecast(own, machines).gain()
-        return Estimate(*(value * tau / each.tau.value for tau in each.tau))
+        expected = forecast(own, machines)
+        gain = Estimate(*(expected.gain() * tau / each.tau.value for tau in each.tau))
+        return Scaled(each, gain, expected.fits)
 
-    return max((Scaled(each, gain(each)) for each in found), key=lambda each: each.gain.value)
+    return max((of(each) for each in found), key=lambda each: each.gain.value)

@@ -65,6 +65,7 @@ def bench_plan(
     the draft and without. --check compares the model with this machine, on as many ranks as torchrun starts.
     """
     with ranks_of(typed) as here:
+        _refuse_idle(typed, "--check" if check else "--recorded" if recorded is not None else None)
         if check:
             pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
             if policy and len(policy) > 1:
@@ -88,6 +89,8 @@ def bench_plan(
         else:
             plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None))
         if recorded is not None:
+            if small is None:
+                raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
             where = [(name, setting, Machines(DEVICES[device], count, per_node)) for name, setting, count, _ in plans]
             _show_recorded(recorded, policy or ["exact", "fly"], where)
             return
@@ -122,32 +125,62 @@ def bench_plan(
         )
 
 
+def _refuse_idle(typed: typer.Context, way: str | None) -> None:
+    """Raises ``ValueError`` for an option that would change nothing."""
+    idle = {
+        "--recorded": ("tau", "draft_tau", "k", "dtype", "draft_placement"),
+        "--check": ("recorded", "tau", "draft_tau", "ranks", "rows", "context", "device"),
+        None: ("policy", "dtype", "draft_placement"),
+    }[way]
+    for name in idle:
+        source = typed.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} does nothing {'with ' + way if way else 'without --recorded or --check'}")
+
+
 def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Setting, Machines]]) -> None:
     """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
     rules = [parse_policy(text, trusted=True) for text in policies]
+    shown = False
     for (task, way), blocks in load_blocks(run).items():
+        if blocks.draft is None:
+            raise ValueError(f"{run}: {way} was recorded without a draft model, whose acceptance is wanted")
         lines: list[list[str]] = []
-        for rule in rules:
+        for text, rule in zip(policies, rules):
             try:
                 found = replays(blocks, rule)
             except Unknown as error:
                 console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
                 continue
             for name, setting, machines in plans:
-                for levels, lookup in ((1, "no"), (2, "yes")):
+                for levels in (1, 2):
                     best = scaled(found, setting, machines, levels)
-                    tau, drafted, gain = best.replay.tau.value, best.replay.drafted, best.gain
                     stop = f"reach {best.replay.reach:g}" if best.replay.reach else "fixed"
-                    shown = f"{ratio(gain.value)} ({gain.low:.2f}–{gain.high:.2f})"
-                    lines.append([str(rule), name, lookup, f"{drafted:.1f}, {stop}", f"{tau:.1f}", shown])
-        columns = _right("lookup", "drafted", "τ", "gain")
-        title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
-        cells = ([*map(escape, line)] for line in lines)
-        print_list(cells, "rule", "target : draft", *columns, title=title)
+                    gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
+                    lines.append(
+                        [
+                            text,
+                            name,
+                            f"{levels}",
+                            f"{best.replay.drafted:.1f}, {stop}",
+                            f"{best.replay.tau.value:.1f}",
+                            gain if best.fits else "does not fit",
+                        ]
+                    )
+        if lines:
+            shown = True
+            columns = _right("levels", "drafted, stop", "τ", "gain")
+            title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
+            print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
+    if not shown:
+        raise ValueError("none of these rules can be replayed")
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
-        f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length tried; its "
-        f"interval is that of τ · lookup: prompt lookup below the draft · published, with other acceptance: {published}"
+        f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length of those tried; "
+        "its interval is that of τ · levels: with 2, prompt lookup drafts for the draft model · drafted: tokens a "
+        "round; reach: the draft stops by itself, once the product of its probabilities is below it · published, with "
+        f"other acceptance: {published}"
     )
 
 

@@ -49,9 +49,9 @@ STRATEGIES = Registry(
     bases=(DraftStrategy,),
     wanted="a class that subclasses DraftStrategy",
     gone={
-        "recycling": "it won nowhere: of what needs no model use 'suffix', or 'ngram+CHECKPOINT'",
-        "skip": "it won nowhere: 'ngram' needs no second model either, and 'fly train-head' makes a small one",
-        "relay": "it won nowhere: a checkpoint's name alone, or 'union(A, B)', gains more of the same parts",
+        "recycling": "it won nowhere; of what needs no model use 'suffix', or 'ngram+CHECKPOINT'",
+        "skip": "it won nowhere; 'ngram' needs no second model, and 'fly train-head' makes a small one",
+        "relay": "it won nowhere; a checkpoint's name alone, or 'union(A, B)', gains more of the same parts",
     },
     usable=lambda strategy: not inspect.isabstract(strategy),
     choices=lambda: {"strategies": ["none", *sorted(draft_types())], "bundled checkpoints": [*BUNDLED, *HEADS]},

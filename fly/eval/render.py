@@ -27,17 +27,17 @@ Cells = Mapping[str, Callable[[Row], str]]
 _NONE = "–"
 
 LEGEND = (
-    "AR: autoregressive decoding, the target alone · over AR, over exact: tokens a second relative to AR, and to the "
-    "run's fastest exact speculation (★) · at no cost: over AR if the rule's decisions took no time, τ / (drafted·c + "
-    "v), c and v measured · τ: tokens emitted for each forward of the target · kept: share of drafted tokens that are "
-    "emitted · gate: share of mismatches at which the target was undecided · Python: share of rounds decided in "
-    "Python · layers: those that a round goes through, if the target leaves early · recovery: share right relative to "
-    "AR's · lost, won: problems that AR answers right more often, and that this way does · p: the chance of such a "
-    "difference between lost and won by luck alone (exact McNemar or sign test) · relaxed: share of tokens kept "
-    "though the exact rule rejects them · same: answers equal to AR's, token by token · first: median place of the "
-    "first token that differs · length: tokens relative to AR's · place in the draft: of the drafts "
-    "at least that long, the share in which it is kept. Below or after values: intervals of 95 % (Wilson for shares, "
-    "bootstrap over problems for ratios)."
+    "AR: autoregressive decoding, the target alone · over AR, over exact: tokens a second relative to AR, and to "
+    "the run's fastest exact speculation (★) · at no cost: over AR by the models' time alone, without decisions and "
+    "host, τ / (drafted·c + v), c and v measured · τ: tokens emitted for each forward of the target · kept: share "
+    "of drafted tokens that are emitted · gate: share of mismatches at which the target was undecided · Python: "
+    "share of rounds decided in Python · layers: those that a round goes through, if the target leaves early · "
+    "recovery: share right relative to AR's · lost, won: problems that AR answers right more often, and that this "
+    "way does · p: the chance of such a difference between lost and won by luck alone (exact McNemar or sign test) "
+    "· relaxed: share of tokens kept though the exact rule rejects them · same: answers equal to AR's, token by "
+    "token · first: median place of the first token that differs · length: tokens relative to AR's · place in the "
+    "draft: of the drafts at least that long, the share in which it is kept. Below or after values: intervals of 95 "
+    "% (Wilson for shares, bootstrap over problems for ratios)."
 )
 
 
