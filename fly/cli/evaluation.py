@@ -18,7 +18,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
-from fly.cli.run import alone, command, loaded, ranks_of
+from fly.cli.run import alone, command, loaded, ranks_of, typed_in
 from fly.cli.show import console, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.plan import Plan
@@ -185,7 +185,7 @@ def evaluate(
         "record": record or None,
         **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
                                             ("exits", exits))
-           if plan is None or _typed(context, name)},
+           if plan is None or typed_in(context, name)},
     }  # fmt: skip
     fields = {} if plan is None else Plan.read(plan)
     if out is None and plan is not None and plan.is_dir():
@@ -198,12 +198,6 @@ def evaluate(
             write_json(json_, as_json(found))
             if out is not None:
                 note(escape(f"for a page with plots and the texts side by side: fly report {out} --html report.html"))
-
-
-def _typed(context: typer.Context, name: str) -> bool:
-    """Whether an option was given on the command line."""
-    source = context.get_parameter_source(name)
-    return source is not None and source.name == "COMMANDLINE"
 
 
 @contextmanager

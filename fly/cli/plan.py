@@ -16,7 +16,7 @@ from fly.bench.plan import Device as Processor
 from fly.bench.scale import replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import CollectiveTimeout, HeartbeatTimeout, K, number
-from fly.cli.run import command, memory_in_words, ranks_of
+from fly.cli.run import command, memory_in_words, ranks_of, typed_in
 from fly.cli.show import console, note, print_list, ratio
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.replay import Unknown, load_blocks
@@ -133,8 +133,7 @@ def _refuse_idle(typed: typer.Context, way: str | None) -> None:
         None: ("policy", "dtype", "draft_placement"),
     }[way]
     for name in idle:
-        source = typed.get_parameter_source(name)
-        if source is not None and source.name == "COMMANDLINE":
+        if typed_in(typed, name):
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does nothing {'with ' + way if way else 'without --recorded or --check'}")
 

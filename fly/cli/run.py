@@ -109,14 +109,18 @@ def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingPa
     return default.changed({name: value for name, value in given.items() if value is not None})
 
 
+def typed_in(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
+
+
 def _given(context: typer.Context, path: Path | None, options: dict[str, Any]) -> dict[str, Any]:
     """Options as they were given on the command line, or else in the file, if there is one."""
     if path is None:
         return options
-    sources = {name: context.get_parameter_source(name) for name in options}
-    given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
     read = Config.read(path)
-    return {name: value if name in given else getattr(read, name) for name, value in options.items()}
+    return {name: value if typed_in(context, name) else getattr(read, name) for name, value in options.items()}
 
 
 def loaded(ranks: Any, quiet: bool = False) -> list[dict[str, int]]:
