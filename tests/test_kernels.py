@@ -988,8 +988,11 @@ print(anonymous() - before, cache.keys.nbytes + cache.values.nbytes + model.work
 def test_a_process_holds_weights_cache_and_workspace_and_little_else(
     kernels: str, share: float, tmp_path: Path
 ) -> None:
-    """Weights in bfloat16 as they are stored, or half of that; nothing of them twice, once they are loaded."""
-    save_model(random_model(shape_config("512x8x8000"), torch.bfloat16), tmp_path, torch.bfloat16)
+    """Weights in bfloat16 as they are stored, or half of that; nothing of them twice, once they are loaded.
+
+    The allocator of C keeps some freed megabytes, which differ from run to run: a quarter of the weights is far more.
+    """
+    save_model(random_model(shape_config("512x16x8000"), torch.bfloat16), tmp_path, torch.bfloat16)
     weights = share * (tmp_path / "model.safetensors").stat().st_size
     ran = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path)],
@@ -999,7 +1002,7 @@ def test_a_process_holds_weights_cache_and_workspace_and_little_else(
         check=True,
     )
     grown, rest = map(int, ran.stdout.split())
-    assert 0.9 * (weights + rest) < grown < 1.05 * (weights + rest) + 2e6  # a model this small shows a little more
+    assert 0.9 * (weights + rest) < grown < 1.25 * weights + rest
 
 
 @built
