@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -76,19 +78,23 @@ def test_bytes_of_a_forward_are_those_of_the_matrices_and_the_cache(
 def test_operations_of_a_forward(config: LlamaConfig, rows: int, context: int, tokens: int) -> None:
     weights = forward_bytes(config, torch.float32) // 4
     heads = config.num_hidden_layers * config.num_attention_heads * config.head_dim
-    naive = 0
+    products = attention = 0
     for _ in range(rows):
         for token in range(tokens):
-            naive += 2 * weights + 4 * heads * (context + token + 1)
-    assert forward_operations(config, rows, context, tokens) == naive
+            products += 2 * weights
+            attention += 4 * heads * (context + token + 1)
+    counts = config, torch.float32, rows, context, tokens
+    assert forward_operations(*counts) == {torch.float32: products + attention}
+    assert forward_operations(*counts, torch.int8) == {torch.int8: products, torch.float32: attention}
 
 
 def test_what_is_slow_to_multiply_is_multiplied_as_float32() -> None:
     rates = {torch.bfloat16: 5.0, torch.float32: 10.0, torch.int8: 40.0}
     machine = Limits("cpu", 1, {1000: 100.0}, rates, {})
-    assert machine.seconds(0, 80, torch.bfloat16) == machine.seconds(0, 80, torch.float32) == 8
-    assert machine.seconds(0, 80, torch.int8) == 2
-    assert machine.seconds(400, 80, torch.int8) == 4
+    assert machine.seconds(0, {torch.bfloat16: 80}) == machine.seconds(0, {torch.float32: 80}) == 8
+    assert machine.seconds(0, {torch.int8: 80}) == 2
+    assert machine.seconds(0, {torch.int8: 80, torch.bfloat16: 20}) == 4
+    assert machine.seconds(400, {torch.int8: 80}) == 4
 
 
 def test_a_shape_is_read_and_made() -> None:
@@ -104,10 +110,10 @@ def test_a_shape_is_read_and_made() -> None:
 
 def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
     machine = limits(bandwidth=100.0, rate=10.0)
-    assert machine.seconds(10**12, 1, torch.float32) == 10**10  # from memory
-    assert machine.seconds(10**13, 1, torch.float32) == 10**11
-    assert machine.seconds(800, 1, torch.float32) == 2.0  # from the cache, four times as fast
-    assert machine.seconds(800, 100, torch.float32) == 10.0
+    assert machine.seconds(10**12, {torch.float32: 1}) == 10**10  # from memory
+    assert machine.seconds(10**13, {torch.float32: 1}) == 10**11
+    assert machine.seconds(800, {torch.float32: 1}) == 2.0  # from the cache, four times as fast
+    assert machine.seconds(800, {torch.float32: 100}) == 10.0
     assert machine.bandwidth == 100.0
 
 
@@ -115,10 +121,10 @@ def test_the_limit_is_the_longer_of_reading_and_computing() -> None:
 def test_the_limit_of_reading_knows_no_steps(sizes: list[float]) -> None:
     machine = limits()
     small, large = sorted(sizes)
-    times = [machine.seconds(size, 0, torch.float32) for size in (small, large)]
+    times = [machine.seconds(size) for size in (small, large)]
     assert times[0] <= times[1]
     assert large / times[1] * (1 + 1e-9) >= 100 and large / times[1] <= 400 * (1 + 1e-9)
-    assert machine.seconds(small * (1 + 1e-9), 0, torch.float32) == pytest.approx(times[0])
+    assert machine.seconds(small * (1 + 1e-9)) == pytest.approx(times[0])
 
 
 def test_of_two_measurements_of_the_limits_the_better_counts() -> None:
@@ -159,11 +165,27 @@ def test_forwards_give_back_all_pages_and_refuse_what_does_not_fit() -> None:
         forwards.measure([Shape(8, 40, 1)])
 
 
+def test_a_share_of_the_limit_goes_by_what_memory_gave_in_the_same_turns() -> None:
+    """A machine whose memory becomes half as fast leaves the share as it is."""
+    made = forward(1.0)
+    fast, slow = {1000: 40.0, 10**12: 10.0}, {1000: 20.0, 10**12: 5.0}
+    machine = replace(limits(rate=1e9), reading=fast)
+    least = machine.seconds(made.bytes)
+    phases = replace(made, timing=Timing((2 * least, 4 * least, 2 * least)), reading=(fast, slow, fast))
+    assert phases.of_limit(machine) == pytest.approx(0.5)
+    assert replace(phases, reading=()).of_limit(machine) == pytest.approx(0.5)
+    assert replace(phases, timing=Timing((4 * least,) * 3), reading=()).of_limit(machine) == pytest.approx(0.25)
+    reads = {8: lambda: 2.0, 64: lambda: 4.0}
+    forwards = Forwards("toy", TorchExecutor(random_llama(max_positions=64)), tokens=96)
+    [found] = forwards.measure([Shape(1, 8, 1)], repeats=2, reads=reads)
+    assert found.reading == ({8: 4.0, 64: 16.0},) * 2
+
+
 def test_step_by_step_decoding_reads_the_weights_every_time() -> None:
     alone, steps = forward(1.0, context=5), forward(1.0, tokens=4, context=5, drafting=True)
     each = [Forward("toy", alone.config, torch.float32, 1, 5 + n, 1, alone.timing) for n in range(4)]
     assert steps.bytes == sum(f.bytes for f in each)
-    assert steps.operations == sum(f.operations for f in each)
+    assert steps.operations == sum((f.operations for f in each), Counter())
 
 
 def test_the_slope_over_context_is_a_bandwidth() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,9 +16,10 @@ from fly.backends.cpu.library import load, why_not
 from fly.bench.clock import between, clocked, take_turns
 from fly.cache.paged import zeros
 
-__all__ = ["Limits", "measure_limits"]
+__all__ = ["Limits", "measure_limits", "memory_reads"]
 
 _SIZES = tuple(size * 2**20 for size in (4, 16, 64, 512))  # bytes; the last is beyond any processor's caches
+_IDLE = 0.02  # seconds after which PyTorch's threads no longer spin, in the way of whatever is timed next
 _SIDES = {"cpu": 1024, "cuda": 8192}  # of square matrices, large enough for the processor's full rate
 
 
@@ -42,12 +45,14 @@ class Limits:
         """Bytes a second from memory."""
         return self.reading[max(self.reading)]
 
-    def seconds(self, read: float, operations: float, dtype: torch.dtype) -> float:
-        """The least time that reading ``read`` bytes and doing ``operations`` takes: the longer of the two (roofline,
-        Williams et al., 2009), at a bandwidth between those of the sizes measured, by the size's logarithm. Whatever is
-        not float32 can also be multiplied as that."""
-        rate = max(self.matmul[dtype], self.matmul[torch.float32])
-        return max(read / self._bandwidth_of(read), operations / rate)
+    def seconds(self, read: float, operations: Mapping[torch.dtype, float] = MappingProxyType({})) -> float:
+        """The least time that reading ``read`` bytes and doing ``operations`` of each type takes: the longer of the two
+        (roofline, Williams et al., 2009), at a bandwidth between those of the sizes measured, by the size's logarithm.
+        Whatever is not float32 can also be multiplied as that."""
+        computing = sum(
+            count / max(self.matmul[dtype], self.matmul[torch.float32]) for dtype, count in operations.items()
+        )
+        return max(read / self._bandwidth_of(read), computing)
 
     def _bandwidth_of(self, read: float) -> float:
         within = min(max(read, min(self.reading)), max(self.reading))
@@ -89,15 +94,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     """Measure the limits of ``device``, in a few seconds."""
     side = _SIDES.get(device.type, _SIDES["cpu"])
-    numbers = _numbers(_SIZES[-1] // 8, device)
-    totals = _totals(device)
-
-    def read(size: int) -> float:
-        part, times = numbers[: size // 8], []
-        for total in totals:
-            total(part)  # brings into the caches what fits
-            times.append(clocked(partial(total, part), device)[1])
-        return min(times)
+    reads = memory_reads(device)
 
     def multiplies(dtype: torch.dtype, side: int) -> Callable[[], object]:
         left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -106,8 +103,8 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
     sides = {torch.bfloat16: side, torch.float32: side}
     if device.type == "cpu" and not why_not():  # what W8A8 is held against
         sides[torch.int8] = 2 * side
-    # Not all in turns: the threads of one library still spin for a while after the other has begun.
-    timings = take_turns([partial(read, size) for size in _SIZES], repeats, device)
+    # Not all in turns: PyTorch's threads still spin for a while after each multiplication.
+    timings = take_turns(list(reads.values()), repeats, device)
     timings += take_turns([multiplies(*one) for one in sides.items()], repeats, device)
     amounts: dict[int | torch.dtype, int] = {size: size for size in _SIZES}
     amounts |= {dtype: 2 * side**3 for dtype, side in sides.items()}
@@ -119,6 +116,22 @@ def measure_limits(device: torch.device, repeats: int = 12) -> Limits:
         {dtype: best[dtype] for dtype in sides},
         {key: amount / timing.median for (key, amount), timing in zip(amounts.items(), timings)},
     )
+
+
+def memory_reads(device: torch.device) -> dict[int, Callable[[], float]]:
+    """Calls that read so many bytes of the memory of ``device``, and give the seconds that the fastest way took."""
+    numbers = _numbers(_SIZES[-1] // 8, device)
+    totals = _totals(device)
+
+    def read(size: int) -> float:
+        part, times = numbers[: size // 8], []
+        for total in totals:
+            total(part)  # brings into the caches what fits
+            times.append(clocked(partial(total, part), device)[1])
+        time.sleep(_IDLE)
+        return min(times)
+
+    return {size: partial(read, size) for size in _SIZES}
 
 
 def _numbers(count: int, device: torch.device) -> torch.Tensor:

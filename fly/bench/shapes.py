@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 import torch
 
@@ -72,9 +73,18 @@ def forward_bytes(
     return matrix_parameters(config) * (weight_bytes or dtype.itemsize) + stored
 
 
-def forward_operations(config: LlamaConfig, rows: int = 1, context: int = 0, tokens: int = 1) -> int:
-    """Floating-point operations of the same forward: two a weight and token, four a token, head width and token that
-    it attends to (itself and those before)."""
+def forward_operations(
+    config: LlamaConfig,
+    dtype: torch.dtype,
+    rows: int = 1,
+    context: int = 0,
+    tokens: int = 1,
+    products: torch.dtype | None = None,
+) -> Counter[torch.dtype]:
+    """Operations of the same forward, by what they are done in: two a weight and token, in ``products`` if that is not
+    ``dtype``; and in ``dtype`` four a token, head width and token that it attends to (itself and those before)."""
     seen = tokens * context + tokens * (tokens + 1) // 2
     attention = 4 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * seen
-    return rows * (2 * matrix_parameters(config) * tokens + attention)
+    done = Counter({dtype: rows * attention})
+    done[products or dtype] += rows * 2 * matrix_parameters(config) * tokens
+    return done

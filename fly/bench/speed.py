@@ -7,15 +7,17 @@ every call of a model, so that the rest is the round's own overhead. Knows nothi
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
 
 from fly.bench.clock import Timing, between, clocked, take_turns
-from fly.bench.limits import Limits, dtype_name
+from fly.bench.limits import Limits, dtype_name, memory_reads
 from fly.bench.loaded import Subject, drafts_alone, forward_of, number_types
 from fly.bench.shapes import forward_bytes, forward_operations
 from fly.cache import PagedKVCache
@@ -53,7 +55,8 @@ LONGEST = 4096
 @dataclass(frozen=True)
 class Forward:
     """A forward of ``tokens`` new tokens in each of ``rows`` rows, after ``context`` stored ones. Where ``drafting``,
-    the step by step decoding of one row instead, ``tokens`` of them."""
+    the step by step decoding of one row instead, ``tokens`` of them. ``reading`` is what memory gave in each of the
+    same turns, as in ``Limits``."""
 
     model: str
     config: LlamaConfig
@@ -65,6 +68,7 @@ class Forward:
     drafting: bool = False
     weight_bytes: int | None = None  # of one; None is as many as the dtype's
     products: torch.dtype | None = None  # what is multiplied, where that is not the dtype
+    reading: tuple[dict[int, float], ...] = ()
 
     @property
     def weights(self) -> int:
@@ -82,9 +86,13 @@ class Forward:
         return sum(self._bytes(self.rows, context) for context, _ in self._forwards)
 
     @property
-    def operations(self) -> int:
-        """Floating-point operations it has to do."""
-        return sum(forward_operations(self.config, self.rows, *forward) for forward in self._forwards)
+    def operations(self) -> Counter[torch.dtype]:
+        """Operations it has to do, by what they are done in."""
+        done = (
+            forward_operations(self.config, self.dtype, self.rows, *forward, self.products)
+            for forward in self._forwards
+        )
+        return sum(done, Counter())
 
     @property
     def _forwards(self) -> list[tuple[int, int]]:
@@ -97,8 +105,13 @@ class Forward:
         return forward_bytes(self.config, self.dtype, rows, context, self.weight_bytes)
 
     def of_limit(self, limits: Limits) -> float:
-        """The least time the machine needs for it, over the best it took: 1 is the roofline."""
-        return limits.seconds(self.bytes, self.operations, self.products or self.dtype) / self.timing.low
+        """The least time the machine needs for it over what it took, 1 is the roofline: the median of all turns, each
+        by what memory gave in that turn, as a shared machine's memory is faster in some minutes than in others."""
+        each = [replace(limits, reading=reading) for reading in self.reading] or [limits] * len(self.timing.times)
+        return statistics.median(
+            machine.seconds(self.bytes, self.operations) / seconds
+            for machine, seconds in zip(each, self.timing.times, strict=True)
+        )
 
     def as_json(self, limits: Limits) -> dict[str, object]:
         return {
@@ -112,7 +125,7 @@ class Forward:
             "products": dtype_name(self.products or self.dtype),
             "seconds": self.timing.as_json(),
             "bytes": self.bytes,
-            "operations": self.operations,
+            "operations": {dtype_name(dtype): count for dtype, count in self.operations.items()},
             "of_limit": self.of_limit(limits),
         }
 
@@ -142,17 +155,21 @@ class Forwards:
             stored.normal_()
 
     def measure(
-        self, shapes: Sequence[Shape], repeats: int = 15, advance: Callable[[], None] = lambda: None
+        self,
+        shapes: Sequence[Shape],
+        repeats: int = 15,
+        advance: Callable[[], None] = lambda: None,
+        reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
     ) -> list[Forward]:
-        """A forward of every shape, in turns. Raises ``ValueError`` for one that exceeds the model's context or the
-        cache."""
+        """A forward of every shape, in turns, as ``measure_forwards`` does. Raises ``ValueError`` for one that exceeds
+        the model's context or the cache."""
         most, allocator = self.model.config.max_position_embeddings, self.cache.allocator
         for rows, context, tokens, _ in shapes:
             if context + tokens > most:
                 raise ValueError(f"{context} and {tokens} tokens exceed {self.name}'s context of {most}")
             if rows * allocator.blocks_for(context + tokens) > allocator.num_blocks:
                 raise ValueError(f"{rows} rows of {context} and {tokens} tokens do not fit a cache of this size")
-        return measure_forwards([(self, shape) for shape in shapes], repeats, advance)
+        return measure_forwards([(self, shape) for shape in shapes], repeats, advance, reads)
 
     def seconds(self, shape: Shape) -> float:
         """Time one forward, its logits included. Decoding is one call of the model where it has one."""
@@ -166,15 +183,22 @@ class Forwards:
 
 @torch.inference_mode()
 def measure_forwards(
-    wanted: Sequence[tuple[Forwards, Shape]], repeats: int = 15, advance: Callable[[], None] = lambda: None
+    wanted: Sequence[tuple[Forwards, Shape]],
+    repeats: int = 15,
+    advance: Callable[[], None] = lambda: None,
+    reads: Mapping[int, Callable[[], float]] = MappingProxyType({}),
 ) -> list[Forward]:
-    """Time forwards, also of several models, in turns."""
-    runs = [partial(forwards.seconds, shape) for forwards, shape in wanted]
-    timings = take_turns(runs, repeats, wanted[0][0].model.device, advance)
-    return [
-        Forward(each.name, each.model.config, timing=timing, **number_types(each.model), **shape._asdict())
-        for (each, shape), timing in zip(wanted, timings)
-    ]
+    """Time forwards, also of several models, in turns, with ``reads`` of so many bytes of memory in each turn."""
+    runs: list[Callable[[], object]] = [partial(forwards.seconds, shape) for forwards, shape in wanted]
+    timings = take_turns([*reads.values(), *runs], repeats, wanted[0][0].model.device, advance)
+    turns = zip(*(timing.times for timing in timings[: len(reads)]))
+    reading = tuple({size: size / seconds for size, seconds in zip(reads, turn)} for turn in turns)
+
+    def made(each: Forwards, shape: Shape, timing: Timing) -> Forward:
+        known = {**number_types(each.model), **shape._asdict()}
+        return Forward(each.name, each.model.config, timing=timing, reading=reading, **known)
+
+    return [made(*one, timing) for one, timing in zip(wanted, timings[len(reads) :])]
 
 
 def measure_models(
@@ -184,6 +208,7 @@ def measure_models(
     decode ``k`` tokens. ``advance`` is called ``turns + 1`` times a model."""
     swept: list[Forward] = []
     steps: dict[str, Forward] = {}
+    reads: dict[int, Callable[[], float]] = {}
     for subject in subjects:
         positions = min(subject.config.max_position_embeddings, LONGEST)
         shapes = [
@@ -194,9 +219,10 @@ def measure_models(
         ]
         room = 16 * (CONTEXT + k + 17) + positions  # its last page may not be full
         forwards = Forwards(subject.name, subject.make(), room)
-        *found, steps[subject.name] = forwards.measure(shapes, turns, advance)
+        reads = reads or memory_reads(forwards.model.device)
+        *found, steps[subject.name] = forwards.measure(shapes, turns, advance, reads)
         prompts = [Shape(1, 0, length) for length in PROMPTS if length <= positions]
-        swept += found + (forwards.measure(prompts, min(turns, 5)) if prompts else [])
+        swept += found + (forwards.measure(prompts, min(turns, 5), reads=reads) if prompts else [])
     return swept, steps
 
 

@@ -129,11 +129,12 @@ def bench_speed(
     console.print(rounds_table(rounds, single, title))
     note(
         "ms: the best, as in all ratios · of limit: the least time for its bytes and\n"
-        "operations over that, above 100% where caches hold a part · v: over the forward\n"
-        "of one token · c: a drafted token over the same · rest: share of a round that\n"
-        "is neither target nor draft · formula: τ / (K·c + v(K)) / t(1), of forwards\n"
-        "timed alone, which find other weights in the caches than their own; rounds one\n"
-        "after another are faster, v below 1 for one token · tokens/s: best and median"
+        "operations over what it took, by what memory gave in the same turn; the median\n"
+        "of all turns, above 100% where caches hold a part · v: over the forward of one\n"
+        "token · c: a drafted token over the same · rest: share of a round that is\n"
+        "neither target nor draft · formula: τ / (K·c + v(K)) / t(1), of forwards timed\n"
+        "alone, which find other weights in the caches than their own; rounds one after\n"
+        "another are faster, v below 1 for one token · tokens/s: best and median"
     )
     if plot is not None:
         _plot(plot, forwards, limits, k)
@@ -322,7 +323,7 @@ def bench_peers(
                 reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
                 advance()
             console.print(prompts_table(reading, limits, lineup))
-    limit = limits.seconds(lineup.token_bytes(), 0, lineup.dtype)
+    limit = limits.seconds(lineup.token_bytes())
     note(
         f"tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
         "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
@@ -377,10 +378,10 @@ def peers_table(matches: Sequence[Match], title: str) -> Table:
 
 def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup: Lineup) -> Table:
     """How fast each library reads long prompts, and what that is of the machine's rate of multiplying."""
-    config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else lineup.dtype
+    config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else None
     columns: dict[str, Callable[[str], str]] = {"library": lambda name: name}
     for length in next(iter(reading.values())):
-        least = limits.seconds(0, forward_operations(config, 1, 0, length), products)
+        least = limits.seconds(0, forward_operations(config, lineup.dtype, tokens=length, products=products))
 
         def shown(name: str, length: int = length) -> str:
             return best_median(reading[name][length])
