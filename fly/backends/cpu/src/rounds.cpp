@@ -322,7 +322,7 @@ struct Play {
     }
 
     // A NaN leaves it open what follows row ``b``.
-    int open(int b) {
+    int leave_open(int b) {
         it->following[place(b)] = NO_NUMBER;
         return 0;
     }
@@ -331,7 +331,7 @@ struct Play {
     // most likely tokens, and what follows them. ``distributions`` is what they were drawn from, or null.
     int verify(int b, const float* logits, const int32_t* own, const float* distributions) {
         for (int n = 0; n <= drafts[b]; n++)
-            if (own[n] < 0) return open(b);
+            if (own[n] < 0) return leave_open(b);
         if (forest) return walk(b, logits, own);
         const Variant* judge = variants[it->variant];
         const Going& row = it->going[b];
@@ -342,7 +342,7 @@ struct Play {
             uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
             n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, it->spread,
                                nullptr);
-            if (n < 0) return open(b);
+            if (n < 0) return leave_open(b);
         } else {
             while (n < drafts[b] && drafted[n] == own[n]) n++;
         }
@@ -367,10 +367,9 @@ struct Play {
 }  // namespace
 
 // Rounds of the rows of ``batch``, which the target has stored but for their last tokens: draft, verify, emit, again and
-// again, until a row emits a stop id or all that is left of it, its room may not do, a NaN leaves it open what follows one,
-// or the time is over. Without a
-// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does. What stands of a tree is stored
-// in order at the end of each round, with the hidden states of it.
+// again, until a row emits a stop id or all that is left of it, its room may not do, a NaN leaves it open what follows it,
+// or the time is over. Without a ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
+// What stands of a tree is stored in order at the end of each round, with the hidden states of it.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
