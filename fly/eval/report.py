@@ -412,8 +412,8 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         for row in table.rows:
             if row.recorded:
                 notes.append(
-                    f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and decided in "
-                    "Python; its speed is that of recording, and 'at no cost' its speed without decisions"
+                    f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
+                    "decided in Python; its speed is that of recording, and 'at no cost' its speed without decisions"
                 )
             elif row.python:
                 notes.append(
