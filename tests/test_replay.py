@@ -32,6 +32,7 @@ from fly.eval.recording import LIKELIEST, Recorder, Recording, Said
 from fly.eval.records import read_records
 from fly.eval.replay import Blocks, load_blocks, lookup_forwards
 from fly.eval.replay import replay as replay_run
+from fly.eval.report import report
 from fly.executor import Scores
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
 from fly.policies import AcceptancePolicy, Block, Condition, Exact, parse_policy, verify
@@ -486,6 +487,25 @@ def test_the_command_prints_and_writes(run: tuple[Path, Any], tmp_path: Path) ->
     ):
         result = command("replay", *bad)
         assert result.exit_code == 2 and reason in words(result.output)
+
+
+def test_a_long_rule_is_printed_whole_on_a_narrow_console(run: tuple[Path, Any]) -> None:
+    rule = "exact | entropy(0.3) & window(2) & room(2) & ~control & after(20) & budget(0.25)"
+    result = command("replay", str(run[0]), "--policy", rule, "--beside", str(run[0]), env={"COLUMNS": "80"})
+    assert result.exit_code == 0, result.output
+    tables = [line for line in result.output.splitlines() if not line.startswith((str(run[0]), "τ: "))]
+    assert max(map(len, tables)) <= 80 and "…" not in result.output.replace("exact | …", "")
+    assert all(result.output.count(word) >= 4 for word in (*rule.split(), "k7"))  # two tables of each recorded way
+
+
+def test_a_report_says_of_recorded_ways_that_they_were_recorded(run: tuple[Path, Any]) -> None:
+    said = [note for note in report([run[0]]).notes if "decided in Python" in note]
+    assert {note.partition(":")[0] for note in said if "blocks were recorded" in note} == {
+        "bundled-middle, exact k7",
+        "bundled-middle, exact k3",
+    }
+    others = [note for note in said if "recorded" not in note]
+    assert len(others) == 2 and all("longer than compiled code" in note for note in others)
 
 
 class Counting(TorchExecutor):

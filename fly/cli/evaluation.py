@@ -19,12 +19,12 @@ from rich.text import Text
 
 from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
 from fly.cli.run import alone, command, loaded, ranks_of, typed_in
-from fly.cli.show import console, note, print_list, progress, sentences, table, write_json
+from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.plan import Plan
 from fly.eval.records import Records, read_records
-from fly.eval.render import LEGEND, Cells, as_html, as_json, as_markdown, columns, write_spec_bench
-from fly.eval.report import Report, Row, report
+from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
+from fly.eval.report import Report, report
 from fly.eval.run import Turn, check_folder, decode_run, remaining, score_run
 from fly.eval.scorers import Programs
 from fly.eval.task import Task, load_task, task_names
@@ -286,25 +286,10 @@ def show_report(found: Report) -> None:
         title = f"{each.run}: {each.title}" if several else each.title
         console.print(f"[bold]{escape(title)}[/]", soft_wrap=True)
         for cells in columns(each).values():
-            console.print(table("", each.rows, _narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
+            console.print(table("", each.rows, narrow(cells), wrapped=(next(iter(cells)),), show_edge=False))
     note(escape(LEGEND))
     for line in found.notes:
         console.print(f"[yellow]{escape(line)}[/]", highlight=False)
-
-
-def _narrow(cells: Cells) -> dict[str, Callable[[Row], str]]:
-    """The same cells on two lines: headings of several words, and below each estimate its interval."""
-
-    def narrow(heading: str, cell: Callable[[Row], str]) -> Callable[[Row], str]:
-        if heading == next(iter(cells)):
-            return lambda row: escape(cell(row))
-        return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
-
-    first = next(iter(cells))
-    return {
-        heading if heading == first else heading.replace(" ", "\n"): narrow(heading, cell)
-        for heading, cell in cells.items()
-    }
 
 
 @alone

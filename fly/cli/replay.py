@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from itertools import product
 from pathlib import Path
@@ -10,13 +10,12 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
-from rich.table import Table
 from rich.text import Text
 
 from fly.bench.plot import check_plot, save_lines
 from fly.cli.options import Json, output
 from fly.cli.run import alone
-from fly.cli.show import console, note, print_named, ratio, table, write_json
+from fly.cli.show import console, narrow, note, ratio, table, write_json
 from fly.eval.beside import Beside, beside
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.eval.report import Costs
@@ -144,11 +143,8 @@ _Row = TypeVar("_Row")
 def _print(
     heading: str, rows: list[_Row], name: Callable[[_Row], str], columns: dict[str, Callable[[_Row], str]]
 ) -> None:
-    def build(called: Mapping[str, str]) -> Table:
-        first = {heading: lambda row: escape(called.get(name(row), name(row)))}
-        return table("", rows, first | columns, show_edge=False)
-
-    print_named(map(name, rows), build)
+    """A table whose names go on in the next line where they are too long."""
+    console.print(table("", rows, narrow({heading: name, **columns}), wrapped=(heading,), show_edge=False))
 
 
 def _show(title: str, blocks: Blocks, found: list[Replay], refused: list[str]) -> None:

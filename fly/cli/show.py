@@ -67,6 +67,20 @@ def table(
     return made
 
 
+def narrow(columns: Mapping[str, Callable[[_Row], str]]) -> dict[str, Callable[[_Row], str]]:
+    """The columns of a ``table`` on two lines: headings of several words, and below each estimate its interval. The
+    first stays as it is, a text."""
+
+    def two_lines(cell: Callable[[_Row], str]) -> Callable[[_Row], str]:
+        return lambda row: cell(row).replace(" (", "\n").removesuffix(")")
+
+    (first, name), *others = columns.items()
+    return {
+        first: lambda row: escape(name(row)),
+        **{heading.replace(" ", "\n"): two_lines(cell) for heading, cell in others},
+    }
+
+
 def print_list(rows: Iterable[Iterable[str]], *columns: str | Column, **look: Any) -> None:
     """Print a framed table of texts. ``look`` is what ``Table`` takes."""
     made = Table(*columns, **{"title_justify": "left", **look})

@@ -60,6 +60,7 @@ class Row:
     kept: float | None  # share of drafted tokens that were emitted
     relaxed: float  # share of tokens
     python: float | None  # share of rounds that Python decided
+    recorded: bool  # whether its blocks were kept, for which rounds are taken one by one
     layers: float | None  # of the target, that a round went through, where it leaves early
     accuracy: Estimate | None = None
     recovery: Estimate | None = None  # accuracy over autoregression's
@@ -265,6 +266,7 @@ class _Comparison:
             kept=total["accepted"] / total["drafted"] if total["drafted"] else None,
             relaxed=total["relaxed"] / max(total["generated"], 1),
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
+            recorded=any("blocks" in record for record in every),
             layers=sum(record.get("layers", 0) for record in every) / total["rounds"] if way.exits else None,
             curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
             gates=gates,
@@ -408,7 +410,12 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         if table.unscored:
             notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")
         for row in table.rows:
-            if row.python:
+            if row.recorded:
+                notes.append(
+                    f"{table.task}, {row.way}: its blocks were recorded, so its rounds were taken one by one and "
+                    "decided in Python; its speed is that of recording, and 'at no cost' its speed without decisions"
+                )
+            elif row.python:
                 notes.append(
                     f"{table.task}, {row.way}: {row.python:.0%} of its rounds were decided in Python, which takes "
                     "longer than compiled code; 'at no cost' is its speed without that"
