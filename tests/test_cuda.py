@@ -487,7 +487,7 @@ def test_a_drawn_draft_of_a_form_is_of_the_distribution_that_it_says(
         assert draft.probs_BKV is not None
         (tokens,), said_KV = draft.chains, draft.probs_BKV[0].cpu().clone()
     assert row.matcher is not None
-    masks = row.matcher.masks(row.tokens[3:], tokens)
+    masks = row.matcher.masks(row.tokens[3:], tokens).values()
     allowed = [bool(mask[token // 8] >> token % 8 & 1) for mask, token in zip(masks, tokens)]
     assert all(allowed[:-1]) and len(allowed) == len(tokens)
     assert len(tokens) == most or not allowed[-1] or tokens[-1] in row.stop_ids
