@@ -9,7 +9,7 @@ from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -37,7 +37,7 @@ from fly.executor import (
     Scores,
     TokenByToken,
 )
-from fly.models.llama import Through, noting
+from fly.models.llama import Llama, Through, noting
 from fly.ops import Stream, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
@@ -93,10 +93,10 @@ class CudaExecutor(TorchExecutor):
     ) -> Tensor:
         """Final hidden states [T, C], and others as they are ``taken``; ``compiled``: by compiled layers, where these
         can be had."""
-        states = {} if taken is None else taken
+        states, model = {} if taken is None else taken, cast(Llama, self.model)
 
         def run(through: Through) -> Tensor:
-            found: Tensor = self.model(tokens_T, positions_T, kv, through=through)
+            found: Tensor = model(tokens_T, positions_T, kv, through=through)
             return found
 
         hidden_TC = None
