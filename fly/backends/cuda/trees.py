@@ -72,7 +72,10 @@ class Grown:
                 fed += count
             if self.says is not None:
                 logits_RFV = self.says.on(logits_RFV, self.table, 0, not level, path_RFD)
-            found = top(logits_RFV.log_softmax(-1), width)
+            log_RFV = logits_RFV.log_softmax(-1)
+            if self.says is not None:  # where everything is banned nothing follows
+                log_RFV = log_RFV.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            found = top(log_RFV, width)
             score_RFW = score_RF.unsqueeze(2) + found.values.double()
             scores.append(score_RFW.masked_fill((levels_R <= level).view(-1, 1, 1), -torch.inf).flatten(1))
             tokens.append(found.indices.flatten(1))
