@@ -286,3 +286,14 @@ def test_the_bundled_head_drafts_as_on_the_cpu(how: dict[str, Any], temperature:
         decode(engine, rows)
     assert [told(row) for row in rows] == [told(row) for row in want]
     assert sum(row.stats.accepted for row in rows) > 2 * sum(row.stats.rounds for row in rows)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("how", [{}, {"nodes": 8, "depth": 4, "width": 2}])
+def test_on_a_gpu_heads_draft_as_on_the_cpu(how: dict[str, Any], temperature: float) -> None:
+    rows = [row_of([1, 2, 3 + b], POLICIES[b % 3], 3 + b, b, temperature=temperature) for b in range(4)]
+    want = [row.sample(row.seed) for row in rows]
+    decode(engine_by(HEADS["some"], False, **how), want)
+    decode(engine_by(HEADS["some"], True, **how), rows)
+    assert [told(row) for row in rows] == [told(row) for row in want]

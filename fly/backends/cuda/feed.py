@@ -122,17 +122,14 @@ class HeadFeed(Feed):
             before = [states_TF[ends[b] - kv.counts[b] : ends[b] - count] for b in late]
             batch = kv.cache.batch([kv.seqs[b] for b in late], starts, counts)
             self.head.begin(Batch.of(new, batch), torch.cat(before), ())
-        lines = []
+        numbers = list[int]()
         for b in order:
             own = min(kv.counts[b], count) if b >= 0 else 0
-            tokens = texts[b][len(texts[b]) - own :] if own else []
-            at = range(ends[b] - own, ends[b]) if own else ()
-            lines.append([*[0] * (count - own), *tokens, *[0] * (count - own), *at])
-        tokens_RJ, at_RJ = (
-            upload([number for one in lines for number in one], self.table.device).view(len(order), 2, count).unbind(1)
-        )
+            fill = [0] * (count - own)
+            numbers += [*fill, *texts[b][len(texts[b]) - own :], *fill, *range(ends[b] - own, ends[b])]
+        tokens_RJ, at_RJ = upload(numbers, self.table.device).view(len(order), 2, count).unbind(1)
         self.tokens_RJ.copy_(tokens_RJ)
-        self.states_RJF.copy_(states_TF[at_RJ])
+        self.states_RJF.copy_(states_TF.to(self.table.device)[at_RJ])
         return [min(new, count) - 1 for new in kv.counts]
 
     def last(self, going_R: Tensor) -> tuple[Tensor, Tensor]:

@@ -305,7 +305,7 @@ class _Call:
     def _states(self) -> list[tuple[int, Tensor]]:
         """Hidden states of each row's tokens from the one that was its last."""
         found = []
-        for b in range(len(self.texts)) if self.states else ():
+        for b in range(len(self.texts)) if self.states and self.stand else ():
             at, _ = self.places[b]
             parts = [states_RJF[at, : stand[b]] for states_RJF, stand in zip(self.states, self.stand)]
             found.append((len(self.plan.rows[b].tokens) - 1, torch.cat(parts)))
