@@ -70,6 +70,7 @@ class Engine:
         Raises:
             OutOfBlocks: the cache cannot hold this round. Rows and caches are as they were before the round; the same
                 holds after any error of a strategy or a policy.
+            ValueError: a draft that is none, or a NaN of the target, the strategy or a policy on which a row depends.
         """
         if prefill and self.strategy is not None:
             self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
@@ -80,7 +81,7 @@ class Engine:
                 return emitted
             draft = self._propose(rows, prompts)
             target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
-            decisions = self.runner.executor.judge(rows, target, draft)
+            decisions = self.runner.judge(rows, target, draft, self.strategy)
             for row, decision in zip(rows, decisions):
                 if row.matcher is not None:
                     row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
@@ -190,7 +191,7 @@ class Engine:
             if question.parents is not None:
                 draft = pad_trees([(question.drafted, question.parents)])
             target = self.runner.view(rows, question.logits_1JV, [question.choices])
-            (decision,) = executor.judge(rows, target, draft)
+            (decision,) = self.runner.judge(rows, target, draft, self.strategy)
             apply(row, [decision], self.left(row), stopped)
             return None if row.finish_reason else Answer(decision.path, decision.next_token)
 

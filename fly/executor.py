@@ -74,7 +74,7 @@ class Scores(NamedTuple):
     """What a model says after some of a batch's tokens."""
 
     logits_NV: Tensor  # float32
-    argmax: list[int] | None = None  # the most likely token of each, if the backend computed it anyway
+    argmax: list[int] | None = None  # the most likely token of each (of NaN: below 0), if the backend has it anyway
     states_TF: Tensor | None = None  # hidden states of all tokens of the batch, if they were wanted
     layers: list[int] | None = None  # layers that each row of the batch went through, if the executor leaves early
 
@@ -322,7 +322,7 @@ class Executor(ABC):
             ask: for a row alone whose policy has to be asked itself: is given the decisions since it was last asked,
                 and the block; None ends the rounds there. Only it may change the row meanwhile.
 
-        None: take rounds one by one; nothing has changed.
+        They end before a round that is ``UNDECIDED``. None: take rounds one by one; nothing has changed.
         """
         return None
 

@@ -70,7 +70,12 @@ class Request:
         logprobs = row.logprobs[self._logprobs :]
         self._logprobs += len(logprobs)
         rest = self.text.finish() if over and self.text is not None else ""
-        output = self.output() if over and row.error is None else None
+        output = None
+        if over and row.error is None:
+            try:
+                output = self.output()
+            except Exception as error:  # its policy's, of which an output tells
+                row.error = error
         return News(index, list(zip(tokens, texts)), logprobs, drafts, rest, output, row.error)
 
     def output(self) -> Output:

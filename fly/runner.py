@@ -20,7 +20,7 @@ from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, Rou
 from fly.ops import depths, sent, tree_mask, upload
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
-from fly.types import Draft, Target
+from fly.types import Decision, Draft, Target
 
 __all__ = ["Drafter", "OnPrompt", "Runner"]
 
@@ -127,6 +127,8 @@ class Runner:
         """The target's view of a block, and the raw logits [B, J, V] it was made from; the rest as for ``feed``."""
         chains, trees = draft.chains, draft.trees
         raw_BJV, choices = self.feed(rows, chains, trees, prefill, note)
+        if choices is not None and any(min(said) < 0 for said in choices):
+            choices = None  # of NaN, which matters only where a block comes to it: ``verify`` looks
         missing = draft.shape[1] + 1 - raw_BJV.shape[1]  # a draft padded beyond its longest row
         if missing:
             raw_BJV, choices = torch.cat([raw_BJV, raw_BJV[:, -1:].expand(-1, missing, -1)], dim=1), None
@@ -152,6 +154,29 @@ class Runner:
             history=[row.tokens for row in rows],
             choices=choices,
         )
+
+    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft, strategy: object) -> list[Decision]:
+        """``Executor.judge``, of what ``strategy`` drafted.
+
+        Raises ``ValueError`` for a row that a NaN leaves ``UNDECIDED``: it names the model, the strategy or the policy
+        that gave it.
+        """
+        decisions = self.executor.judge(rows, target, draft)
+        for b, (row, decision) in enumerate(zip(rows, decisions)):
+            if decision.next_token >= 0:
+                continue
+            place = decision.path[-1] + 1 if len(decision.path) else 0
+            if (target.logits_BKV[b, place] == -torch.inf).all():  # a form without a way on, as its matcher will say
+                decisions[b] = decision._replace(next_token=0)
+                continue
+            if target.logits_BKV[b, place].isnan().any():
+                said = f"the model {self.executor.model_name} gave NaN as logits"
+            elif draft.probs_BKV is not None and draft.probs_BKV[b, : len(decision.drafted)].isnan().any():
+                said = f"{type(strategy).__name__} proposed a distribution with NaN in it"
+            else:
+                said = f"the policy '{row.policy}' gave NaN for the draft {decision.drafted[:5]}"
+            raise ValueError(f"{said}, after {len(row.tokens)} tokens of a text")
+        return decisions
 
     def feed(
         self,

@@ -19,6 +19,7 @@ from fly.ops import argmax, log_mass, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
+    "UNDECIDED",
     "Decision",
     "Draft",
     "Guarantee",
@@ -228,6 +229,7 @@ class Target:
         self._argmax: Tensor | None = None
         if choices is not None:
             self.__dict__["choices"] = choices
+        self.checked = choices is not None  # whether its logits are known to be numbers: a backend saw that on the way
 
     @property
     def lazy_distribution(self) -> LazyDistribution | None:
@@ -339,7 +341,7 @@ class Target:
             probs = probs[index_B] if isinstance(probs, Tensor) else probs.rows(index_B)
         rows = self.about(index_B, self.logits_BKV[index_B], probs, numbers)
         # a one-hot distribution may have been built since
-        rows.all_greedy, rows.some_greedy = self.all_greedy, self.some_greedy
+        rows.all_greedy, rows.some_greedy, rows.checked = self.all_greedy, self.some_greedy, self.checked
         return rows
 
     def about(
@@ -377,6 +379,9 @@ class Noise:
         return Noise(self.accept_BK[index_B], self.sample_B[index_B])
 
 
+UNDECIDED = -1  # in place of a token: a NaN leaves open which
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The decision on a block: which tokens are kept, and what follows them.
@@ -387,7 +392,8 @@ class Verdict:
     """
 
     accepted_B: Tensor  # int64, length of the accepted prefix (in a tree: of the accepted path)
-    next_token_B: Tensor  # int64, the correction, or the bonus if nothing was drafted after the accepted prefix
+    # int64, the correction, or the bonus if nothing was drafted after the accepted prefix; or UNDECIDED
+    next_token_B: Tensor
     why_BK: Tensor  # int8, a ``Why`` for each drafted token
     asked_BK: Tensor
     clauses: dict[str, Tensor] = field(default_factory=dict)
@@ -416,7 +422,7 @@ class Decision(NamedTuple):
 
     drafted: list[int]
     path: abc.Sequence[int]  # numbers of the kept drafted tokens, in order; in a chain 0, 1, 2, ...
-    next_token: int
+    next_token: int  # less than 0: UNDECIDED
     bonus: bool  # whether nothing was drafted after the path; else the next token is a correction
     choices: list[int]  # the target's most likely token after the row, and after each drafted token
     mismatches: abc.Sequence[Mismatch] = ()

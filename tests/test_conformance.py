@@ -365,6 +365,14 @@ class Likely(AcceptancePolicy):
         return target.probs_of(draft.tokens_BK) > 0.3
 
 
+def test_every_check_says_something() -> None:
+    """What was measured, or else what holds: a name alone ("monotone") tells nobody what it is."""
+    report = check_policy(Exact())
+    assert [finding.check for finding in report.findings if not finding.detail] == []
+    assert "inputs untouched: no tensor that comes in is changed" in str(report)
+    assert "a larger theta never accepts more" in str(check_policy(FLy()))
+
+
 def test_a_rule_that_says_yes_or_no_passes() -> None:
     """A threshold needs no ``.float()``."""
     assert check_policy(Likely()).passed

@@ -216,6 +216,26 @@ def test_penalties_and_forms_wait_at_most_three_times(grammars: Grammars, kind: 
             assert re.fullmatch(form, "".join("abcdefghijklmnopqr"[token] for token in row.tokens[3:-1]))
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_a_head_may_know_nothing_that_a_form_allows(grammars: Grammars, temperature: float) -> None:  # noqa: F811
+    """On the CPU and there: what it drafts all the same is refused."""
+
+    def made() -> Sequence:
+        form = {"regex": "[bdfh]{30}"}  # the head has every second token, none of these
+        row = row_of([1, 2, 3], k=4, temperature=temperature, max_tokens=12, stops=(18,), structured=form)
+        row.matcher = grammars.matcher(row.params)
+        return row
+
+    want, row = made(), made()
+    decode(engine_by(HEADS["some"], False), [want])
+    with device():
+        decode(engine_by(HEADS["some"], True), [row])
+    for each in (want, row):
+        assert {"abcdefghijklmnopqr"[token] for token in each.tokens[3:]} <= set("bdfh")
+        assert each.stats.accepted == 0
+    assert row.tokens == want.tokens
+
+
 def test_hidden_states_come_back_from_rounds() -> None:
     """A head that had no part in some rounds takes in what was said meanwhile."""
 

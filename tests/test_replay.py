@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from fly import LLM, SamplingParams
 from fly.backends.torch import TorchExecutor
 from fly.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
-from fly.bench.scale import REACHES, replays, scaled
+from fly.bench.scale import REACHES, lengths, replays, scaled
 from fly.drafts import NGramDraft, SingleDraft
 from fly.drafts.ngram import Index
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
@@ -512,7 +513,9 @@ def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path,
     machines = Machines(DEVICES["h100"], 16)
     gains = {}
     for text in ("exact", RULES[5]):
-        found = replays(blocks, parse_policy(text))
+        advanced: list[None] = []
+        found = replays(blocks, parse_policy(text), partial(advanced.append, None))
+        assert len(advanced) == len(found) == len(lengths(blocks))
         assert {each.reach for each in found} == set(REACHES) and max(each.k for each in found) == blocks.k
         for each in found:
             assert each.forwards is not None and each.drafted / 7 <= each.forwards <= each.drafted

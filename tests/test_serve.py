@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import http.client
 import json
 import re
 import socket
@@ -11,6 +12,8 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -602,6 +605,44 @@ def test_who_is_still_sending_a_body_that_is_too_long_gets_the_answer() -> None:
                 time.sleep(0.05)  # the refusal is long out: a connection closed now would be reset
                 client.sendall(b" " * 10_000)
             assert client.recv(4096).startswith(b"HTTP/1.1 413 ")
+
+
+def test_a_connection_outlives_an_error_of_ours(here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever breaks, in a handler or in the rule of a stranger, the client's next request goes out on the same
+    connection, and is answered."""
+
+    def broken(*_: Any) -> Any:
+        raise RuntimeError("broken")
+
+    @dataclass(frozen=True)
+    class Odd(Exact):
+        @property
+        def guarantee(self) -> Any:  # type: ignore[override]
+            return broken()
+
+    body = {"model": MODEL, "prompt": "a", "max_tokens": 2}
+    kind, address = {"content-type": "application/json"}, httpx.URL(here.url)
+    for place, name, path in (
+        (here.service, "check_model", f"/v1/models/{MODEL}"),
+        (here.service, "prepare", "/v1/completions"),
+        (here.service.metrics, "text", "/metrics"),
+        (here.service.rules, "choose", "/v1/models"),
+        (here.service.rules, "choose", "/v1/completions"),
+    ):
+        connection = http.client.HTTPConnection(address.host, address.port)
+        connection.connect()
+        connection.auto_open = 0  # else it would connect again, and hide what we look for
+        with monkeypatch.context() as patch:
+            asked = partial(replace, here.service.rules.choose(), policy=Odd())
+            patch.setattr(place, name, asked if (name, path) == ("choose", "/v1/completions") else broken)
+            for _ in range(2):
+                post = path == "/v1/completions"
+                connection.request("POST" if post else "GET", path, json.dumps(body) if post else None, kind)
+                got = connection.getresponse()
+                assert got.status == 500 and "error" in json.loads(got.read()), path
+        connection.request("GET", "/health")
+        assert connection.getresponse().status == 200
+        connection.close()
 
 
 def test_keys_limits_and_body_sizes() -> None:

@@ -189,11 +189,19 @@ def test_step_by_step_decoding_reads_the_weights_every_time() -> None:
 
 
 def test_the_slope_over_context_is_a_bandwidth() -> None:
-    found = []
-    for context in (10, 50, 400):
-        made = forward(1.0, context=context)
-        found.append(forward(0.25 + made.context_bytes / 1e6, context=context))
-    assert context_slope(found) == pytest.approx(1e6)
+    """In the middle turn, of three whose memory differs by more than the context takes."""
+    made = [forward(1.0, context=context) for context in (10, 50, 400)]
+
+    def measured(seconds: list[float]) -> list[Forward]:
+        return [
+            replace(
+                one, timing=Timing(tuple(base + one.context_bytes * each for base, each in zip((9, 5, 1), seconds)))
+            )
+            for one in made
+        ]
+
+    assert context_slope(measured([2e-6, 1e-6, 5e-7])) == pytest.approx(1e6)
+    assert context_slope(measured([2e-6, 1e-6, -5e-7])) is None
 
 
 def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:

@@ -5,17 +5,16 @@ Knows nothing of how a forward is computed: its costs are a model's (``fly.bench
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from fly.bench.plan import Machines, Setting, forecast
 from fly.drafts import NGramDraft
-from fly.eval.replay import Blocks, Replay, Unknown
+from fly.eval.replay import Blocks, Replay
 from fly.eval.statistics import Estimate
 from fly.policies import AcceptancePolicy
 
-__all__ = ["REACHES", "Scaled", "replays", "scaled"]
+__all__ = ["REACHES", "Scaled", "lengths", "replays", "scaled"]
 
 REACHES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.35, 0.5, 0.6)
 
@@ -34,15 +33,23 @@ class Scaled:
     fits: bool
 
 
-def replays(blocks: Blocks, policy: AcceptancePolicy) -> list[Replay]:
-    """``policy`` replayed with drafts of a fixed length, and with those that stop by themselves (``reach``).
+def lengths(blocks: Blocks) -> list[tuple[int, float]]:
+    """The drafts to replay, each by ``k`` and ``reach``: of a fixed length, and (if there was a draft model, whose
+    probabilities stop them) those that stop by themselves."""
+    fixed = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
+    stopped = [] if blocks.draft is None else [(blocks.k, reach) for reach in REACHES if reach]
+    return [*((k, 0.0) for k in fixed), *stopped]
+
+
+def replays(blocks: Blocks, policy: AcceptancePolicy, advance: Callable[[], None] = lambda: None) -> list[Replay]:
+    """``policy`` replayed with drafts of all ``lengths``; ``advance`` is called after each.
 
     Raises ``Unknown`` if the recording lacks what the rule needs.
     """
-    lengths = sorted({k for k in (3, 5, 7, 10, 15, 20, 25) if k < blocks.k} | {blocks.k})
-    found = [blocks.replay(policy, k, lookup=NGramDraft()) for k in lengths]
-    with suppress(Unknown):  # no draft model, whose probabilities would stop it
-        found += [blocks.replay(policy, reach=reach, lookup=NGramDraft()) for reach in REACHES if reach]
+    found = []
+    for k, reach in lengths(blocks):
+        found.append(blocks.replay(policy, k, reach=reach, lookup=NGramDraft()))
+        advance()
     return found
 
 

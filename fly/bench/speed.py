@@ -231,11 +231,13 @@ def one_token(forwards: Sequence[Forward], forward: Forward) -> Forward:
     return next(f for f in forwards if (f.model, f.rows, f.context, f.tokens) == (forward.model, 1, CONTEXT, 1))
 
 
-def context_slope(forwards: Sequence[Forward]) -> float:
-    """Bytes of stored keys and values read a second: the slope of least squares of time over context, inverted."""
-    points = [(f.context_bytes, f.timing.low) for f in forwards if f.rows == f.tokens == 1]
-    slope, _ = statistics.linear_regression(*zip(*points))
-    return 1 / slope
+def context_slope(forwards: Sequence[Forward]) -> float | None:
+    """Bytes of stored keys and values read a second: the slope of least squares of time over context, inverted; the
+    median of all turns. None where a quarter of the turns shows no slope, as what the weights take varies by more."""
+    alone = [f for f in forwards if f.rows == f.tokens == 1]
+    sizes, turns = [f.context_bytes for f in alone], zip(*(f.timing.times for f in alone))
+    slopes = sorted(statistics.linear_regression(sizes, times).slope for times in turns)
+    return 1 / statistics.median(slopes) if slopes[len(slopes) // 4] > 0 else None
 
 
 @dataclass

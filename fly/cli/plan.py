@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,13 +14,13 @@ from rich.table import Column
 from fly.bench.calibrate import Check, check_here
 from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.plan import Device as Processor
-from fly.bench.scale import replays, scaled
+from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import CollectiveTimeout, HeartbeatTimeout, K, number
 from fly.cli.run import command, memory_in_words, ranks_of, typed_in
-from fly.cli.show import console, note, print_list, ratio
+from fly.cli.show import console, note, print_list, progress, ratio
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
-from fly.eval.replay import Unknown, load_blocks
+from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
 from fly.policies import parse_policy
 
@@ -141,16 +142,23 @@ def _refuse_idle(typed: typer.Context, way: str | None) -> None:
 def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Setting, Machines]]) -> None:
     """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
     rules = [parse_policy(text, trusted=True) for text in policies]
-    shown = False
-    for (task, way), blocks in load_blocks(run).items():
+    recorded, shown = load_blocks(run), False
+    for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, whose acceptance is wanted")
-        lines: list[list[str]] = []
-        for text, rule in zip(policies, rules):
+    replayed: dict[tuple[str, str, str], list[Replay]] = {}
+    with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
+        for (key, blocks), (text, rule) in product(recorded.items(), zip(policies, rules)):
             try:
-                found = replays(blocks, rule)
+                replayed[*key, text] = replays(blocks, rule, advance)
             except Unknown as error:
+                for _ in lengths(blocks):
+                    advance()
                 console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
+    for (task, way), blocks in recorded.items():
+        lines: list[list[str]] = []
+        for text in policies:
+            if (found := replayed.get((task, way, text))) is None:
                 continue
             for name, setting, machines in plans:
                 for levels in (1, 2):

@@ -111,9 +111,11 @@ def bench_speed(
     for subject in subjects:
         found = [forward for forward in forwards if forward.model == subject.name]
         console.print(forwards_table(found, limits))
-        slope = context_slope(found)
-        share = slope / limits.bandwidth
-        note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
+        if (slope := context_slope(found)) is None:
+            note("context: what keys and values cost does not show beside the weights")
+        else:
+            share = slope / limits.bandwidth
+            note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
         console.print()
 
     settings = settings_of(plain, fast, k, [rule])[: None if fast.draft is not None else 1]

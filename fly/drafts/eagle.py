@@ -263,7 +263,10 @@ class Eagle3Draft(DraftStrategy):
             return tokens, None, logits_NU.softmax(-1) if asks else None
         logits_N1V = self._spread(logits_NU).unsqueeze(1)
         if bound:
-            logits_N1V = constrain(logits_N1V, rows, [[]] * len(rows))
+            allowed_N1V = constrain(logits_N1V, rows, [[]] * len(rows))
+            # Its vocabulary may have nothing that is allowed: then the target refuses what it says.
+            lost_N11 = allowed_N1V.amax(-1, keepdim=True) == -torch.inf
+            logits_N1V = torch.where(lost_N11, logits_N1V, allowed_N1V)
         if greedy:
             raw_NV, probs_NV = logits_N1V.squeeze(1), None
         else:

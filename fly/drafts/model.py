@@ -349,7 +349,7 @@ class SingleDraft(DraftStrategy):
                 new.append((own[: n + 1], list(range(n + 1))))
         else:
             new = []
-            for decision in self.executor.judge(rows, target, below):
+            for decision in self.runner.judge(rows, target, below, self.draft):
                 ids = [*(decision.drafted[node] for node in decision.path), decision.next_token]
                 new.append((ids, [0, *(node + 1 for node in decision.path)]))
         probs: list[list[Tensor]] = [[] for _ in rows]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.ops import Top, argmax, entropy, log_mass, pick, top
+from fly.ops import Top, argmax, entropy, log_mass, nan_at, pick, top
 from fly.ops.partial import ATTRIBUTES, at_index
 
 __all__ = ["Known", "Unknown"]
@@ -177,6 +177,7 @@ _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     argmax: lambda x: x.parts[0][..., 0],
     top: _top,
     pick: _pick,
+    nan_at: lambda x, index: torch.zeros_like(index, dtype=torch.bool),
     log_mass: _log_mass,
     entropy: lambda x: x.parts[4] if x.kind == "probs" else NotImplemented,
 }

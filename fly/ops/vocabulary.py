@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "log_mass", "pick", "top"]
+__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "pick", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this are done in one go
@@ -40,6 +40,14 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     if has_torch_function_unary(values):
         return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def nan_at(values: Tensor, index: Tensor) -> Tensor:
+    """[...] bool: whether the element at ``index`` [...] of each vector [..., V] of ``values`` is NaN. Of a vocabulary
+    that ranks share it says no, since they would have to exchange that."""
+    if has_torch_function_unary(values):
+        return handle_torch_function(nan_at, (values,), values, index)
+    return pick(values, index).isnan()
 
 
 class Top(NamedTuple):

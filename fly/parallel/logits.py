@@ -189,5 +189,6 @@ _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
     vocabulary.argmax: _argmax,
     vocabulary.top: _top,
     vocabulary.pick: _pick,
+    vocabulary.nan_at: lambda x, index: torch.zeros_like(index, dtype=torch.bool),
     vocabulary.log_mass: _log_mass,
 }

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, wraps
 from typing import Any, ClassVar, Literal, TypeVar
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from fly.ops import draw
 from fly.policies.binding import Bindable
 from fly.policies.conditions import Block, Condition, expression, given
-from fly.types import Draft, Guarantee, Noise, Target, Verdict, Why
+from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
 from fly.vocabulary import Vocabulary
 
 __all__ = [
@@ -28,6 +28,7 @@ __all__ = [
     "accepts_exactly",
     "exact_accept_probs",
     "longest_prefix",
+    "undecided",
     "verdict_of",
 ]
 
@@ -129,7 +130,8 @@ class AcceptancePolicy(Bindable, ABC):
         if not mask_BK.shape[1]:  # nothing to judge, as in every step of autoregressive decoding
             accepted_B, none_BK = torch.zeros_like(draft.lengths_B), torch.zeros_like(mask_BK, dtype=torch.int8)
             return Verdict(accepted_B, _next_token(self, target, draft, noise, accepted_B), none_BK, mask_BK)
-        kept_BK = (noise.accept_BK < self.chances(target, draft)) & mask_BK
+        chance_BK = self.chances(target, draft)
+        kept_BK = (noise.accept_BK < chance_BK) & mask_BK
         block = Block(target, draft, kept_BK)
         if self.relaxation is None:
             excused_BK = self.relax(target, draft, kept_BK)
@@ -140,7 +142,9 @@ class AcceptancePolicy(Bindable, ABC):
         if self.core.guarantee is not Guarantee.LOSSLESS:
             # The rule itself is not exact: a token that the exact rule would have rejected by the same coin is relaxed.
             exact_BK = (noise.accept_BK < exact_accept_probs(target, draft)) & mask_BK
-        return longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
+        verdict = longest_prefix(self, target, draft, noise, stands_BK, exact_BK, block.clauses)
+        # Those of the exact rule are NaN only where the target or the draft is, which is seen without them.
+        return verdict if accepts_exactly(self) else undecided(verdict, chance_BK, draft)
 
     def __or__(self, condition: Condition) -> AcceptancePolicy:
         """Excuse mismatches under ``condition``, besides those this policy excuses already.
@@ -322,17 +326,28 @@ def verdict_of(
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses or {})
 
 
+def undecided(verdict: Verdict, chance_BK: Tensor, draft: Draft) -> Verdict:
+    """The verdict, with no next token where a chance up to there is NaN."""
+    columns_K = torch.arange(chance_BK.shape[1], device=chance_BK.device)
+    nan_BK = chance_BK.isnan() & draft.mask_BK() & (columns_K <= verdict.accepted_B.unsqueeze(1))
+    return replace(verdict, next_token_B=torch.where(nan_BK.any(1), UNDECIDED, verdict.next_token_B))
+
+
 def _next_token(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise, accepted_B: Tensor) -> Tensor:
     """The bonus from the target's own distribution, or the correction from the policy's residual distribution."""
     if target.all_greedy:
         return target.argmax_BK.gather(1, accepted_B.unsqueeze(1)).squeeze(1)
     rows_B = torch.arange(accepted_B.shape[0], device=accepted_B.device)
     probs_BV = target.probs_at(rows_B, accepted_B)
-    if draft.tokens_BK.shape[1]:
-        at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
-        residual_BV = policy.correction(target, draft, at_B)
-        # Equal distributions leave no residual mass; a rejection then comes from rounding, and the target's
-        # distribution is right.
-        rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
-        probs_BV = torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV)
-    return draw(probs_BV, noise.sample_B)
+    if not draft.tokens_BK.shape[1]:
+        return draw(probs_BV, noise.sample_B)
+    at_B = accepted_B.clamp_max(draft.tokens_BK.shape[1] - 1)
+    residual_BV = policy.correction(target, draft, at_B)
+    # Equal distributions leave no residual mass; a rejection then comes from rounding, and the target's distribution is
+    # right. One with a NaN in it has a NaN for its mass.
+    mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B
+    probs_BV = torch.where((rejected_B & (mass_B > 0)).unsqueeze(1), residual_BV, probs_BV)
+    nan_B = rejected_B & mass_B.isnan()
+    if target.some_greedy:
+        nan_B = nan_B & ~target.greedy_B  # there the target's choice is the correction
+    return torch.where(nan_B, UNDECIDED, draw(probs_BV, noise.sample_B))

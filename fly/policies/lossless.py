@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from fly.ops import draw, pick
-from fly.policies.base import AcceptancePolicy, exact_accept_probs, longest_prefix, verdict_of
+from fly.policies.base import AcceptancePolicy, exact_accept_probs, longest_prefix, undecided, verdict_of
 from fly.policies.formulas import drafted
-from fly.types import Draft, Guarantee, Noise, Target, Verdict
+from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict
 
 __all__ = ["BlockVerification", "ExactSample"]
 
@@ -93,7 +93,7 @@ class BlockVerification(AcceptancePolicy):
             spare_BK = (before_BK[..., None] * target.probs_BKV[:, 1:-1] - draft.probs_BKV[:, 1:]).clamp_min(0).sum(-1)
         below_BK = spare_BK + (1 - before_BK)
         # Nothing to spare and nothing short (0/0): the distributions are equal from here, and keeping on is right.
-        early_BK = torch.where(below_BK > 0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny), 1.0)
+        early_BK = torch.where(below_BK <= 0, 1.0, spare_BK / below_BK.clamp_min(torch.finfo(below_BK.dtype).tiny))
         last_BK = counts_K == draft.lengths_B.unsqueeze(1)
         chance_BK = torch.where(last_BK, reach_BK, torch.nn.functional.pad(early_BK, (0, 1)))
 
@@ -106,6 +106,8 @@ class BlockVerification(AcceptancePolicy):
             residual_BV = residual_BV.scatter(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 0.0)
         else:
             residual_BV = (residual_BV - draft.probs_BKV[rows_B, at_B]).clamp_min(0)
-        rejected_B = (accepted_B < draft.lengths_B) & (residual_BV.sum(-1) > 0)
-        next_token_B = draw(torch.where(rejected_B.unsqueeze(1), residual_BV, probs_BV), noise.sample_B)
-        return verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
+        mass_B, rejected_B = residual_BV.sum(-1), accepted_B < draft.lengths_B
+        left_BV = torch.where((rejected_B & (mass_B > 0)).unsqueeze(1), residual_BV, probs_BV)
+        next_token_B = torch.where(rejected_B & mass_B.isnan(), UNDECIDED, draw(left_BV, noise.sample_B))
+        verdict = verdict_of(accepted_B, next_token_B, counts_K <= accepted_B.unsqueeze(1), draft)
+        return undecided(verdict, chance_BK, draft)

@@ -7,14 +7,15 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fly.ops import depths, draw, first_branch, leaf_paths, pick, upload
+from fly.ops import depths, draw, first_branch, leaf_paths, nan_at, pick, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_probs
 from fly.policies.conditions import Block
-from fly.types import Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
+from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
 __all__ = ["decide", "verify"]
 
@@ -54,7 +55,9 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         target: distributions of K+1 positions. draft: [B, K] tokens, chains or trees. noise: one coin a drafted token,
             one draw a row; None where none decides anything, at temperature 0 of a policy that ``accepts_exactly``.
 
-    Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children.
+    Of a tree, a rule that judges whole blocks (it overrides ``verdict``) gets the chain of first children. Where the
+    rule's chances or its correction, the draft's distribution or the target's logits hold a NaN on which the outcome
+    depends, the next token is ``UNDECIDED``.
 
     Raises:
         ValueError: the shapes of target, draft and noise do not belong together.
@@ -78,10 +81,18 @@ def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         device = target.logits_BKV.device
         noise = Noise(torch.zeros(rows, longest, device=device), torch.zeros(rows, device=device))
     if draft.parents_BK is None:
-        return policy.verdict(target, draft, noise)
-    if type(policy).verdict is AcceptancePolicy.verdict:
-        return _verify_tree(policy, target, draft, noise)
-    return _verify_first_path(policy, target, draft, noise)
+        verdict = policy.verdict(target, draft, noise)
+    elif type(policy).verdict is AcceptancePolicy.verdict:
+        verdict = _verify_tree(policy, target, draft, noise)
+    else:
+        verdict = _verify_first_path(policy, target, draft, noise)
+    if target.checked:
+        return verdict
+    end_B, path_BD = verdict.accepted_B, verdict.path_BK
+    if path_BD is not None and path_BD.shape[1]:
+        end_B = torch.where(end_B > 0, pick(path_BD, (end_B - 1).clamp_min(0)) + 1, 0)
+    nan_B = pick(nan_at(target.logits_BKV, target.argmax_BK), end_B)  # a NaN is the largest of all
+    return replace(verdict, next_token_B=torch.where(nan_B, UNDECIDED, verdict.next_token_B))
 
 
 def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise) -> Verdict:
@@ -99,7 +110,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
     rows, device = len(draft.tokens_BK), draft.tokens_BK.device
     trees = draft.trees
     assert draft.parents_BK is not None and trees is not None
-    kept_BK, exact_BK, probs_BMV = _try_siblings(policy, target, draft, noise)
+    kept_BK, exact_BK, probs_BMV, nan_BM = _try_siblings(policy, target, draft, noise)
     excused_BK, clauses = _excuse(policy, target, draft, trees, kept_BK)
     path_BD, accepted_B, last_B = _walk(draft, kept_BK, excused_BK)
 
@@ -114,6 +125,7 @@ def _verify_tree(policy: AcceptancePolicy, target: Target, draft: Draft, noise: 
         next_token_B = pick(target.argmax_BK, last_B)
     else:
         next_token_B = draw(probs_BMV[rows_B1.squeeze(1), last_B], noise.sample_B)
+    next_token_B = torch.where(pick(nan_BM, last_B), UNDECIDED, next_token_B)
     return Verdict(accepted_B, next_token_B, why_BK, asked_BK, clauses, path_BD)
 
 
@@ -168,10 +180,10 @@ def _places(draft: Draft) -> Tensor:
 
 def _try_siblings(
     policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """Which tokens the rule and which the exact rule keeps, once those before them among their siblings are rejected
-    ([B, K] bool), and the distribution [B, M, V] at each place when all that follow it are rejected (None at
-    temperature 0)."""
+    ([B, K] bool), the distribution [B, M, V] at each place when all that follow it are rejected (None at temperature
+    0), and at which places a NaN leaves that open ([B, M] bool)."""
     rows, longest = draft.tokens_BK.shape
     places = longest + 1
     logits_N2V = target.logits_BKV.flatten(0, 1).unsqueeze(1).expand(-1, 2, -1)
@@ -180,7 +192,7 @@ def _try_siblings(
     row_numbers = [b for b in range(rows) for _ in range(places)]
     place_BK, node_BK = _places(draft), torch.arange(longest, device=row_N.device).expand(rows, -1)
     older_BK = (place_BK.unsqueeze(2) == place_BK.unsqueeze(1)).tril(-1).sum(2)  # siblings that are tried before
-    kept_BM, exact_BM = (torch.zeros(rows, places, dtype=torch.bool, device=row_N.device) for _ in range(2))
+    kept_BM, exact_BM, nan_BM = (torch.zeros(rows, places, dtype=torch.bool, device=row_N.device) for _ in range(3))
     most = max((max(Counter(tree).values()) for tree in draft.trees or () if tree), default=0)
     for number in range(most):
         there_BK = older_BK == number
@@ -196,7 +208,9 @@ def _try_siblings(
         probs_N2V = None if probs_NV is None else probs_NV.unsqueeze(1).expand(-1, 2, -1)
         block = target.about(row_N, logits_N2V, probs_N2V, row_numbers)
         coin_N = noise.accept_BK[row_N, node_N]
-        keeps_N = there_N & (coin_N < policy.chances(block, one).squeeze(1))
+        chance_N = policy.chances(block, one).squeeze(1)
+        keeps_N = there_N & (coin_N < chance_N)
+        nan_N = chance_N.isnan()
         exact_N = keeps_N
         if policy.core.guarantee is not Guarantee.LOSSLESS:
             exact_N = there_N & (coin_N < exact_accept_probs(block, one).squeeze(1))
@@ -209,8 +223,10 @@ def _try_siblings(
             # Equal distributions leave no mass; a rejection is then a rounding matter, and the distribution as it was
             # is right.
             probs_NV = torch.where(there_N.unsqueeze(1) & (mass_N1 > 0), rest_NV / mass_N1, probs_NV)
+            nan_N = nan_N | (mass_N1.squeeze(1).isnan() & ~keeps_N & ~block.greedy_B)
+        nan_BM |= (there_N & nan_N).view(rows, places)
     probs_BMV = None if probs_NV is None else probs_NV.unflatten(0, (rows, places))
-    return kept_BM[:, :longest], exact_BM[:, :longest], probs_BMV
+    return kept_BM[:, :longest], exact_BM[:, :longest], probs_BMV, nan_BM
 
 
 def _excuse(

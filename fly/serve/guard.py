@@ -72,10 +72,10 @@ class Guard:
             await self.app(scope, receive, send)
             return
         name, start, status = uuid.uuid4().hex, time.monotonic(), 499  # a client that left gets no answer
-        head = scope["method"] == "HEAD"
+        head, whole = scope["method"] == "HEAD", False
 
         async def answer(message: Message) -> None:
-            nonlocal status
+            nonlocal status, whole
             if message["type"] == "http.response.start":
                 more = ((b"x-request-id", name.encode()), (b"x-content-type-options", b"nosniff"))
                 message = {**message, "headers": [*message.get("headers", ()), *more]}
@@ -88,6 +88,7 @@ class Guard:
                     await send(message)
             except TimeoutError:
                 raise _Stalled from None
+            whole = message["type"] == "http.response.body" and not message.get("more_body")
 
         headers = dict(scope["headers"])
         key = self._key(headers.get(b"authorization", b""))
@@ -96,6 +97,11 @@ class Guard:
             await self._serve({**scope, "method": "GET"} if head else scope, headers, key, held, receive, answer)
         except _Stalled:
             log.warning("a reader took nothing for %g s; its connection is closed", self.write_timeout)
+        except Exception:
+            if not whole:
+                raise
+            # It has its answer. uvicorn would close the connection, which the client keeps for its next request.
+            log.exception("a request was answered with status %d", status)
         finally:
             self._held -= held[0]
             if self.access_log:

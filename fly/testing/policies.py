@@ -215,9 +215,10 @@ def check_written_and_read(policy: AcceptancePolicy) -> str:
     data = dump_policy(policy)
     again = load_policy(data, trusted=True)
     require(again == policy, f"{data} reads as {again!r}")
-    again = parse_policy(str(policy)) if _has_names(data) else policy
+    named = _has_names(data)
+    again = parse_policy(str(policy)) if named else policy
     require(again == policy, f"'{policy}' reads as {again!r}")
-    return str(policy)
+    return f"{policy}, read from its {'text and its ' if named else ''}mapping, is the same rule"
 
 
 def _has_names(data: Any) -> bool:
@@ -242,8 +243,9 @@ def check_monotone(policy: AcceptancePolicy) -> str:
                     bool(((more - less) * direction >= 0).all()),
                     f"{name}={value} accepts {more.tolist()}, a smaller one {less.tolist()}",
                 )
-    claims = (f"{name} {'up' if sign > 0 else 'down'}" for name, sign in policy.monotone.items())
-    return ", ".join(claims) or "nothing claimed"
+    never = ((name, "less" if sign > 0 else "more") for name, sign in policy.monotone.items())
+    claims = (f"a larger {name} never accepts {what}" for name, what in never)
+    return ", ".join(claims) or "no parameter is declared to accept ever more, or less, as it grows ('monotone')"
 
 
 def _around(value: float | int) -> list[float | int]:
@@ -265,13 +267,13 @@ def check_gates(policy: AcceptancePolicy) -> str:
                 held = {name: bool(clause[b, j]) for name, clause in verdict.clauses.items()}
                 stats.count_gates(held, *relaxation.deciding(held))
     if not stats.gates and not relaxed:
-        return "excuses nothing"
+        return "no mismatch excused, so there is no condition (gate) to count"
     shares = "; ".join(
         f"{name} holds at {gate.passed / gate.asked:.0%}, alone refuses {gate.refused / gate.asked:.0%}"
         for name, gate in stats.gates.items()
     )
     never = f"; NEVER OPENS: {', '.join(stats.silent_gates)}" if stats.silent_gates else ""
-    return f"excuses {relaxed} of {asked} mismatches{f' ({shares})' if shares else ''}{never}"
+    return f"excuses {relaxed} of {asked} mismatches{f'; of its conditions (gates), {shares}' if shares else ''}{never}"
 
 
 def check_cuda_graph(policy: AcceptancePolicy) -> str:

@@ -23,7 +23,8 @@ class ConformanceError(AssertionError):
 
 @dataclass(frozen=True)
 class Finding:
-    """What one check found in ``seconds``: ``detail`` is a counterexample if it failed, else what was measured."""
+    """What one check found in ``seconds``: ``detail`` is a counterexample if it failed, else what was measured, or
+    what holds."""
 
     check: str
     passed: bool
@@ -60,16 +61,17 @@ def run_checks(
 ) -> None:
     """Add to ``report`` what each check finds out about ``subject``; what is found twice is said once.
 
-    A check returns what it measured, or raises: ``ConformanceError`` with a counterexample, or whatever the subject
-    raises. ``advance`` is called after each. Where the first one ends in an error of the subject's, that is all: the
-    others would end in it, or in what follows from it.
+    A check returns what it measured (or None: then what its docstring begins with is said), or raises:
+    ``ConformanceError`` with a counterexample, or whatever the subject raises. ``advance`` is called after each. Where
+    the first one ends in an error of the subject's, that is all: the others would end in it, or in what follows from
+    it.
     """
     seen: dict[str, str] = {}  # what went wrong, and the check in which it was seen first
     for check in checks:
         name, start = title(check), time.perf_counter()
         where = ""
         try:
-            passed, detail = True, check(subject) or ""
+            passed, detail = True, check(subject) or _promise(check)
         except Exception as error:
             passed, detail = False, str(error)
             if not isinstance(error, ConformanceError):
@@ -87,6 +89,12 @@ def run_checks(
 def title(check: Callable[..., Any]) -> str:
     """The name of a check in reports: ``check_full_caches`` is "full caches"."""
     return check.__name__.removeprefix("check_").replace("_", " ")
+
+
+def _promise(check: Callable[..., Any]) -> str:
+    """The first sentence of a check's docstring, up to a colon."""
+    first = " ".join((check.__doc__ or "").split()).partition(". ")[0].partition(":")[0].rstrip(".")
+    return first[:1].lower() + first[1:]
 
 
 def require(condition: bool, message: str) -> None:

@@ -25,7 +25,7 @@ from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
 from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Not, Room
 from fly.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Mismatch, Target
+from fly.types import UNDECIDED, Decision, Draft, Mismatch, Target
 
 __all__ = ["HostDecisions", "HostDistribution", "c_sampling", "decide_on_host", "top_at", "uniforms"]
 
@@ -84,7 +84,7 @@ class HostDistribution(ProcessedDistribution):
     def keeps(self, draft: Draft, coins: array[float], all_: bool) -> list[list[bool]] | None:
         """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``): those up to the first that
         it does not keep, or ``all_`` of them. ``coins`` are K a row. None where a draft's distribution is of no kind
-        that compiled code reads."""
+        that compiled code reads, or NaN."""
         rows, places, width = self.logits_BJV.shape
         probs_BKV = draft.probs_BKV
         if probs_BKV is not None and not (
@@ -110,14 +110,17 @@ class HostDistribution(ProcessedDistribution):
                 all_,
                 address(kept),
             )
-            if first < 0:
+            if first == -1:
                 raise MemoryError(f"no memory for a distribution over {width} tokens")
+            if first < 0:
+                return None
             found.append([keep != 0 for keep in kept])
         return found
 
     def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
         """The token drawn at position ``j`` of row ``b``: from its distribution or, where the exact rule ``rejected`` a
-        drafted token, from what the draft's leaves of it (``max(target - draft, 0)``)."""
+        drafted token, from what the draft's leaves of it (``max(target - draft, 0)``): less than 0 if that holds a
+        NaN."""
         logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
         if rejected is not None and draft.probs_BKV is not None:
             probs_V = draft.probs_BKV[b, j].contiguous()
@@ -130,7 +133,7 @@ class HostDistribution(ProcessedDistribution):
             None if probs_V is None else probs_V.data_ptr(),
             uniform,
         )
-        if token < 0:
+        if token == -1:
             raise MemoryError(f"no memory for a distribution over {len(logits_V)} tokens")
         return token
 
@@ -170,7 +173,7 @@ def decide_on_host(
         return None
     if draft.trees is not None:
         plain = target.all_greedy and relaxation is None and type(policy).verdict is AcceptancePolicy.verdict
-        return [*map(_descend, draft.chains, draft.trees, target.choices)] if plain else None
+        return _checked([*map(_descend, draft.chains, draft.trees, target.choices)], target) if plain else None
     if not _plain(logits_BKV) or logits_BKV.stride(-1) != 1:
         return None
     if target.all_greedy:
@@ -213,7 +216,16 @@ def decide_on_host(
             uniform = uniforms(seeds[b : b + 1], starts[b : b + 1], Stream.SAMPLE, 1)[0]
             following = processed.follow(b, n, chain[n] if n < end else None, draft, uniform)
         found.append(Decision(chain, range(n), following, n == end, target.choices[b], mismatches))
-    return found
+    return _checked(found, target)
+
+
+def _checked(found: list[Decision], target: Target) -> list[Decision]:
+    """The decisions, ``UNDECIDED`` where logits are NaN (their largest is NaN then), if nobody has looked."""
+    if target.checked:
+        return found
+    ends = [one.path[-1] + 1 if len(one.path) else 0 for one in found]
+    largest = (target.logits_BKV[b, end, one.choices[end]].item() for b, (end, one) in enumerate(zip(ends, found)))
+    return [one._replace(next_token=UNDECIDED) if math.isnan(x) else one for x, one in zip(largest, found)]
 
 
 def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decision:

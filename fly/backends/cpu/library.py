@@ -33,7 +33,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 29  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 30  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"

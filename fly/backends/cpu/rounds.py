@@ -33,7 +33,7 @@ def take_rounds(
     lookup: CLookup | None,
     clauses: abc.Sequence[abc.Sequence[Clause]] | None,
     ask: Callable[[list[Decision], Question], Answer | None],
-) -> Rounds:
+) -> Rounds | None:
     """``Executor.rounds``: ``clauses`` are the conditions of each row that must all hold to excuse a mismatch; None
     leaves that to ``ask``, for a row alone.
 
@@ -164,12 +164,15 @@ def take_rounds(
     if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
         error = KeyboardInterrupt()
     last = call.rounds - 1
+    taken = call.rounds - any(following[b * most + last] < 0 for b in range(count))  # a NaN leaves the last one open
+    if not taken and error is None:
+        return None
     # Of a chain all fed tokens are stored, of a tree the kept ones.
     fed = counts if tree is None else array("i", [max(n, 0) for n in accepted])
     stored = [text[: one.length + fed[b * most + last]].tolist() for b, (text, one) in enumerate(zip(texts, going))]
-    taken = zip((1, last), call.elapsed, call.scoring, call.drafting)
-    first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in taken)
-    found = [decisions(b, told, call.rounds) for b in range(count)]
+    spent = zip((1, last), call.elapsed, call.scoring, call.drafting)
+    first, others = (Spent(rounds, *(ns / 1e9 for ns in each)) for rounds, *each in spent)
+    found = [decisions(b, told, taken) for b in range(count)]
     states = []
     if read_NF is not None:
         places: list[list[int]] = [[] for _ in rows]  # of the kept tokens of each round, and of all tokens of the last
@@ -198,4 +201,6 @@ def _add_mismatches(found: list[list[Decision]], asks: abc.Iterable[Ask], plan: 
             held = said[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
         made.setdefault((row, this), []).append(Mismatch(position, bool(excused), held, nats))
     for (row, this), mismatches in made.items():
+        if this == len(found[row]):  # it is open
+            continue
         found[row][this] = found[row][this]._replace(mismatches=mismatches)

@@ -158,7 +158,10 @@ class Chain:
             feed.x_R1C.copy_(hidden_RJC)
         logits_RJV = feed.logits(hidden_RJC)
         if self.says is not None:
-            logits_RJV = self.says.on(logits_RJV, table, self.count_R, first)
+            allowed_RJV = self.says.on(logits_RJV, table, self.count_R, first)
+            # The vocabulary of a head may have nothing that is allowed: then the target refuses what it says.
+            lost_RJ1 = allowed_RJV.amax(-1, keepdim=True) == -torch.inf
+            logits_RJV = torch.where(lost_RJ1, logits_RJV, allowed_RJV)
         own_RJ, seen_RJV, at_RJ = argmax(logits_RJV), None, count_R1 + torch.arange(copies + 1, device=table.device)
         if drawn:
             assert self.probs_DXV is not None and self.coins_DX is not None

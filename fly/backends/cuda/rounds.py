@@ -104,7 +104,7 @@ class _Lot(NamedTuple):
 
 
 def take_rounds(target: Model, drafter: Model | TorchHead | None, plan: RoundPlan, works: Works) -> Rounds | None:
-    """``Executor.rounds``. None where the batch would need too much memory."""
+    """``Executor.rounds``. None where the batch would need too much memory, or a NaN leaves the first round open."""
     copies, way = drafter is None and plan.spec.lookup is not None, -1
     if drafter is not None and plan.spec.lookup is not None:
         way, most = works.lookup.choose()
@@ -132,6 +132,8 @@ def take_rounds(target: Model, drafter: Model | TorchHead | None, plan: RoundPla
     if way >= 0 and call.drafted:
         rounds = sum(each.rounds for each in call.spent)
         works.lookup.add(way, call.forwards * _forward_cost(shape), call.drafted, rounds)
+    if call.open and not call.decisions[0]:
+        return None
     return call.told()
 
 
@@ -164,6 +166,7 @@ class _Call:
         self.places = {b: (at, kinds[at]) for at, b in enumerate(lot.order) if b >= 0}
         self.forwards = self.drafted = 0  # by the drafter, and tokens of all rows
         self.error: BaseException | None = None
+        self.open = False  # whether a NaN leaves the last round undecided
         self.together = work.captures.awaited is not nullcontext  # with other processes, whose clocks are others
         self.events = [torch.cuda.Event(enable_timing=True) for _ in range(3)]
         self.spent = Spent(0, 0.0, 0.0, 0.0), Spent(0, 0.0, 0.0, 0.0)
@@ -219,6 +222,8 @@ class _Call:
         if self.error is not None:
             return False
         ended = self._take_in()
+        if self.open:
+            return False
         now = time.perf_counter()
         took, self.last = now - self.last, now
         later = self.spent[0].rounds > 0
@@ -229,10 +234,14 @@ class _Call:
         return not ended and self._goes_on(now)
 
     def _take_in(self) -> bool:
-        """Read the part of a round's result that the next round depends on, and say whether a row ended."""
+        """Read the part of a round's result that the next round depends on, and say whether a row ended, or the round
+        is open."""
         assert self.decide.download is not None
         found = self.decide.download.host
         values = found.tolist()
+        if any(values[at][2] < 0 for at, _ in self.places.values()):
+            self.open = True
+            return True
         self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
         ended, stand = False, list[int]()
         self.forwards += 0 if self.work.chain is None else self.work.chain.forwards

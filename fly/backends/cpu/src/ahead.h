@@ -15,10 +15,9 @@ struct Place {
 };
 
 // Weights that a product asks for while it multiplies others, as a core left to itself waits for too few lines at once:
-// those ``from`` bytes on in each of its panels, and after their end those at ``then``. FEW of them, which the processor
-// keeps in its caches, go into the first level; MANY into the second, which waits for more lines at once, and from there
-// into the first shortly before their turn; HALF of a step's in each step into the second; and NONE.
-enum class Asked { NONE, FEW, MANY, HALF };
+// those ``from`` bytes on in each of its panels, and after their end those at ``then``. ALL of them, into the first level
+// of caches; HALF of a step's in each step, into the second, for a product of several blocks; or NONE.
+enum class Asked { NONE, ALL, HALF };
 
 template <Asked ASKED>
 struct Ahead {
@@ -27,19 +26,15 @@ struct Ahead {
 
     template <int P, int BYTES>  // panels, and bytes of a step in each
     ALWAYS_INLINE void ask(const char* w, long panel, int k) const {
-        constexpr int SHORTLY = 2048 / P, EACH = ASKED == Asked::HALF ? BYTES / 2 : BYTES;
-        const auto lines = [&](long at, auto bring) {
-            const bool here = at < panel;
-            const char* line = here ? w + at : then.at + (at - panel);
-            UNROLL for (int j = 0; j < P; j++)
-                for (int i = 0; i < EACH; i += 64) bring(line + j * (here ? panel : then.panel) + i);
-        };
+        constexpr int EACH = ASKED == Asked::HALF ? BYTES / 2 : BYTES;
         if (ASKED == Asked::NONE || (EACH < 64 && k % 2)) return;
-        if (ASKED != Asked::FEW) lines(from + k * (long)EACH, fetch);
-        if (ASKED == Asked::FEW) lines(from + k * (long)EACH, fetch_close);
-        if (ASKED == Asked::MANY && P > 1) lines(SHORTLY + k * (long)EACH, fetch_close);
-        if (ASKED == Asked::MANY && P == 1)  // the next panel comes after it, mostly, and steps are short
-            for (int i = 0; i < BYTES; i += 64) fetch_close((const char*)((uintptr_t)w + k * (long)BYTES + SHORTLY + i));
+        const long at = from + k * (long)EACH;
+        const bool here = at < panel;
+        const char* line = here ? w + at : then.at + (at - panel);
+        UNROLL for (int j = 0; j < P; j++)
+            for (int i = 0; i < EACH; i += 64) {
+                const char* next = line + j * (here ? panel : then.panel) + i;
+                ASKED == Asked::ALL ? fetch_close(next) : fetch(next);
+            }
     }
 };
-

@@ -29,8 +29,11 @@ void project_all(Call* call, int thread) {
         wait(call);
         project<Wt>(call, normed, rows, call->logits + (long)at * vocab, thread);
         wait(call);
-        for (int t = mine.from; call->choice && t < mine.to; t++)
-            call->choice[at + t] = (int32_t)best(call->logits + (long)(at + t) * vocab, vocab);
+        for (int t = mine.from; call->choice && t < mine.to; t++) {
+            const float* logits = call->logits + (long)(at + t) * vocab;
+            const int64_t likeliest = best(logits, vocab);
+            call->choice[at + t] = logits[likeliest] == logits[likeliest] ? (int32_t)likeliest : NO_NUMBER;
+        }
     }
 }
 

@@ -146,7 +146,7 @@ struct Call : Batch {
     float* logits;        // [T, V] out, of all tokens or of those that are kept
     const int32_t* kept;  // [N] their numbers; null is all
     int32_t kept_count;
-    int32_t* choice;      // [N] out: the most likely token of each; or null
+    int32_t* choice;      // [N] out: the most likely token of each, NO_NUMBER where the logits are NaN; or null
     const int32_t* state;   // [states] give the residual stream after so many layers each
     int32_t states;
     void* read;             // [T, states · C] out

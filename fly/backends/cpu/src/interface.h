@@ -113,7 +113,7 @@ struct Rounds {
     int32_t* drafted_count;    // [B, most] out
     int32_t* choice;           // [B, most, k + 1] out: the target's most likely tokens
     int32_t* accepted;         // [B, most] out: drafted tokens that stand
-    int64_t* following;        // [B, most] out: the token after them
+    int64_t* following;        // [B, most] out: the token after them, NO_NUMBER where a NaN leaves it open
     const Sampling* sampling;  // [B] how rows draw; null where all take the most likely
     float* distributions;      // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
     float* spread;             // [2, V padded] for what is drawn
@@ -141,5 +141,6 @@ struct Rounds {
 };
 
 constexpr int32_t UNANSWERED = -2;
+constexpr int32_t NO_NUMBER = -2;  // in place of a token or of how many are kept; -1 has other meanings there
 
 }  // namespace fly

@@ -49,7 +49,7 @@ int64_t fly::derived(int64_t seed, int64_t position) {
     return (int64_t)scramble(scramble((uint64_t)seed ^ MIX_LAST) + (uint64_t)position * MIX);
 }
 
-EXPORT int fly_abi() { return 29; }
+EXPORT int fly_abi() { return 30; }
 
 // The name of variant ``number``, null after the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {

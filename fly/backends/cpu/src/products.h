@@ -95,10 +95,8 @@ inline void product_of(const Inputs<Wt>& x, const Matrix& matrix, Range range, P
                 multiply(Ahead<Asked::NONE>{});
             else if (blocks > 1)
                 multiply(Ahead<Asked::HALF>{block == blocks - 1 ? bytes + bytes / 2 : bytes, next});
-            else if (bytes * matrix.panels < LONG)
-                multiply(Ahead<Asked::FEW>{near, next});
             else
-                multiply(Ahead<Asked::MANY>{near, next});
+                multiply(Ahead<Asked::ALL>{near, next});
             for (int row = 0; row < count; row++)
                 for (int j = 0; j < panels; j++) {
                     float* mine = (float*)(sums + (row * panels + j) * PANEL);

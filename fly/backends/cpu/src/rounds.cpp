@@ -321,9 +321,17 @@ struct Play {
         if (i >= 0 && !heads) row.draft_start += forest->keep(i, draft.batch, path, n, row.length);
     }
 
+    // A NaN leaves it open what follows row ``b``.
+    int leave_open(int b) {
+        it->following[place(b)] = NO_NUMBER;
+        return 0;
+    }
+
     // How many drafted tokens of row ``b`` stand (less than 0: the row is at its end), by its ``logits`` and its ``own``
     // most likely tokens, and what follows them. ``distributions`` is what they were drawn from, or null.
     int verify(int b, const float* logits, const int32_t* own, const float* distributions) {
+        for (int n = 0; n <= drafts[b]; n++)
+            if (own[n] < 0) return leave_open(b);
         if (forest) return walk(b, logits, own);
         const Variant* judge = variants[it->variant];
         const Going& row = it->going[b];
@@ -334,6 +342,7 @@ struct Play {
             uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
             n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, it->spread,
                                nullptr);
+            if (n < 0) return leave_open(b);
         } else {
             while (n < drafts[b] && drafted[n] == own[n]) n++;
         }
@@ -358,9 +367,9 @@ struct Play {
 }  // namespace
 
 // Rounds of the rows of ``batch``, which the target has stored but for their last tokens: draft, verify, emit, again and
-// again, until a row emits a stop id or all that is left of it, its room may not do, or the time is over. Without a
-// ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does. What stands of a tree is stored
-// in order at the end of each round, with the hidden states of it.
+// again, until a row emits a stop id or all that is left of it, its room may not do, a NaN leaves it open what follows it,
+// or the time is over. Without a ``drafter`` a ``lookup`` drafts what followed the last time, with neither nobody does.
+// What stands of a tree is stored in order at the end of each round, with the hidden states of it.
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
@@ -410,7 +419,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             if (n >= 0) row.text[row.length + n] = it->following[place];
             for (int t = row.length; t <= row.length + n; t++) over |= play.ends(b, row.text[t]);
             const int next = it->growth ? it->spare : least_of(row.k, row.left - n - 2);  // it drafts so many, at most
-            over |= n < 0 || n + 1 >= row.left || row.length + n + 1 + next > row.room;
+            over |= n < 0 || it->following[place] < 0 || n + 1 >= row.left || row.length + n + 1 + next > row.room;
         }
         it->rounds++;
         lap();

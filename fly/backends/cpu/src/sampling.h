@@ -134,7 +134,8 @@ inline float* distribution_of(const Sampling& how, const float* given, int vocab
 
 // Whether the exact rule keeps each drafted token by its coin (fly/policies/base.py: exact_accept_probs), up to the first
 // that it does not keep, or of ``all``. ``distributions`` [count, V] is what they were drawn from; null is a deterministic
-// draft. Returns the number of that first token, or ``count``; ``keeps`` [count] or null is out for each.
+// draft. Returns the number of that first token, or ``count``, or NO_NUMBER where the chance of one is NaN; ``keeps``
+// [count] or null is out for each.
 int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* drafted, int count, const float* distributions,
             const float* coins, bool all, float* spread, uint8_t* keeps) {
     int first = count;
@@ -145,6 +146,7 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
             constexpr float least = 1.17549435e-38f;
             const float target = distribution_of(*how, logits, vocab, spread)[token];
             const float draft = distributions ? distributions[(long)j * vocab + token] : 1;
+            if (draft != draft) return NO_NUMBER;
             kept = coins[j] < target / most_of(draft, least);
         } else {
             kept = best(logits, vocab) == token;
@@ -156,16 +158,20 @@ int accepts(const float* logits, int vocab, const Sampling* how, const int64_t* 
 }
 
 // The token after those that stand: drawn from the target's distribution or, if a drafted one was ``rejected`` there
-// (else -1), from what is left of it without the draft's ``distribution`` [V] (null: that one token).
+// (else -1), from what is left of it without the draft's ``distribution`` [V] (null: that one token); NO_NUMBER where that
+// holds a NaN.
 int64_t follow(const float* logits, int vocab, const Sampling* how, int64_t rejected, const float* distribution, float uniform,
                float* spread) {
     if (!(how->temperature > 0)) return best(logits, vocab);
     float *target = distribution_of(*how, logits, vocab, spread), *left = spread;
     if (rejected >= 0) {
+        bool numbers = true;
         for (int v = 0; v < vocab; v++) {
             const float rest = target[v] - (distribution ? distribution[v] : v == rejected);
             left[v] = rest > 0 ? rest : 0;
+            numbers &= rest == rest;
         }
+        if (!numbers) return NO_NUMBER;
         // Without any, both distributions are equal: a rejection is a matter of rounding, and the target's is right.
         if (const int64_t token = pick(left, vocab, uniform); token >= 0) return token;
     }

@@ -1,0 +1,173 @@
+"""NaN in what a model, a strategy or a policy says: the request that it concerns ends with an error that names it, and
+the others get what they would have got without it."""
+
+from __future__ import annotations
+
+from collections import abc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from fly.backends import executor_of
+from fly.backends.cpu import available
+from fly.backends.torch import TorchExecutor
+from fly.cache import PagedKVCache
+from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
+from fly.engine import Engine
+from fly.executor import Executor
+from fly.models import Llama
+from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies.base import ExactCore, exact_accept_probs
+from fly.request import Sequence
+from fly.runner import Runner
+from fly.scheduler import Scheduler
+from fly.types import Draft, SamplingParams, Target
+from tests.test_cuda import device, there
+from tests.test_drafts import perturbed
+from tests.toys import random_llama
+
+pytestmark = pytest.mark.filterwarnings("ignore:a step failed")
+VOCAB, FATAL = 23, 15
+MODEL = random_llama(0, vocab_size=VOCAB, hidden=16, heads=2, kv_heads=1, layers=2, max_positions=200)
+NEAR = perturbed(MODEL, 0.05)
+Make = Callable[[Llama], Executor]
+
+
+@contextmanager
+def emulated() -> Iterator[Make]:
+    with device():
+        yield there
+
+
+PLACES: dict[str, Callable[[], Any]] = {
+    "torch": lambda: nullcontext(TorchExecutor),
+    "compiled": lambda: nullcontext(executor_of),
+    "gpu": emulated,
+}
+if available() == ["torch"]:
+    del PLACES["compiled"]
+everywhere = pytest.mark.parametrize("place", PLACES)
+at_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
+
+
+def row_of(prompt: list[int], temperature: float, policy: AcceptancePolicy | None = None, most: int = 14) -> Sequence:
+    params = SamplingParams(temperature=temperature, max_tokens=most)
+    return Sequence(list(prompt), len(prompt), params, policy or Exact(), 3, 4)
+
+
+def run(executor: Executor, strategy: DraftStrategy | None, rows: list[Sequence]) -> list[Sequence]:
+    """The rows when all are over, together; everything is free then."""
+    scheduler = Scheduler(Engine(Runner(executor, PagedKVCache.for_model(executor, 4000)), strategy))
+    for row in rows:
+        scheduler.add(row)
+    while scheduler:
+        scheduler.step()
+    assert all(a.num_free == a.num_blocks for a in scheduler.allocators())
+    return rows
+
+
+@dataclass(frozen=True)
+class Nan(AcceptancePolicy):
+    """Fails once a row has so many tokens."""
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        late_B1 = (target.generated_B > 6).unsqueeze(1)
+        return torch.where(late_B1, torch.nan, exact_accept_probs(target, draft))
+
+
+@dataclass(frozen=True)
+class NanResidual(ExactCore):
+    def residual(self, target_BV: Tensor, draft_BV: Tensor) -> Tensor:
+        return (target_BV - draft_BV) * torch.nan
+
+
+@pytest.mark.parametrize(("place", "drafting"), [*product(PLACES, ["model"]), ("torch", "n-gram"), ("torch", "tree")])
+@at_temperatures
+def test_a_policy(place: str, drafting: str, temperature: float) -> None:
+    prompts = [[1, 2, 1, 2], [7, 7, 7], [3, 4]]
+    with PLACES[place]() as make:
+
+        def strategy() -> DraftStrategy:
+            if drafting == "tree":
+                return TreeDraft(make(NEAR), depth=3, nodes=5, width=2, cache_tokens=4000)
+            return NGramDraft(2, 1, 4) if drafting == "n-gram" else SingleDraft(make(NEAR), cache_tokens=4000)
+
+        wanted = run(make(MODEL), strategy(), [row_of(prompt, temperature) for prompt in prompts])
+        for policy in (Nan(), NanResidual()) if temperature else (Nan(),):
+            rules = [None, policy, None]
+            found = run(make(MODEL), strategy(), [row_of(*each) for each in zip(prompts, [temperature] * 3, rules)])
+            bad = found.pop(1)
+            assert bad.finish_reason == "error" and isinstance(bad.error, ValueError)
+            assert str(bad.error).startswith(f"the policy '{policy}' gave NaN for the draft [")
+            assert [row.tokens for row in found] == [wanted[0].tokens, wanted[2].tokens]
+
+
+class NanDraft(DraftStrategy):
+    """Drafts by chance, and knows no probabilities for texts that begin with ``FATAL``: of the token itself, or of
+    another."""
+
+    vocab_size = VOCAB
+
+    def __init__(self, own: bool) -> None:
+        self.own = own
+
+    def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+        tokens_BK = torch.tensor([[(len(row.tokens) + j) % VOCAB for j in range(max(max_len))] for row in rows])
+        probs_BKV = torch.full((*tokens_BK.shape, VOCAB), 1 / VOCAB)
+        for b, row in enumerate(rows):
+            if row.tokens[0] == FATAL:
+                probs_BKV[b].scatter_(1, (tokens_BK[b] + (not self.own)).unsqueeze(1) % VOCAB, torch.nan)
+        return Draft(tokens_BK, torch.tensor(max_len), probs_BKV)
+
+
+@everywhere
+@pytest.mark.parametrize("rule", ["exact", "block", "lossy(lenience=3)"])
+@pytest.mark.parametrize("own", [True, False])
+def test_a_strategy(place: str, rule: str, own: bool) -> None:
+    prompts, policy = [[1, 2], [FATAL, 2], [3]], parse_policy(rule)
+    with PLACES[place]() as make:
+        good = [row_of(prompt, 1.0, policy) for prompt in (prompts[0], prompts[2])]
+        wanted = [row.tokens for row in run(make(MODEL), NanDraft(own), good)]
+        found = run(make(MODEL), NanDraft(own), [row_of(prompt, 1.0, policy) for prompt in prompts])
+        bad = found.pop(1)
+        assert str(bad.error).startswith("NanDraft proposed a distribution with NaN in it")
+        assert [row.tokens for row in found] == wanted
+
+
+def fatal(model: Llama) -> Llama:
+    """The same model, which has no numbers for texts with ``FATAL`` in them."""
+    made = perturbed(model, 0.0)
+    with torch.no_grad():
+        made.embed_tokens.weight[FATAL] = torch.nan
+    return made
+
+
+@everywhere
+@at_temperatures
+@pytest.mark.parametrize("drafting", [None, "n-gram", "model"])
+def test_a_model(place: str, temperature: float, drafting: str | None) -> None:
+    prompts = [[1, 2, 3], [7, 7, 7], [2, FATAL], [3, 4], [16]]
+    with PLACES[place]() as make:
+
+        def strategy() -> DraftStrategy | None:
+            if drafting == "model":
+                # Within a block a NaN may spread to the places before it: so what is drafted here is always kept.
+                return SingleDraft(make(MODEL), cache_tokens=4000)
+            return NGramDraft(2, 1, 4) if drafting else None
+
+        wanted = run(make(MODEL), strategy(), [row_of(prompt, temperature, most=20) for prompt in prompts])
+        found = run(make(fatal(MODEL)), strategy(), [row_of(prompt, temperature, most=20) for prompt in prompts])
+        for row, other in zip(found, wanted):
+            if FATAL in other.tokens[:-1]:
+                assert str(row.error).startswith("the model Llama gave NaN as logits, after ")
+                assert row.tokens == other.tokens[: len(row.tokens)]
+                assert FATAL not in row.tokens[row.prompt_length : -1]
+            else:
+                assert row.error is None and row.tokens == other.tokens
+        assert 1 < sum(row.error is not None for row in found) < len(prompts)
