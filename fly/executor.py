@@ -425,7 +425,7 @@ class Head(Executor):
         seeds: abc.Sequence[int] = (),
     ) -> Drafted | None:
         """Feed the batch by the target's hidden states before each token, then for each row its next token by the
-        head's own features, again and again, in one call; arguments and result as of ``extend``. None: it cannot."""
+        head's own features, again and again, in one call, or a tree; the rest as of ``extend``. None: it cannot."""
         return None
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:

@@ -72,8 +72,11 @@ class Form(Protocol):
     ) -> None:
         """Ban (-inf), in place, what may not follow ``text`` and each drafted token."""
 
-    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
-        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
+    def masks(
+        self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
+    ) -> dict[int, bytearray]:
+        """What may follow ``text``, at 0, and each drafted token j, at j + 1, unless that is forbidden or comes after
+        one that is: a bit a token. ``parents`` as in ``Draft``."""
 
     def check(self, place: int) -> None:
         """Raises ``ValueError`` if a text that is kept up to ``place``, as last asked about, cannot go on."""

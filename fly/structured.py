@@ -264,10 +264,12 @@ class Matcher:
             lost_J1 = logits_JV[at].amax(-1, keepdim=True) == -torch.inf
             logits_JV[at] = torch.where(lost_J1, raw_JV[at] + bias_JV, logits_JV[at])
 
-    def masks(self, text: list[int], draft: list[int]) -> list[bytearray]:
-        """What may follow ``text``, and then each drafted token up to the first that is forbidden: a bit a token."""
-        found = self._along(text, draft, range(-1, len(draft) - 1))
-        return [found[place] for place in range(len(found))]
+    def masks(
+        self, text: list[int], draft: list[int], parents: abc.Sequence[int] | None = None
+    ) -> dict[int, bytearray]:
+        """What may follow ``text``, at 0, and each drafted token j, at j + 1, unless that is forbidden or comes after
+        one that is: a bit a token. ``parents`` as in ``Draft``."""
+        return self._along(text, draft, range(-1, len(draft) - 1) if parents is None else parents)
 
     def check(self, place: int) -> None:
         """Raise ``StructuredError`` if a text that stands up to ``place``, as last asked about, is not whole and cannot

@@ -487,7 +487,7 @@ def test_a_drawn_draft_of_a_form_is_of_the_distribution_that_it_says(
         assert draft.probs_BKV is not None
         (tokens,), said_KV = draft.chains, draft.probs_BKV[0].cpu().clone()
     assert row.matcher is not None
-    masks = row.matcher.masks(row.tokens[3:], tokens)
+    masks = row.matcher.masks(row.tokens[3:], tokens).values()
     allowed = [bool(mask[token // 8] >> token % 8 & 1) for mask, token in zip(masks, tokens)]
     assert all(allowed[:-1]) and len(allowed) == len(tokens)
     assert len(tokens) == most or not allowed[-1] or tokens[-1] in row.stop_ids
@@ -522,18 +522,19 @@ def tree_engine(
 @settings(max_examples=15)
 @given(data=st.data())
 def test_trees_on_the_device_are_those_of_the_cpu(data: st.DataObject) -> None:
-    """Rows of any policy and temperature, some of whose tokens are banned; models that see the last tokens only; and
-    targets that are fed token by token."""
+    """Rows of any policy and temperature, some of which ask something of their tokens; models that see the last tokens
+    only; and targets that are fed token by token."""
     how = data.draw(growths()), data.draw(st.booleans()), data.draw(st.sampled_from([False, False, False, True]))
     rows = []
     for _ in range(data.draw(st.integers(1, 3))):
         policy = data.draw(st.sampled_from([*POLICIES, parse_policy("block")]))
-        asked = data.draw(st.sampled_from([{}, {}, {}, {"logit_bias": {5: -100.0}}]))
+        asked = data.draw(st.sampled_from([{}, {}, {}, *ASKS]))
         rows.append(
             row_of(
                 data.draw(prompts), policy, data.draw(st.integers(0, 6)), data.draw(st.integers(0, 2**62)),
-                temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])), max_tokens=data.draw(st.integers(1, 30)),
-                stops=data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)), **asked,
+                temperature=data.draw(st.sampled_from([0.0, 0.7, 1.0])),
+                max_tokens=data.draw(st.integers(asked.get("min_tokens", 1), 30)),
+                **{"stops": data.draw(st.sets(st.integers(0, VOCAB - 1), max_size=2)), **asked},
             )
         )  # fmt: skip
     want = [row.sample(row.seed) for row in rows]
@@ -653,7 +654,7 @@ def test_layers_that_cannot_be_compiled_go_on_as_they_were(
     missing: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     class Broken:
-        def __call__(self, *_: Any) -> Any:
+        def __call__(self, *_: Any, **__: Any) -> Any:
             raise Unsupported("no such kernel\nand more of that")
 
     monkeypatch.setattr(CudaExecutor, "often", 3)

@@ -36,17 +36,18 @@ from fly import cli
 from fly.backends import load as load_whole
 from fly.backends import load_executor
 from fly.backends.cpu import CpuExecutor, available
-from fly.backends.torch import TorchExecutor
+from fly.backends.torch import TorchExecutor, TorchHead
 from fly.bench.calibrate import _CONTEXTS, _stand_ins, explain
 from fly.bench.plan import DEVICES, MODELS, Device, Link, Machines, Setting, forecast, step_seconds
 from fly.bench.shapes import matrix_parameters
 from fly.cache import PagedKVCache
 from fly.config import Config
-from fly.drafts import CascadeDraft, NGramDraft, SingleDraft, parse_draft
+from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, parse_draft
 from fly.engine import Engine
 from fly.executor import Batch, Executor
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.compiled import CompiledLayers
+from fly.models.eagle import Eagle3Head, HeadConfig, load_head, save_head
 from fly.models.loading import layout
 from fly.ops import vocabulary
 from fly.parallel import (
@@ -70,6 +71,7 @@ from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import SamplingParams
 from tests.emulator import emulated, exchanged
+from tests.test_eagle import randomise
 from tests.toys import build_llama, llama_configs
 
 FORK = multiprocessing.get_context("forkserver")
@@ -631,7 +633,7 @@ def compiled(ranks: Ranks, target: str, plan: tuple[Rule, ...]) -> list[list[flo
     return found.tolist()
 
 
-def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, sharded: bool, temperature: float) -> list[Any]:
+def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, kind: str, temperature: float) -> list[Any]:
     """What rows say by graphs that hold what ranks exchange, on emulated devices; alone on the CPU."""
     rows = [
         Sequence(
@@ -642,21 +644,33 @@ def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, sharded: bool, 
 
     def decode(load_target: Callable[..., Executor], load_draft: Callable[..., Executor]) -> Iterator[None]:
         executor, drafter = load_target(target, kernels="torch"), load_draft(draft, kernels="torch")
-        strategy = CascadeDraft([NGramDraft(), SingleDraft(drafter, cache_tokens=2048, reach=0.02)])
+        strategy: DraftStrategy
+        if kind == "head":
+            strategy = Eagle3Draft(drafter, cache_tokens=2048, reach=0.02)
+        else:
+            strategy = CascadeDraft([NGramDraft(), SingleDraft(drafter, cache_tokens=2048, reach=0.02)])
         engine = Engine(Runner(executor, PagedKVCache.for_model(executor, 2048)), strategy)
         while going := [row for row in rows if not row.finish_reason]:
             engine.stretch = 1e-9
             engine.step(going)
             yield
 
+    def load_all(path: str, device: str = "cpu", **options: Any) -> Executor:
+        if kind != "head":
+            return load_executor(path, device=device, **options)
+        from tests.test_cuda_heads import head_there  # takes a second to import, in each process
+
+        head = load_head(Path(path))
+        return head_there(head) if device == "cuda" else TorchHead(head)
+
     if ranks is None:
-        assert len([*decode(load_executor, load_executor)]) > 0
+        assert len([*decode(load_executor, load_all)]) > 0
     else:
         compares, ranks.compares_forwards = ranks.compares_forwards, False  # as with NCCL, which Gloo stands for
         divided = partial(load, ranks=ranks, device="cuda")
         try:
             with emulated() as gpu, exchanged(gpu):
-                steps = decode(divided, divided if sharded else partial(load_executor, device="cuda"))
+                steps = decode(divided, divided if kind == "sharded" else partial(load_all, device="cuda"))
                 for number, _ in enumerate(steps):
                     if 3 <= number <= 4:  # before, what is new is warmed up and captured; later, rows end
                         assert gpu.launches["all_reduce"] == 0 and gpu.launches["graph"] >= 3, gpu.launches
@@ -670,9 +684,9 @@ def rounds_on_gpus(ranks: Ranks | None, target: str, draft: str, sharded: bool, 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("sharded", [False, True])
+@pytest.mark.parametrize("kind", ["whole", "sharded", "head"])
 def test_graphs_of_several_devices_hold_what_they_exchange(
-    pool: Pool, tmp_path: Path, sharded: bool, temperature: float
+    pool: Pool, tmp_path: Path, kind: str, temperature: float
 ) -> None:
     """One wait a round, up to four rounds a call, and the texts of one CPU."""
     config = LlamaConfig(
@@ -680,8 +694,14 @@ def test_graphs_of_several_devices_hold_what_they_exchange(
         num_key_value_heads=2, head_dim=8, max_position_embeddings=300,
     )  # fmt: skip
     target, draft = checkpoints(tmp_path, config, 5)
-    want = rounds_on_gpus(None, target, draft, sharded, temperature)
-    assert pool.run(2, rounds_on_gpus, target, draft, sharded, temperature) == want
+    if kind == "head":
+        head = Eagle3Head(
+            HeadConfig(layer=config.resized(1), draft_vocab_size=32, target_hidden_size=16, states=(0, 2))
+        )
+        randomise(head)
+        save_head(head, draft := str(tmp_path / "head"), torch.float32)
+    want = rounds_on_gpus(None, target, draft, kind, temperature)
+    assert pool.run(2, rounds_on_gpus, target, draft, kind, temperature) == want
 
 
 def _block(executor: Executor) -> Batch:

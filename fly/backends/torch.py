@@ -102,9 +102,8 @@ class TorchHead(Head):
         return self.step(batch, self.head.fuse(states_TF), places)
 
     def step(self, batch: Batch, x_TC: Tensor, places: abc.Sequence[int]) -> tuple[Tensor, Tensor]:
-        tokens_T = torch.tensor(batch.tokens, device=self.device)
-        positions_T = torch.tensor(batch.positions, device=self.device)
+        tokens_T, positions_T = upload([*batch.tokens, *batch.positions], self.device).chunk(2)
         x_TC = self.head(tokens_T, x_TC, positions_T, batch.kv)
         if len(places) < len(batch.tokens):
-            x_TC = x_TC[torch.tensor(places, device=self.device)]
+            x_TC = x_TC[upload(places, self.device)]
         return self.head.logits(x_TC), x_TC

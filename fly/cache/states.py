@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from fly.ops import upload
 from fly.request import Sequence
 
 __all__ = ["HiddenStates"]
@@ -64,7 +65,7 @@ class HiddenStates:
         first, states_NF = self._runs.get(row.id, (start, None))
         if states_NF is not None and first <= start:
             kept = [*range(start - first), *(start - first + node for node in path)]
-            self._runs[row.id] = first, states_NF[kept]
+            self._runs[row.id] = first, states_NF[upload(kept, states_NF.device)]
 
     def cut(self, row: Sequence, length: int) -> None:
         """The row is rolled back to so many tokens."""

@@ -158,13 +158,15 @@ class Eagle3Draft(DraftStrategy):
         if not active:
             return Draft.empty(len(rows), self.device)
         try:
+            if (found := self._at_once(rows, active, most)) is not None:
+                return found
             return self._trees(rows, active, most) if self.nodes else self._chains(rows, active, most)
         finally:
             self.runner.roll_back([rows[b] for b in active])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         one_call = self._one_call or self.growth is not None
-        if not one_call or any(map(constrains, rows)) or not all(map(self.runner.may_draft, rows)):
+        if not one_call or not all(self.head.may_extend(row) and self.runner.may_draft(row) for row in rows):
             return None
         longest = sys.maxsize if self.growth is None else self.depth
         most = longest if self.k is None else min(self.k, longest)
@@ -203,15 +205,19 @@ class Eagle3Draft(DraftStrategy):
         if not self._own_size:
             self._cache_tokens = tokens
 
+    def _at_once(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft | None:
+        """The proposal in one call of the head, for rows ``active``; None where it has no such call."""
+        going, sampling = [rows[b] for b in active], None
+        if not self._one_call or not all(map(self.head.may_extend, going)):
+            return None
+        if not self.nodes and not all(row.greedy for row in going):
+            sampling = BatchSampling.of([row.params for row in going])
+        seeds = [seed_of(row) for row in going]
+        found = self.runner.chains(going, self._spec(going), [most[b] for b in active], sampling, seeds)
+        self._one_call = found is not None
+        return None if found is None else drafted_of(len(rows), active, found)
+
     def _chains(self, rows: abc.Sequence[Sequence], active: list[int], most: list[int]) -> Draft:
-        if self._one_call and not any(constrains(rows[b]) for b in active):
-            going = [rows[b] for b in active]
-            sampling = None if all(row.greedy for row in going) else BatchSampling.of([row.params for row in going])
-            seeds = [seed_of(row) for row in going]
-            found = self.runner.chains(going, self._spec(going), [most[b] for b in active], sampling, seeds)
-            if found is not None:
-                return drafted_of(len(rows), active, found)
-            self._one_call = False
         scratch = {b: rows[b].fork(rows[b].policy, seed_of(rows[b])) for b in active}
         starts = {b: len(rows[b].tokens) for b in active}
         probs: dict[int, list[Tensor]] = {b: [] for b in active}
@@ -257,7 +263,10 @@ class Eagle3Draft(DraftStrategy):
             return tokens, None, logits_NU.softmax(-1) if asks else None
         logits_N1V = self._spread(logits_NU).unsqueeze(1)
         if bound:
-            logits_N1V = constrain(logits_N1V, rows, [[]] * len(rows))
+            allowed_N1V = constrain(logits_N1V, rows, [[]] * len(rows))
+            # Its vocabulary may have nothing that is allowed: then the target refuses what it says.
+            lost_N11 = allowed_N1V.amax(-1, keepdim=True) == -torch.inf
+            logits_N1V = torch.where(lost_N11, logits_N1V, allowed_N1V)
         if greedy:
             raw_NV, probs_NV = logits_N1V.squeeze(1), None
         else:

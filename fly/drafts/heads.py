@@ -92,10 +92,10 @@ class HeadRunner:
         sampling: BatchSampling | None,
         seeds: abc.Sequence[int],
     ) -> Drafted | None:
-        """Take in all of ``rows``, which may be drafted for, and draft, in one call; None where the head cannot.
-        ``OutOfBlocks`` as above."""
+        """Take in all of ``rows``, which may be drafted for, and draft chains or trees, in one call; None where the
+        head cannot. ``OutOfBlocks`` as above."""
         rests = [self._rest(row) for row in rows]
-        kv = self._reserve(rows, rests, [n - 1 for n in most])
+        kv = self._reserve(rows, rests, [(n - 1) * (1 if spec.tree is None else spec.tree.follow) for n in most])
         batch = Batch.of([row.tokens[rest.start : rest.stop] for row, rest in zip(rows, rests)], kv)
         if (
             found := self.head.chains(batch, self._states_of(rows, rests), spec, rows, most, sampling, seeds)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fly.constraints import constrain, constrains
+from fly.constraints import constrain
 from fly.drafts.base import Continuation, pad_trees
 from fly.drafts.model import SingleDraft
 from fly.executor import DraftSpec, Executor, Growth
@@ -94,7 +94,7 @@ class TreeDraft(SingleDraft):
         return self.growth.spare
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        if type(self) is not TreeDraft or any(map(constrains, rows)):
+        if type(self) is not TreeDraft or not all(map(self.executor.may_extend, rows)):
             return None
         most = self.depth if self.k is None else min(self.k, self.depth)
         return Continuation(self.runner, [most] * len(rows), DraftSpec(tree=self.growth))
@@ -106,7 +106,7 @@ class TreeDraft(SingleDraft):
             for row, n in zip(rows, max_len)
         ]
         active = [b for b, n in enumerate(most) if n]
-        if active and self._one_call and not any(map(constrains, rows)):
+        if active and self._one_call and all(map(self.executor.may_extend, rows)):
             proposal = self._at_once(rows, active, most, DraftSpec(tree=self.growth))
             if proposal is not None:
                 return proposal

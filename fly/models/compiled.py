@@ -65,7 +65,12 @@ class CompiledLayers:
         x_TC: Tensor,
         rotary: Sequence[tuple[Tensor, Tensor]],
         kv: KV,
+        states: dict[int, Tensor] | None = None,
     ) -> Tensor:
+        """``states`` as of ``fly.models.llama.noting``."""
+        states = {} if states is None else states
+        if 0 in states:
+            states[0] = x_TC
         if not len(layers):
             return norm(x_TC)
         # Past the limit torch would refuse a further number of tokens.
@@ -76,4 +81,9 @@ class CompiledLayers:
                 attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
                 layer, previous = layers[number], layer
                 x_TC, q_THD, k_TGD, v_TGD = self._between(previous, layer, x_TC, attended_TC, *rotary[layer.rope])
-            return self._last(layer, norm, x_TC, layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD))
+                if number in states:
+                    states[number] = x_TC
+            attended_TC = layer.self_attn.attend(kv, q_THD, k_TGD, v_TGD)
+            if len(layers) in states:  # which ``_last`` does not give
+                states[len(layers)] = layer.after(x_TC, attended_TC)
+            return self._last(layer, norm, x_TC, attended_TC)

@@ -166,6 +166,8 @@ class CpuHead(Head):
         most: abc.Sequence[int],
         sampling: BatchSampling | None = None,
         seeds: abc.Sequence[int] = (),
-    ) -> Drafted:
+    ) -> Drafted | None:
+        if spec.tree is not None:
+            return None
         states_TF = states_TF.to(self.dtype).contiguous()
         return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF.data_ptr())

@@ -7,19 +7,16 @@ J = W + 1 places of a forward, N new tokens of a row, X = K + J columns, V vocab
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fly.backends.cuda.feed import Feed
 from fly.backends.cuda.graphs import Captures, Part, Watch
 from fly.backends.cuda.says import Says
-from fly.backends.cuda.shape import Column, Model
-from fly.backends.cuda.table import Table
-from fly.cache import PagedKVCache
+from fly.backends.cuda.shape import Column
 from fly.ops import Stream, argmax, derived, draw, entropy, uniforms
 
 __all__ = ["Chain", "Proposal", "looked_up"]
@@ -62,10 +59,10 @@ class Chain:
     forward late, so that the device never waits for it: at most one forward is not needed.
     """
 
-    def __init__(self, table: Table, model: Model, cache: PagedKVCache, captures: Captures) -> None:
-        shape, device = table.shape, table.device
-        self.table, self.model, self._cache = table, model, weakref.ref(cache)
-        self.shape, self.copies, vocab_size = shape, shape.copies, model.config.vocab_size
+    def __init__(self, feed: Feed, says: Says | None, vocab_size: int, captures: Captures) -> None:
+        self.feed, self.table, self.says = feed, feed.table, says
+        shape, device = self.table.shape, self.table.device
+        self.shape, self.copies = shape, shape.copies
         columns = shape.k + self.copies + 1  # the next forward overwrites what comes after the kept tokens
         self.tokens_RX = torch.zeros(shape.rows, columns, dtype=torch.int64, device=device)
         self.most_R = torch.zeros(shape.rows, dtype=torch.int64, device=device)
@@ -78,10 +75,6 @@ class Chain:
         if shape.drawn:
             self.coins_DX = torch.zeros(shape.drawn, columns, device=device)
             self.probs_DXV = torch.zeros(shape.drawn, columns, vocab_size, device=device)
-        self.says = None if shape.says is None else Says(shape.rows, shape.says, vocab_size, device)
-        self.allowed_RW: Tensor | None = None  # bytes, a bit for each token that a row's first may be
-        if shape.forms:
-            self.allowed_RW = torch.zeros(shape.rows, -(-vocab_size // 8), dtype=torch.uint8, device=device)
         self.watch = Watch(shape.k) if shape.paced else None
         self.all = Part(self._all, captures)
         self.first = Part(self._first, captures)
@@ -107,14 +100,6 @@ class Chain:
         probs_DKV = None if self.probs_DXV is None else self.probs_DXV[:, :k]
         return Proposal(self.tokens_RX[:, :k], self.count_R, probs_DKV)
 
-    def allow(self, masks: Sequence[bytearray | None]) -> None:
-        """What the first token of each row may be: a bit for each, or None where it may be any."""
-        assert self.allowed_RW is not None
-        width = self.allowed_RW.shape[1]
-        joined = b"".join(b"\xff" * width if mask is None else mask[:width].ljust(width, b"\0") for mask in masks)
-        bits_RW = torch.frombuffer(bytearray(joined), dtype=torch.uint8).view(len(masks), width)
-        self.allowed_RW.copy_(bits_RW.pin_memory(), non_blocking=True)
-
     def follow(self, part: Part[Any]) -> None:
         """``part`` reads what was drafted."""
         for own in (self.all, self.first, self.more):
@@ -137,8 +122,7 @@ class Chain:
         if self.coins_DX is not None:
             self._draw_coins()
         if self.says is not None:
-            assert self.table.text_RS is not None
-            self.says.begin(self.table.text_RS, self.table.column(Column.LENGTH))
+            self.says.begin(self.table)
         self._step(True)
 
     def _more(self) -> None:
@@ -152,18 +136,16 @@ class Chain:
 
     def _step(self, first: bool) -> None:
         """A forward, and the tokens that it predicts. It is fed a row's last token and what is copied after it, the
-        first forward also the token before, which the drafter lacks after a draft that was kept whole."""
-        table, model, shape, copies, drawn = self.table, self.model, self.shape, self.copies, self.shape.drawn
-        cache = self._cache()
-        assert cache is not None
+        first forward also what the drafter lacks before that."""
+        table, feed, shape, copies, drawn = self.table, self.feed, self.shape, self.copies, self.shape.drawn
         most_R, count_R1 = self.most_R, self.count_R.unsqueeze(1)
         length_R = table.column(Column.LENGTH) + self.count_R  # with what is drafted so far
         if first:
-            new_RN = table.state_RC[:, Column.BEFORE : Column.LAST + 1]
-            stored_RN = torch.stack([self.going_R & (table.column(Column.LACKS) > 0), self.going_R], 1)
+            new_RN, stored_RN = feed.last(self.going_R)
         else:
             new_RN = self.tokens_RX.gather(1, (count_R1 - 1).clamp_min(0))
             stored_RN = self.going_R.unsqueeze(1)
+        start_R = feed.places(length_R) - new_RN.shape[1]
         if copies:
             assert shape.spec.lookup is not None and table.text_RS is not None
             grams = shape.spec.lookup.longest, shape.spec.lookup.shortest
@@ -171,21 +153,15 @@ class Chain:
             room_R = torch.where(found_R & self.going_R, most_R - self.count_R - 1, 0)  # one token is its own
             fed_RW = torch.arange(copies, device=table.device) < room_R.unsqueeze(1)
             new_RN, stored_RN = torch.cat([new_RN, copied_RW], 1), torch.cat([stored_RN, fed_RW], 1)
-        table_RW = table.pages_RW[:, shape.pages :]
-        start_R = length_R - (2 if first else 1)
-        hidden_RNC = table.forward(model, cache, table_RW, new_RN, start_R, stored_RN)
-        logits_RJV = model.logits(hidden_RNC[:, -copies - 1 :].flatten(0, 1)).unflatten(0, (-1, copies + 1))
-        raw_RJV = logits_RJV
+        hidden_RJC = feed.forward(new_RN, start_R, stored_RN, None if first else feed.x_R1C)[:, -copies - 1 :]
+        if feed.x_R1C is not None:
+            feed.x_R1C.copy_(hidden_RJC)
+        logits_RJV = feed.logits(hidden_RJC)
         if self.says is not None:
-            logits_RJV = self.says.on(logits_RJV.squeeze(1), table, self.count_R).unsqueeze(1)
-        if first and self.allowed_RW is not None:
-            bits_RW8 = self.allowed_RW.unsqueeze(2) >> torch.arange(8, dtype=torch.uint8, device=table.device)
-            banned_RV = ((bits_RW8 & 1) == 0).flatten(1)[:, : logits_RJV.shape[2]]
-            banned_RJV = F.pad(banned_RV.unsqueeze(1), (0, 0, 0, copies))  # only of its own token
-            logits_RJV = logits_RJV.masked_fill(banned_RJV, -torch.inf)
-            if self.says is not None:  # the form wins where both forbid everything
-                lost_RJ1 = logits_RJV.amax(-1, keepdim=True) == -torch.inf
-                logits_RJV = torch.where(lost_RJ1, raw_RJV.masked_fill(banned_RJV, -torch.inf), logits_RJV)
+            allowed_RJV = self.says.on(logits_RJV, table, self.count_R, first)
+            # The vocabulary of a head may have nothing that is allowed: then the target refuses what it says.
+            lost_RJ1 = allowed_RJV.amax(-1, keepdim=True) == -torch.inf
+            logits_RJV = torch.where(lost_RJ1, logits_RJV, allowed_RJV)
         own_RJ, seen_RJV, at_RJ = argmax(logits_RJV), None, count_R1 + torch.arange(copies + 1, device=table.device)
         if drawn:
             assert self.probs_DXV is not None and self.coins_DX is not None

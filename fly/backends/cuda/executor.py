@@ -8,7 +8,8 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,8 +19,10 @@ from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, list
 from fly.backends.cuda.drafting import draft, score_few
 from fly.backends.cuda.fused import Fused
 from fly.backends.cuda.graphs import Awaited, Captures
+from fly.backends.cuda.head import CudaHead
 from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
 from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
+from fly.backends.cuda.shape import Taken
 from fly.backends.torch import TorchExecutor
 from fly.cache import PagedKVCache
 from fly.executor import (
@@ -34,6 +37,7 @@ from fly.executor import (
     Scores,
     TokenByToken,
 )
+from fly.models.llama import Llama, Through, noting
 from fly.ops import Stream, uniforms, upload
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
@@ -59,9 +63,10 @@ class _Part(NamedTuple):
 class CudaExecutor(TorchExecutor):
     """Runs a ``fly.models.Llama`` on a CUDA device.
 
-    Rounds of chains by one draft model, by prompt lookup or without a draft are graphs: of the draft's forwards, of the
-    target's, and of what the policies decide. A rule that a graph cannot hold runs between them operation by operation
-    (``fly.backends.cuda.waits``). Trees, other strategies, forms and log-probabilities take the plain way.
+    Rounds of chains by one draft model or head, by prompt lookup or without a draft are graphs: of the draft's
+    forwards, of the target's, and of what the policies decide. A rule that a graph cannot hold runs between them
+    operation by operation (``fly.backends.cuda.waits``). Trees, other strategies, forms and log-probabilities take the
+    plain way.
 
     Args:
         fuses: whether layers may be compiled.
@@ -83,17 +88,21 @@ class CudaExecutor(TorchExecutor):
         self.captures, self._fused = Captures(awaited), Fused() if fuses else None
         self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
 
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor:
-        """Final hidden states [T, C]; ``compiled``: by compiled layers, where these can be had."""
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False, taken: Taken | None = None
+    ) -> Tensor:
+        """Final hidden states [T, C], and others as they are ``taken``; ``compiled``: by compiled layers, where these
+        can be had."""
+        states, model = {} if taken is None else taken, cast(Llama, self.model)
 
-        def run(**through: Any) -> Tensor:
-            found: Tensor = self.model(tokens_T, positions_T, kv, **through)
+        def run(through: Through) -> Tensor:
+            found: Tensor = model(tokens_T, positions_T, kv, through=through)
             return found
 
         hidden_TC = None
         if compiled and self._fused is not None:
-            hidden_TC = self._fused.hidden(len(tokens_T), lambda layers: run(through=layers))
-        return run() if hidden_TC is None else hidden_TC
+            hidden_TC = self._fused.hidden(len(tokens_T), lambda layers: run(partial(layers, states=states)))
+        return run(noting(states)) if hidden_TC is None else hidden_TC
 
     @property
     def compiles(self) -> bool:  # type: ignore[override]
@@ -110,17 +119,17 @@ class CudaExecutor(TorchExecutor):
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         """Without a wait. A few tokens of each row are a graph. For more, all that the forward needs from the host is
-        uploaded at once. Hidden states, and many tokens beside a tree or in a cache that FlashAttention does not take,
-        go row by row (``PagedBatch.attend``)."""
+        uploaded at once. Many tokens beside a tree, or in a cache that FlashAttention does not take, go row by row
+        (``PagedBatch.attend``)."""
         kv = batch.kv
         trees = any(mask is not None for mask in kv.masks or ())
         # A token alone with a mask is one of a tree whose others are stored before it (``TokenByToken``).
-        if states or (trees and min(kv.counts) == max(kv.counts) == 1):
+        if trees and min(kv.counts) == max(kv.counts) == 1:
             return super().score(batch, places, states)
         if (trees or max(kv.counts) <= _FEW) and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
-            return Scores(score_few(self, batch, places, self._works_of(kv.cache), trees))
+            return score_few(self, batch, places, self._works_of(kv.cache), trees, tuple(states))
         if trees or not flash_takes(kv.cache):
-            return super().score(batch, places)
+            return super().score(batch, places, states)
         size, tables = kv.cache.allocator.block_size, kv.tables()
         width, slots, ends = max(map(len, tables)), [], [0]
         for table, start, count in zip(tables, kv.starts, kv.counts):
@@ -133,10 +142,12 @@ class CudaExecutor(TorchExecutor):
         tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
         found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts), False)
-        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found, True))
+        taken = dict.fromkeys(states, positions_T)
+        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found, True), taken=taken)
+        states_TF = torch.cat([taken[number] for number in states], -1) if states else None
         if places is not None and not len(places):
-            return Scores(torch.zeros(0, self.config.vocab_size, device=self.device))
-        return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]))
+            return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
+        return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]), None, states_TF)
 
     def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
         """By the policies' tensors, and one download of all decisions."""
@@ -223,7 +234,7 @@ class CudaExecutor(TorchExecutor):
         return row.matcher is None
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        return isinstance(drafter, CudaExecutor) and drafter.device == self.device and spec.tree is None
+        return isinstance(drafter, (CudaExecutor, CudaHead)) and drafter.device == self.device and spec.tree is None
 
     def rounds(
         self,
@@ -239,7 +250,7 @@ class CudaExecutor(TorchExecutor):
         if (made := plan()) is None:
             return None
         drafter = made.drafter
-        assert drafter is None or isinstance(drafter, CudaExecutor)  # see ``joins``
+        assert drafter is None or isinstance(drafter, (CudaExecutor, CudaHead))  # see ``joins``
         return take_rounds(self, drafter, made, self._works_of(made.kv.cache))
 
     def _works_of(self, cache: PagedKVCache) -> Works:

@@ -1,6 +1,6 @@
 """Whole rounds on the device: the host launches, waits once, and decides whether to go on.
 
-Shape legend: R rows with padding, X columns of what is downloaded.
+Shape legend: R rows with padding, J places of a round, F hidden states side by side.
 """
 
 from __future__ import annotations
@@ -13,21 +13,24 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from fly.backends.cuda.attention import flash_takes
+from fly.backends.cuda.feed import Feed
 from fly.backends.cuda.graphs import Captures, Kept
 from fly.backends.cuda.packing import unpack
 from fly.backends.cuda.shape import Asked, Cuts, Model, Shape, fixed, line, numbers_of, padding, size, text_size
 from fly.backends.cuda.waits import host_wait
 from fly.backends.cuda.work import Decide, Group, Work
+from fly.backends.torch import TorchHead
 from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts.ngram import Index
 from fly.drafts.ways import Ways
-from fly.executor import Batch, Lookup, RoundPlan, RoundRow, Rounds, Spent
+from fly.executor import Lookup, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
 
-__all__ = ["LONGEST", "Works", "catch_up", "pages", "take_rounds"]
+__all__ = ["LONGEST", "Works", "pages", "take_rounds"]
 
 _log = logging.getLogger("fly")
 LONGEST = 128  # tokens of a draft in one graph
@@ -51,9 +54,9 @@ class Works:
     def work(
         self,
         shape: Shape,
-        target: Model,
+        target: Model | TorchHead,
         cache: PagedKVCache,
-        drafter: Model | None = None,
+        drafter: Model | TorchHead | None = None,
         draft_cache: PagedKVCache | None = None,
     ) -> Work:
         """The memory and graphs for batches of this shape; a shape that came often gets new ones, with compiled
@@ -100,7 +103,7 @@ class _Lot(NamedTuple):
         return _Lot(tuple(groups), order)
 
 
-def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Works) -> Rounds | None:
+def take_rounds(target: Model, drafter: Model | TorchHead | None, plan: RoundPlan, works: Works) -> Rounds | None:
     """``Executor.rounds``. None where the batch would need too much memory, or a NaN leaves the first round open."""
     copies, way = drafter is None and plan.spec.lookup is not None, -1
     if drafter is not None and plan.spec.lookup is not None:
@@ -119,8 +122,8 @@ def take_rounds(target: Model, drafter: Model | None, plan: RoundPlan, works: Wo
     why_not = next((reason for reason in reasons if reason is not None), None)
     decide = work.decide(lot.groups, plan.control_V, why_not)
     call = _Call(plan, lot, work, decide, copies)
-    if drafter is not None:
-        call.catch_up(drafter)
+    if work.feed is not None:
+        call.feed(work.feed)
     work.table.load(call.lines(), plan.kv, plan.draft_kv, lot.order)
     work.table.know(call.placed())
     work.ask([plan.rows[b] if b >= 0 else None for b in lot.order])
@@ -142,16 +145,6 @@ def _forward_cost(shape: Shape) -> float:
     return _LOOKUP * max(shape.rows * (shape.copies + 1), _RIDGE) / max(shape.rows, _RIDGE)
 
 
-def catch_up(
-    model: Model, kv: PagedBatch, rows: Sequence[int], starts: Sequence[int], texts: Sequence[list[int]]
-) -> None:
-    """Feed a model the tokens that it lacks of some rows of ``kv``, from ``starts`` on, but for the last two."""
-    new = [text[start:-2] for text, start in zip(texts, starts)]
-    if new:
-        batch = kv.cache.batch([kv.seqs[b] for b in rows], starts, [len(tokens) for tokens in new])
-        model.score(Batch.of(new, batch), ())
-
-
 class _Call:
     """Rounds under way, as the host knows them."""
 
@@ -161,7 +154,12 @@ class _Call:
         # Of each row how long it was when it was last fed whole, and what was drafted then.
         self.fed: list[tuple[int, list[int]]] = [(len(text) - 1, []) for text in self.texts]
         self.pending: tuple[list[list[int]], Sequence[Sequence[float]]] | None = None
-        self.drafter_has = [0] * len(plan.rows) if plan.draft_kv is None else list(plan.draft_kv.starts)
+        self.firsts = [0] * len(plan.rows) if plan.given is None else plan.given.first
+        self.drafter_has, self.lacks = [0] * len(plan.rows), [1] * len(plan.rows)
+        if plan.draft_kv is not None:
+            self.drafter_has = [first + start for first, start in zip(self.firsts, plan.draft_kv.starts)]
+        self.states: list[Tensor] = []  # of each round, [R, J, F]
+        self.stand: list[list[int]] = []  # of each round, how many of those of each row
         self.rooms = [plan.kv.cache.allocator.length(seq) for seq in plan.kv.seqs]
         self.decisions: list[list[Decision]] = [[] for _ in plan.rows]
         kinds = [number for number, group in enumerate(lot.groups) for _ in range(group.rows)]
@@ -178,12 +176,12 @@ class _Call:
         """Tokens to draft for a row at most."""
         return min(self.plan.rows[b].k, self.left[b] - 1, self.plan.draft_context - len(self.texts[b]))
 
-    def catch_up(self, drafter: Model) -> None:
-        """Feed the drafter the tokens that it lacks of each row that it will draft for, but for the last two."""
-        kv = self.plan.draft_kv
+    def feed(self, feed: Feed) -> None:
+        """Feed the drafter what it lacks of each row that it will draft for, but for what its draft begins with."""
+        kv, given = self.plan.draft_kv, self.plan.given
         assert kv is not None
-        late = [b for b, has in enumerate(self.drafter_has) if self.most(b) > 0 and has < len(self.texts[b]) - 2]
-        catch_up(drafter, kv, late, [self.drafter_has[b] for b in late], [self.texts[b] for b in late])
+        going = [self.most(b) > 0 for b in range(len(self.texts))]
+        self.lacks = feed.load(kv, self.texts, None if given is None else given.states_TF, going, self.lot.order)
 
     def lines(self) -> list[list[int]]:
         """The state of each place."""
@@ -195,8 +193,9 @@ class _Call:
                 continue
             row, text = plan.rows[b], self.texts[b]
             counts = [len(text), row.left, row.k, min(plan.draft_context, 2**31), row.seed, row.generated, row.relaxed]
+            counts += [self.lacks[b], self.firsts[b]]
             reach = plan.spec.reach[b] if plan.spec.reach else 0.0
-            made.append(line(text[-2:], [*counts, 1], row.nats, how[b], row.stop_ids, stops, reach))
+            made.append(line(text[-2:], counts, row.nats, how[b], row.stop_ids, stops, reach))
         return made
 
     def round(self, works: Works) -> bool:
@@ -212,6 +211,8 @@ class _Call:
             drafted.record()
             self.work.finish()
             self.decide.begin(done)
+            if self.work.found.states_RJF is not None:
+                self.states.append(self.work.found.states_RJF.clone())  # the next round writes over it
             self._settle()
         except Exception as raised:  # a rule's own: the round is discarded
             done.record()
@@ -242,7 +243,7 @@ class _Call:
             self.open = True
             return True
         self.pending = values, found.view(torch.float32).tolist() if any(self.decide.relaxes) else values
-        ended = False
+        ended, stand = False, list[int]()
         self.forwards += 0 if self.work.chain is None else self.work.chain.forwards
         for b, (row, text) in enumerate(zip(self.plan.rows, self.texts)):
             own = values[self.places[b][0]]
@@ -250,12 +251,15 @@ class _Call:
             drafted = own[3 : 3 + count]
             self.drafted += count
             if self.plan.draft_kv is not None and self.most(b) > 0:
-                self.drafter_has[b] = len(text) + min(count - 1, accepted)  # its last token was not fed
+                # of a head only what it was fed by the target's hidden states; of a model not the last drafted token
+                self.drafter_has[b] = len(text) + (min(count - 1, accepted) if self.plan.given is None else 0)
             self.fed[b] = len(text), drafted
             new = [*drafted[:accepted], following]
             self.left[b] -= len(new)
+            stand.append(len(new))
             ended = ended or self.left[b] < 1 or any(token in row.stop_ids for token in new)
             text += new
+        self.stand.append(stand)
         return ended
 
     def _settle(self) -> None:
@@ -305,7 +309,16 @@ class _Call:
         self._settle()
         self.work.table.knows(self.placed())
         cached = [text[:length] + drafted for text, (length, drafted) in zip(self.texts, self.fed)]
-        return Rounds(self.decisions, cached, self.drafter_has, self.spent, error=self.error)
+        return Rounds(self.decisions, cached, self.drafter_has, self.spent, self._states(), self.error)
+
+    def _states(self) -> list[tuple[int, Tensor]]:
+        """Hidden states of each row's tokens from the one that was its last."""
+        found = []
+        for b in range(len(self.texts)) if self.states and self.stand else ():
+            at, _ = self.places[b]
+            parts = [states_RJF[at, : stand[b]] for states_RJF, stand in zip(self.states, self.stand)]
+            found.append((len(self.plan.rows[b].tokens) - 1, torch.cat(parts)))
+        return found
 
 
 def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
@@ -316,7 +329,7 @@ def _shape(plan: RoundPlan, lot: _Lot, k: int) -> Shape:
     spec = fixed(plan.spec, plan.drafter is not None)
     shape = Shape(drawn, len(lot.order), k, stops, spec, Cuts.of(plan.sampling), own, drafts)
     asked = [row for row in plan.rows if row.params is not None]
-    shape = replace(shape, says=Asked.by(asked))
+    shape = replace(shape, says=Asked.by(asked), states=plan.states)
     if not (shape.copies or asked):
         return shape
     longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))

@@ -27,6 +27,7 @@ __all__ = [
     "Cuts",
     "Model",
     "Shape",
+    "Taken",
     "fixed",
     "line",
     "numbers_of",
@@ -55,14 +56,15 @@ class Column(IntEnum):
     SEED = 6
     GENERATED = 7
     RELAXED = 8
-    LACKS = 9  # 1 where the drafter is to store the last token but one, 0 where that is stored already
-    TOP_K = 10
-    NATS = 11
-    TEMPERATURE = 12
-    TOP_P = 13
-    MIN_P = 14
-    REACH = 15  # where its draft stops (``DraftSpec.reach``)
-    STOPS = 16
+    LACKS = 9  # tokens before the last that the drafter is to store; a draft model one at most
+    FIRST = 10  # number of the first token that a draft head holds
+    TOP_K = 11
+    NATS = 12
+    TEMPERATURE = 13
+    TOP_P = 14
+    MIN_P = 15
+    REACH = 16  # where its draft stops (``DraftSpec.reach``)
+    STOPS = 17
 
 
 def line(
@@ -74,7 +76,7 @@ def line(
     stops: int,
     reach: float = 0.0,
 ) -> list[int]:
-    """The state of a row: its last two tokens, ``counts`` from ``LENGTH`` to ``LACKS``, ``numbers`` of how it is
+    """The state of a row: its last two tokens, ``counts`` from ``LENGTH`` to ``FIRST``, ``numbers`` of how it is
     drawn (``numbers_of``), where its draft stops, and the ids that end it, of at most ``stops``."""
     top_k, *others = numbers
     bits = struct.unpack("5q", struct.pack("5d", nats, *others, reach))
@@ -83,7 +85,7 @@ def line(
 
 def padding(stops: int) -> list[int]:
     """The state of no row: nothing is left to emit."""
-    return line([0, 0], [2, 0, 0, 0, 0, 0, 0, 0], 0.0, _GREEDY, (), stops)
+    return line([0, 0], [2, 0, 0, 0, 0, 0, 0, 0, 0], 0.0, _GREEDY, (), stops)
 
 
 def numbers_of(how: BatchSampling | None, rows: int) -> list[Sequence[float]]:
@@ -94,6 +96,7 @@ def numbers_of(how: BatchSampling | None, rows: int) -> list[Sequence[float]]:
 
 
 _GREEDY = (0.0, 1.0, 1.0, 0.0)
+Taken = dict[int, Tensor]  # hidden states [T, C] after so many layers, which a forward is to fill in
 
 
 class Model(Protocol):
@@ -105,7 +108,9 @@ class Model(Protocol):
 
     @property
     def compiles(self) -> bool: ...
-    def hidden(self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False) -> Tensor: ...
+    def hidden(
+        self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False, taken: Taken | None = None
+    ) -> Tensor: ...
     def logits(self, hidden_TC: Tensor) -> Tensor: ...
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
 
@@ -181,6 +186,7 @@ class Shape:
     says: Asked | None = None  # what requests ask of single tokens (``Says``)
     forms: bool = False  # whether the first token of a draft is to keep to what is allowed
     trees: bool = False  # whether what is scored are trees
+    states: tuple[int, ...] = ()  # the target's hidden states that are wanted (``Executor.score``)
     compiled: bool = False  # whether the layers are compiled
 
     @property
@@ -198,7 +204,8 @@ class Shape:
         """Of a round's logits, of the distributions that drafts are drawn from, of a level of a tree, and of what
         requests ask."""
         drafted = self.drawn * (self.k + self.copies + 1) + self.rows * (self.copies + 1)
-        drafted += 2 * self.rows * (0 if self.spec.tree is None else self.spec.tree.follow)
+        level = self.rows * (0 if self.spec.tree is None else self.spec.tree.follow)
+        drafted += level * (2 + 4 * (self.says is not None))
         return (
             4 * vocabulary * (self.rows * (self.k + 1) + drafted + self.rows * (self.k + 5) * (self.says is not None))
         )

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import Branches, PagedAttention, Slots, flash_takes, listed
-from fly.backends.cuda.shape import Column, Model, Shape
+from fly.backends.cuda.shape import Column, Model, Shape, Taken
 from fly.cache import PagedBatch, PagedKVCache
+from fly.models.config import LlamaConfig
 from fly.request import common_prefix
 from fly.sampling import BatchSampling
 
@@ -84,6 +85,11 @@ class Table:
             self.pages_RW.copy_(torch.tensor(joined, dtype=torch.int32).pin_memory(), non_blocking=True)
             self.loaded = joined
 
+    @property
+    def draft_pages_RW(self) -> Tensor:
+        """Those of the drafter's cache."""
+        return self.pages_RW[:, self.shape.pages :]
+
     def after(self, count: int) -> Tensor:
         """[R, count] where the texts hold the tokens that follow."""
         at_RN = self.column(Column.LENGTH).unsqueeze(1) + torch.arange(count, device=self.device)
@@ -114,12 +120,26 @@ class Table:
         start_R: Tensor,
         stored_RN: Tensor,
         branches: Branches | None = None,
+        taken: Taken | None = None,
     ) -> Tensor:
-        """Final hidden states [R, N, C] of new tokens of every row in the places from ``start_R`` on."""
-        slots = Slots.even_rows(table_RW, start_R, stored_RN, cache.allocator.block_size, cache.nobody, branches)
-        kv = PagedAttention(cache, slots, flash_takes(cache))
-        at_RN = start_R.unsqueeze(1) + torch.arange(tokens_RN.shape[1], device=self.device)
-        at_RN = at_RN if branches is None else branches.at_BN
-        at_RN = at_RN.clamp(0, model.config.max_position_embeddings - 1)  # padding may stand beyond
-        hidden_TC = model.hidden(tokens_RN.flatten(), at_RN.flatten(), kv, self.shape.compiled)
+        """Final hidden states [R, N, C] of new tokens of every row in the places from ``start_R`` on; others too, if
+        they are ``taken``."""
+        at_T, kv = self.places(model.config, cache, table_RW, start_R, stored_RN, branches)
+        hidden_TC = model.hidden(tokens_RN.flatten(), at_T, kv, self.shape.compiled, taken)
         return hidden_TC.unflatten(0, tokens_RN.shape)
+
+    def places(
+        self,
+        config: LlamaConfig,
+        cache: PagedKVCache,
+        table_RW: Tensor,
+        start_R: Tensor,
+        stored_RN: Tensor,
+        branches: Branches | None = None,
+    ) -> tuple[Tensor, PagedAttention]:
+        """Positions [T] of such tokens, and where their keys and values go."""
+        slots = Slots.even_rows(table_RW, start_R, stored_RN, cache.allocator.block_size, cache.nobody, branches)
+        at_RN = start_R.unsqueeze(1) + torch.arange(stored_RN.shape[1], device=self.device)
+        at_RN = at_RN if branches is None else branches.at_BN
+        at_RN = at_RN.clamp(0, config.max_position_embeddings - 1)  # padding may stand beyond
+        return at_RN.flatten(), PagedAttention(cache, slots, flash_takes(cache))

@@ -1,23 +1,23 @@
 """A tree drafted by a model, computed on the device alone: level by level, a forward of all its tokens each.
 
 Shape legend: R rows (padding included), F tokens of a level that others follow, W candidates after each, N = F·W
-candidates of a level, A candidates of all levels, M followed tokens of all levels, G tokens of a tree, V vocabulary.
+candidates of a level, A candidates of all levels, M followed tokens of all levels, G tokens of a tree, D tokens on the
+path to a place, C hidden width, V vocabulary.
 """
 
 from __future__ import annotations
 
 import itertools
-import weakref
 
 import torch
 from torch import Tensor
 
 from fly.backends.cuda.attention import Branches
 from fly.backends.cuda.chain import Proposal
+from fly.backends.cuda.feed import Feed
 from fly.backends.cuda.graphs import Captures, Part
-from fly.backends.cuda.shape import Column, Model
-from fly.backends.cuda.table import Table
-from fly.cache import PagedKVCache
+from fly.backends.cuda.says import Says
+from fly.backends.cuda.shape import Column
 from fly.executor import Growth
 from fly.ops import top
 
@@ -28,17 +28,20 @@ class Grown:
     """Trees for the rows of a ``Table``, as ``fly.drafts.TreeDraft`` grows them: all levels are one graph. A row's
     ``Column.K`` is the number of its levels."""
 
-    def __init__(self, table: Table, growth: Growth, model: Model, cache: PagedKVCache, captures: Captures) -> None:
-        self.table, self.growth, self.model, self._cache = table, growth, model, weakref.ref(cache)
+    def __init__(self, feed: Feed, says: Says | None, growth: Growth, captures: Captures) -> None:
+        self.feed, self.table, self.says, self.growth = feed, feed.table, says, growth
         self.run = Part(self._run, captures)
 
     def _run(self) -> Proposal:
-        table, device = self.table, self.table.device
-        length_R, levels_R = table.column(Column.LENGTH), table.column(Column.K)
+        feed, device = self.feed, self.table.device
+        length_R, levels_R = feed.places(self.table.column(Column.LENGTH)), self.table.column(Column.K)
         going_R = levels_R > 0
-        lacks_R = going_R & (table.column(Column.LACKS) > 0)
-        new_RN, stored_RN = table.state_RC[:, Column.BEFORE : Column.LAST + 1], torch.stack([lacks_R, going_R], 1)
-        logits_RFV = self._logits(new_RN, length_R - 2, stored_RN)[:, -1:]
+        new_RN, stored_RN = feed.last(going_R)
+        hidden_RFC = feed.forward(new_RN, length_R - new_RN.shape[1], stored_RN)[:, -1:]
+        logits_RFV = feed.logits(hidden_RFC)
+        path_RFD = new_RN.new_zeros(len(length_R), 1, 0)
+        if self.says is not None:
+            self.says.begin(self.table)
         # The places that the candidates of a level follow: what the path there scores (-inf where there is none, and
         # so everything after it), its number among all candidates (-1 is the row itself), and what it sees.
         score_RF = torch.zeros(len(length_R), 1, dtype=torch.float64, device=device)
@@ -56,29 +59,29 @@ class Grown:
                 best = open_RN.sort(dim=1, descending=True, stable=True)
                 score_RF, at_RF = best.values[:, :count], best.indices[:, :count]
                 token_RF, node_RF = tokens[-1].gather(1, at_RF), candidates - open_RN.shape[1] + at_RF
-                parent_RFM = (at_RF // widths[level - 1]).unsqueeze(2).expand(-1, -1, len(own_MM))
-                sees_RFM = sees_RFM.gather(1, parent_RFM) | own_MM[fed : fed + count]
+                parent_RF1 = (at_RF // widths[level - 1]).unsqueeze(2)
+                sees_RFM = sees_RFM.gather(1, parent_RF1.expand(-1, -1, len(own_MM))) | own_MM[fed : fed + count]
+                before_RFC = hidden_RFC.gather(1, parent_RF1.expand(-1, -1, hidden_RFC.shape[2]))
                 at_R = length_R + level - 1
                 branches = Branches(length_R, sees_RFM, at_R.unsqueeze(1).expand(-1, count))
-                logits_RFV = self._logits(token_RF, length_R + fed, score_RF > -torch.inf, branches)
+                there_RF = score_RF > -torch.inf
+                path_RFD = path_RFD.gather(1, parent_RF1.expand(-1, -1, level - 1))
+                path_RFD = torch.cat([path_RFD, token_RF.unsqueeze(2)], 2)
+                hidden_RFC = feed.forward(token_RF, length_R + fed, there_RF, before_RFC, branches)
+                logits_RFV = feed.logits(hidden_RFC)
                 fed += count
-            found = top(logits_RFV.log_softmax(-1), width)
+            if self.says is not None:
+                logits_RFV = self.says.on(logits_RFV, self.table, 0, not level, path_RFD)
+            log_RFV = logits_RFV.log_softmax(-1)
+            if self.says is not None:  # where everything is banned nothing follows
+                log_RFV = log_RFV.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+            found = top(log_RFV, width)
             score_RFW = score_RF.unsqueeze(2) + found.values.double()
             scores.append(score_RFW.masked_fill((levels_R <= level).view(-1, 1, 1), -torch.inf).flatten(1))
             tokens.append(found.indices.flatten(1))
             parents.append(node_RF.unsqueeze(2).expand(-1, -1, width).flatten(1))
             candidates += count * width
         return self._best(torch.cat(tokens, 1), torch.cat(parents, 1), torch.cat(scores, 1))
-
-    def _logits(
-        self, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor, branches: Branches | None = None
-    ) -> Tensor:
-        """[R, N, V]"""
-        cache, table = self._cache(), self.table
-        assert cache is not None
-        pages_RW = table.pages_RW[:, table.shape.pages :]
-        hidden_RNC = table.forward(self.model, cache, pages_RW, tokens_RN, start_R, stored_RN, branches)
-        return self.model.logits(hidden_RNC.flatten(0, 1)).unflatten(0, tokens_RN.shape)
 
     def _ends(self, tokens_RN: Tensor) -> Tensor:
         """[R, N] bool, tokens that end their row."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cuda.chain import Chain, Proposal
+from fly.backends.cuda.feed import Feed, feed_of
 from fly.backends.cuda.graphs import Captures, Download, Kept, Part
 from fly.backends.cuda.packing import may_relax, nats_of, pack
 from fly.backends.cuda.says import Says
@@ -23,6 +24,7 @@ from fly.backends.cuda.shape import Asking, Column, Model, Shape
 from fly.backends.cuda.table import Table
 from fly.backends.cuda.trees import Grown
 from fly.backends.cuda.waits import OnHost
+from fly.backends.torch import TorchHead
 from fly.cache import PagedKVCache
 from fly.ops import Stream, argmax, uniforms
 from fly.policies import AcceptancePolicy, verify
@@ -44,6 +46,7 @@ class Found(NamedTuple):
 
     logits_RJV: Tensor
     choices_RJ: Tensor
+    states_RJF: Tensor | None  # after all tokens, if they are wanted
 
 
 class Work:
@@ -52,28 +55,34 @@ class Work:
     def __init__(
         self,
         shape: Shape,
-        target: Model,
+        target: Model | TorchHead,
         cache: PagedKVCache,
-        drafter: Model | None,
+        drafter: Model | TorchHead | None,
         draft_cache: PagedKVCache | None,
         captures: Captures,
     ) -> None:
-        self.shape, self.target, self.drafter, self.captures = shape, target, drafter, captures
+        self.shape, self.target, self.captures = shape, target, captures
         self.device = target.device
         self.vocab_size, self.rounds = target.config.vocab_size, 0
         # Graphs hold addresses, not these objects: so dropping the cache frees its memory.
         self._cache, self._draft_cache = weakref.ref(cache), None if draft_cache is None else weakref.ref(draft_cache)
         self.table = Table(shape, target.device)
         self.copies_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=self.device)
+        self.says: Says | None = None
+        self.draft_says: Says | None = None
+        self.feed: Feed | None = None
         self.chain: Chain | None = None
         self.grown: Grown | None = None
-        if drafter is not None and draft_cache is not None and shape.spec.tree is not None:
-            self.grown = Grown(self.table, shape.spec.tree, drafter, draft_cache, captures)
-        elif drafter is not None and draft_cache is not None:
-            self.chain = Chain(self.table, drafter, draft_cache, captures)
-        self.says: Says | None = None
+        if drafter is not None and draft_cache is not None:
+            self.feed = feed_of(self.table, drafter, draft_cache)
+            if shape.says is not None or shape.forms:
+                self.draft_says = Says(shape.rows, shape.says, shape.forms, self.vocab_size, self.device)
+            if shape.spec.tree is not None:
+                self.grown = Grown(self.feed, self.draft_says, shape.spec.tree, captures)
+            else:
+                self.chain = Chain(self.feed, self.draft_says, self.vocab_size, captures)
         if shape.says is not None and not shape.alone:
-            self.says = Says(shape.rows, shape.says, self.vocab_size, self.device)
+            self.says = Says(shape.rows, shape.says, False, self.vocab_size, self.device)
         self.score = Part(self._score, captures)
         self._decide: Kept[tuple[Group, ...], Decide] = Kept(16)
 
@@ -92,7 +101,7 @@ class Work:
 
     def ask(self, rows: Sequence[Asking | None]) -> None:
         """Upload what the rows in each place say of single tokens; None is padding."""
-        for says in (self.says, None if self.chain is None else self.chain.says):
+        for says in (self.says, self.draft_says):
             if says is not None:
                 says.load(rows)
 
@@ -104,28 +113,30 @@ class Work:
 
     def _score(self) -> Found:
         """The target's forward over every row's last token and its draft."""
-        cache, shape = self._cache(), self.shape
-        assert cache is not None
-        proposal = self.proposal
+        cache, shape, target, proposal = self._cache(), self.shape, self.target, self.proposal
+        assert cache is not None and not isinstance(target, TorchHead)
         tokens_RJ = torch.cat([self.table.column(Column.LAST).unsqueeze(1), proposal.tokens_RK], 1)
         fed_RJ = torch.arange(shape.k + 1, device=self.device) <= proposal.count_R.unsqueeze(1)
         fed_RJ = fed_RJ & (self.table.column(Column.LEFT) > 0).unsqueeze(1)
         table_RW, start_R = self.table.pages_RW[:, : shape.pages], self.table.column(Column.LENGTH) - 1
         branches = self.table.branches(start_R)
-        hidden_RJC = self.table.forward(self.target, cache, table_RW, tokens_RJ, start_R, fed_RJ, branches)
-        logits_RJV = self.target.logits(hidden_RJC.flatten(0, 1)).unflatten(0, tokens_RJ.shape)
+        taken = dict.fromkeys(shape.states, start_R)
+        hidden_RJC = self.table.forward(target, cache, table_RW, tokens_RJ, start_R, fed_RJ, branches, taken)
+        logits_RJV = target.logits(hidden_RJC.flatten(0, 1)).unflatten(0, tokens_RJ.shape)
+        states_RJF: Tensor | None = None
+        if shape.states:
+            states_RJF = torch.cat([taken[number] for number in shape.states], -1).unflatten(0, tokens_RJ.shape)
         if (text_RS := self.table.text_RS) is not None:  # beyond the row it holds anything
             text_RS.scatter_(1, self.table.after(proposal.tokens_RK.shape[1]), proposal.tokens_RK)
         if self.says is not None:
-            assert text_RS is not None
-            self.says.begin(text_RS, self.table.column(Column.LENGTH))
+            self.says.begin(self.table)
             places = []
-            for j, logits_RV in enumerate(logits_RJV.unbind(1)):
+            for j, logits_R1V in enumerate(logits_RJV.split(1, 1)):
                 if j:
                     self.says.note(proposal.tokens_RK[:, j - 1 : j], j <= proposal.count_R)
-                places.append(self.says.on(logits_RV, self.table, j))
-            logits_RJV = torch.stack(places, 1)
-        return Found(logits_RJV, argmax(logits_RJV))
+                places.append(self.says.on(logits_R1V, self.table, j, False))
+            logits_RJV = torch.cat(places, 1)
+        return Found(logits_RJV, argmax(logits_RJV), states_RJF)
 
     def begin(self, longest: int) -> None:
         """Draft up to ``longest`` tokens a row, which ``finish`` goes on from."""
@@ -167,7 +178,7 @@ class Decide:
     def _run(self) -> Tensor:
         """[R, X] int32, as ``pack`` gives; the state is that of the next round then."""
         table, (tokens_RK, count_R, probs_DKV, _) = self.work.table, self.work.proposal
-        (logits_RJV, choices_RJ), k = self.work.found, self.work.shape.k
+        (logits_RJV, choices_RJ, _), k = self.work.found, self.work.shape.k
         seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
         accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, k)
         sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
@@ -227,3 +238,5 @@ class Decide:
         table.column(Column.GENERATED).add_(emitted_R)
         table.column(Column.RELAXED).add_(torch.where(active_R, relaxed_R, 0))
         table.column(Column.NATS).add_(torch.where(active_R, nats_R, 0.0))
+        if self.work.feed is not None:
+            self.work.feed.go_on(tokens_RK, accepted_R, next_R, self.work.found.states_RJF)
