@@ -211,13 +211,19 @@ def test_penalties_and_forms_wait_at_most_three_times(grammars: Grammars, kind: 
     assert most <= 3
     assert all(row.tokens == other.tokens for row, other in zip(rows, want) if row.greedy)
     assert sum(row.stats.accepted for row in rows) > 0.5 * sum(row.stats.accepted for row in want) > 0
-    for row, form in zip(rows, FORMS):
-        if row.finish_reason == "stop":
-            assert re.fullmatch(form, "".join("abcdefghijklmnopqr"[token] for token in row.tokens[3:-1]))
+    ended = [(row, form) for row, form in zip(rows, FORMS) if row.finish_reason == "stop"]
+    assert ended
+    for row, form in ended:
+        assert re.fullmatch(form, "".join("abcdefghijklmnopqr"[token] for token in row.tokens[3:-1]))
 
 
+@pytest.mark.parametrize("how", [{}, {"nodes": 6, "depth": 3}], ids=["chain", "tree"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_a_head_may_know_nothing_that_a_form_allows(grammars: Grammars, temperature: float) -> None:  # noqa: F811
+def test_a_head_may_know_nothing_that_a_form_allows(
+    grammars: Grammars,  # noqa: F811
+    temperature: float,
+    how: dict[str, int],
+) -> None:
     """On the CPU and there: what it drafts all the same is refused."""
 
     def made() -> Sequence:
@@ -227,9 +233,9 @@ def test_a_head_may_know_nothing_that_a_form_allows(grammars: Grammars, temperat
         return row
 
     want, row = made(), made()
-    decode(engine_by(HEADS["some"], False), [want])
+    decode(engine_by(HEADS["some"], False, **how), [want])
     with device():
-        decode(engine_by(HEADS["some"], True), [row])
+        decode(engine_by(HEADS["some"], True, **how), [row])
     for each in (want, row):
         assert {"abcdefghijklmnopqr"[token] for token in each.tokens[3:]} <= set("bdfh")
         assert each.stats.accepted == 0

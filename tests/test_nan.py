@@ -16,12 +16,14 @@ from torch import Tensor
 
 from fly.backends import executor_of
 from fly.backends.cpu import available
-from fly.backends.torch import TorchExecutor
+from fly.backends.cpu.head import CpuHead
+from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
-from fly.drafts import DraftStrategy, NGramDraft, SingleDraft, TreeDraft
+from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
 from fly.engine import Engine
-from fly.executor import Executor
+from fly.executor import Executor, Head
 from fly.models import Llama
+from fly.models.eagle import Eagle3Head, HeadConfig
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import ExactCore, exact_accept_probs
 from fly.request import Sequence
@@ -29,7 +31,9 @@ from fly.runner import Runner
 from fly.scheduler import Scheduler
 from fly.types import Draft, SamplingParams, Target
 from tests.test_cuda import device, there
+from tests.test_cuda_heads import head_there
 from tests.test_drafts import perturbed
+from tests.test_eagle import randomise
 from tests.toys import random_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:a step failed")
@@ -52,8 +56,20 @@ PLACES: dict[str, Callable[[], Any]] = {
 }
 if available() == ["torch"]:
     del PLACES["compiled"]
+HEADS: dict[str, Callable[[Eagle3Head], Head]] = {
+    "compiled": lambda head: CpuHead(head, available()[0]),
+    "gpu": head_there,
+}
 everywhere = pytest.mark.parametrize("place", PLACES)
 at_temperatures = pytest.mark.parametrize("temperature", [0.0, 1.0])
+
+
+def make_head() -> Eagle3Head:
+    """One that never drafts ``FATAL``, as within a block a NaN may spread to the places before it."""
+    head = Eagle3Head(HeadConfig(layer=MODEL.config, draft_vocab_size=VOCAB - 1, target_hidden_size=16, states=(0, 1)))
+    randomise(head, 1)
+    head.to_target_U.copy_(torch.tensor([token for token in range(VOCAB) if token != FATAL]))
+    return head.eval().requires_grad_(False)
 
 
 def row_of(prompt: list[int], temperature: float, policy: AcceptancePolicy | None = None, most: int = 14) -> Sequence:
@@ -150,8 +166,10 @@ def fatal(model: Llama) -> Llama:
 
 @everywhere
 @at_temperatures
-@pytest.mark.parametrize("drafting", [None, "n-gram", "model"])
+@pytest.mark.parametrize("drafting", [None, "n-gram", "model", "head"])
 def test_a_model(place: str, temperature: float, drafting: str | None) -> None:
+    if (place, drafting) == ("compiled", "head") and temperature:
+        pytest.skip("the step is taken again, where a head may draft otherwise, and what is drawn depends on drafts")
     prompts = [[1, 2, 3], [7, 7, 7], [2, FATAL], [3, 4], [16]]
     with PLACES[place]() as make:
 
@@ -159,6 +177,9 @@ def test_a_model(place: str, temperature: float, drafting: str | None) -> None:
             if drafting == "model":
                 # Within a block a NaN may spread to the places before it: so what is drafted here is always kept.
                 return SingleDraft(make(MODEL), cache_tokens=4000)
+            if drafting == "head":
+                head = HEADS.get(place, TorchHead)(make_head())
+                return Eagle3Draft(head, cache_tokens=4000)
             return NGramDraft(2, 1, 4) if drafting else None
 
         wanted = run(make(MODEL), strategy(), [row_of(prompt, temperature, most=20) for prompt in prompts])

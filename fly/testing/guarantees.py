@@ -206,7 +206,9 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[_Div
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
         pairs = [(text, out, path[: len(out)]) for text, out, path in zip(texts, emitted, target.argmax_BK.tolist())]
         if wrong := [pair for pair in pairs if pair[1] != pair[2]]:
-            story = "at temperature 0 draft {} emits {}, the target {}".format(*wrong[0])
+            text, out, own = wrong[0]
+            shown = [token if token >= 0 else "NaN" for token in out]
+            story = f"at temperature 0 draft {text} emits {shown}, the target {own}"
             yield _Divergence(1.0, len(wrong) / rows, None, story)
 
 

@@ -78,6 +78,7 @@ def check_shapes_and_ranges(policy: AcceptancePolicy) -> str:
         probs = case.chances(policy)
         require(probs.shape == shape, f"accept_probs has shape {tuple(probs.shape)}, expected {shape}")
         inside = probs[case.draft.mask_BK()].float()
+        require(not inside.isnan().any(), f"accept_probs is NaN: {rounded(probs.float())} for {case.show()}")
         require(
             bool(((inside >= 0) & (inside <= 1)).all()),
             f"accept_probs outside [0, 1]: {rounded(probs.float())} for {case.show()}",

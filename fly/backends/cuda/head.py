@@ -40,7 +40,8 @@ class CudaHead(TorchHead):
         """Trees too."""
         if max(most) > LONGEST:
             return None
-        works = self._works.setdefault(batch.kv.cache, Works(Captures()))
+        if (works := self._works.get(batch.kv.cache)) is None:
+            works = self._works[batch.kv.cache] = Works(Captures())
         return draft(self, batch, spec, rows, most, sampling, seeds, works, states_TF)
 
     def may_extend(self, row: Sequence) -> bool:

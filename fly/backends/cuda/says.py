@@ -109,8 +109,9 @@ class Says:
         first: bool,
         path_RJD: Tensor | None = None,
     ) -> Tensor:
-        """Logits as ``fly.constraints.constrain`` makes them, after so many drafted tokens, which were ``note``d; of
-        trees, after no more than the tokens on the path to each place. ``first``: of the ``first`` drafted token."""
+        """Logits as ``fly.constraints.constrain`` makes them, after so many drafted tokens, which were ``note``d. In a
+        tree the tokens before each place are ``path_RJD``, and ``drafted_R`` is not read. ``first``: these are of the
+        first drafted token, which alone the form is applied to."""
         made_RJV = logits_RJV
         if self.asked_RC is not None:
             made_RJV = self._asked(logits_RJV, self.asked_RC, table, drafted_R, path_RJD)
