@@ -236,7 +236,7 @@ class NotANumber(AcceptancePolicy):
 PLANTED = [
     (KeepsState(), "no hidden randomness", "asked again"),
     (TossesForEach(), "no hidden randomness", "ranks"),
-    (NotANumber(), "shapes and ranges", "outside [0, 1]: [[nan]]"),
+    (NotANumber(), "shapes and ranges", "accept_probs is NaN: [[nan]]"),
     (
         LookingAhead(),
         "tokens judged alone",
