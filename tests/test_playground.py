@@ -59,7 +59,7 @@ def fill(field: Any, text: str) -> None:
 
 def open_page(browser: Any, here: Running) -> None:
     browser.get(here.url)
-    assert eventually(lambda: MODEL in one(browser, "#model").text)
+    assert eventually(lambda: any(MODEL in found.text for found in all_of(browser, "#model")))
 
 
 def run(browser: Any) -> None:
