@@ -1,4 +1,6 @@
-"""Seeded task generators: word problems, list transformations and small Python functions.
+"""Seeded generators of the bundled tasks: word problems, list transformations and small Python functions.
+
+``python -m tools.problems freeze`` writes those that the package holds (``fly/bundled/problems``), ``write`` others.
 
 Each solution mixes *facts* (numbers, names, list items, program semantics), which are determined by the
 prompt and checked, with *free wording* (connectives, verbs, variable names), which is drawn uniformly at
@@ -15,40 +17,43 @@ combinations of operations that never occur together, and questions worded in ot
 
 from __future__ import annotations
 
+import gzip
 import hashlib
-import re
+import json
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
+from pathlib import Path
 from random import Random
+from typing import Annotated
 
-from fly.bundled import lists, programs, stories
-from fly.bundled.sandbox import run_many
-from fly.bundled.wording import Problem
+import typer
 
-__all__ = ["KINDS", "SPLITS", "Problem", "check", "check_many", "extract_answer", "extract_code", "problems"]
+from fly.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, kinds_of
+from tools import lists, programs, stories
+
+__all__ = ["FROZEN_COUNTS", "frozen", "generate"]
 
 _MAKERS = {"arithmetic": stories.make, "text": lists.make, "code": programs.make}
-KINDS = tuple(_MAKERS)
-SPLITS = ("train", "heldout", "middle", "ood")
 _LEVELS = {"middle": 1, "ood": 2}  # of difficulty; others 0
 
 _HELDOUT_SHARE = 10  # one content key in this many is held out
 
+FROZEN_COUNTS = {"train": 3000, "heldout": 400, "middle": 400, "ood": 400}
+"""Problems of each kind that the package holds. Those of ``train`` are prompts alone: heads and exits are trained on
+the target's own answers."""
 
-def problems(kind: str | None, split: str, seed: int, n: int | None = None) -> Iterator[Problem]:
-    """Yield ``n`` problems (without end if None) of one kind, or round-robin of all for None or "all".
+app = typer.Typer(add_completion=False, help="Problems of the bundled tasks, as JSON lines.")
+
+
+def generate(kind: str | None, split: str, seed: int, n: int | None = None) -> Iterator[Problem]:
+    """Yield ``n`` problems (without end if None) of one kind, or of all in turn for None or "all".
 
     The sequence depends on the arguments alone.  Raises ValueError for an unknown kind or split.
     """
-    if kind is not None and kind != "all" and kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)} or all")
-    if split not in SPLITS:
-        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
     if n is not None and n < 0:
         raise ValueError(f"n must not be negative, got {n}")
-    # A separate function so that bad arguments are refused by the call, not by the first next().
-    stream = _round_robin(split, seed) if kind is None or kind == "all" else _stream(kind, split, seed)
-    return islice(stream, n)
+    streams = [_stream(each, split, seed) for each in kinds_of(kind, split)]
+    return islice(chain.from_iterable(zip(*streams)), n)
 
 
 def _stream(kind: str, split: str, seed: int) -> Iterator[Problem]:
@@ -59,39 +64,45 @@ def _stream(kind: str, split: str, seed: int) -> Iterator[Problem]:
             yield made.problem
 
 
-def _round_robin(split: str, seed: int) -> Iterator[Problem]:
-    streams = [_stream(kind, split, seed) for kind in KINDS]
-    while True:
-        for stream in streams:
-            yield next(stream)
-
-
 def _is_heldout(key: str) -> bool:
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") % _HELDOUT_SHARE == 0
 
 
-def extract_answer(completion: str) -> str | None:
-    """The text of the last ``####`` line, or None if there is none."""
-    found = re.findall(r"^####[ \t]*(.*?)[ \t]*$", completion, flags=re.MULTILINE)
-    return found[-1] if found else None
+def frozen(kind: str, split: str) -> str:
+    """The problems of a kind and split that the package holds, as JSON lines."""
+    left_out = ("kind", "solution", "answer", "tests") if split == "train" else ("kind",)
+    return _lines(generate(kind, split, 0, FROZEN_COUNTS[split]), left_out)
 
 
-def extract_code(completion: str) -> str:
-    """The first ```` ```python ```` block (closed or not), or the whole text if there is no block."""
-    found = re.search(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
-    return found.group(1) if found else completion
+def _lines(some: Iterator[Problem], left_out: tuple[str, ...] = ()) -> str:
+    rows = ({name: value for name, value in vars(p).items() if name not in left_out and value != ()} for p in some)
+    return "".join(json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n" for row in rows)
 
 
-def check(problem: Problem, completion: str) -> bool:
-    """Whether ``completion`` solves ``problem``; code is run on the problem's tests in the sandbox."""
-    return check_many([(problem, completion)])[0]
+@app.command("freeze")
+def freeze() -> None:
+    """Write the problems that the package holds."""
+    FROZEN.mkdir(exist_ok=True)
+    for split in SPLITS:
+        for kind in KINDS:
+            path = FROZEN / f"{kind}-{split}.jsonl.gz"
+            path.write_bytes(gzip.compress(frozen(kind, split).encode(), 9, mtime=0))
+            typer.echo(f"{path.name}: {FROZEN_COUNTS[split]} problems, {path.stat().st_size:,} bytes")
 
 
-def check_many(pairs: list[tuple[Problem, str]]) -> list[bool]:
-    """``check`` for many (problem, completion) pairs, with one sandbox process for all the code."""
-    results = iter(run_many([(extract_code(text), problem.tests) for problem, text in pairs if problem.kind == "code"]))
-    return [
-        next(results).ok if problem.kind == "code" else extract_answer(text) == problem.answer
-        for problem, text in pairs
-    ]
+@app.command("write")
+def write(
+    out: Annotated[Path, typer.Argument(help="The file to write; a task's 'data' with 'scorer: bundled' reads it.")],
+    kind: Annotated[str, typer.Option(help=f"{', '.join(KINDS)} or all.")] = "all",
+    split: Annotated[str, typer.Option(help=f"{', '.join(SPLITS)}.")] = "heldout",
+    seed: Annotated[int, typer.Option(help="Which problems are drawn.")] = 1,
+    count: Annotated[int, typer.Option(min=1, help="How many.")] = 400,
+) -> None:
+    """Write problems of another seed, or more of them."""
+    out.write_text(_lines(generate(kind, split, seed, count)), encoding="utf-8")
+    typer.echo(f"{out}: {count} problems")
+
+
+if __name__ == "__main__":
+    app()

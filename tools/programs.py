@@ -8,8 +8,9 @@ from functools import partial
 from random import Random
 from typing import Any, NamedTuple
 
-from fly.bundled.lists import WORDS
-from fly.bundled.wording import HERE, RETURN, WALKS, Made, Problem
+from fly.bundled.tasks import Problem
+from tools.lists import WORDS
+from tools.wording import HERE, RETURN, WALKS, Made
 
 __all__ = ["make"]
 

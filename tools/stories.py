@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from fly.bundled.wording import Made, answered, ending, opening, step
+from tools.wording import Made, answered, ending, opening, step
 
 __all__ = ["make"]
 

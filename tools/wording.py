@@ -1,4 +1,4 @@
-"""What a task is, and the words that its solution chooses freely."""
+"""A generated problem, and the words that its solution chooses freely."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 
-__all__ = ["FREE", "Made", "Problem", "answered", "ending", "opening", "step"]
+from fly.bundled.tasks import Problem
 
-
-@dataclass(frozen=True)
-class Problem:
-    """One task: what is asked, a reference solution, and what a right answer is.
-
-    ``answer`` is the text of the final ``####`` line (empty for code); ``tests`` are Python expressions
-    that hold for a correct program (empty for the other kinds).
-    """
-
-    kind: str
-    prompt: str
-    solution: str
-    answer: str
-    tests: tuple[str, ...] = ()
+__all__ = ["FREE", "Made", "answered", "ending", "opening", "step"]
 
 
 @dataclass(frozen=True)

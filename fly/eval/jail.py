@@ -1,6 +1,6 @@
 """What the sandbox's process runs: jobs from standard input, each in a process of its own that gives up its rights.
 
-This file is a script for a bare interpreter, so it imports nothing of the package (``fly.bundled.sandbox`` starts it).
+This file is a script for a bare interpreter, so it imports nothing of the package (``fly.eval.sandbox`` starts it).
 A job names its language. ``small`` is a subset of Python without imports, files or attributes, checked on the syntax
 tree: it does no harm wherever it runs. ``python`` is all of Python, and runs only where the Linux kernel takes the
 rights away first: Landlock (no file but the scratch folder may be written, none but Python's own may be read, no TCP)

@@ -1,4 +1,4 @@
-"""Run unknown programs on tests, in processes that can do no harm (``fly.bundled.jail`` says how).
+"""Run unknown programs on tests, in processes that can do no harm (``fly.eval.jail`` says how).
 
 The bundled tasks need a small language only, which is safe anywhere. Real programs are run in full Python where the
 Linux kernel isolates them; elsewhere they are refused.
@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from fly.bundled import jail
+from fly.eval import jail
 
-__all__ = ["Language", "Refused", "Result", "Sandbox", "run_many", "run_python"]
+__all__ = ["Language", "Refused", "Result", "Sandbox"]
 
 _MEMORY_BYTES = 1 << 30
 _STARTUP_S = 20.0  # allowance for starting interpreters on a busy machine
@@ -107,18 +107,3 @@ class Sandbox:
             self._buffer += chunk
         line, self._buffer = self._buffer.split(b"\n", 1)
         return line
-
-
-def run_python(code: str, tests: Sequence[str], timeout_s: float = 5.0, language: Language = "small") -> Result:
-    """Run ``code``, then evaluate each expression of ``tests``; never raises on bad code."""
-    return run_many([(code, tests)], timeout_s, language)[0]
-
-
-def run_many(
-    jobs: Sequence[tuple[str, Sequence[str]]], timeout_s: float = 5.0, language: Language = "small"
-) -> list[Result]:
-    """Check several (code, tests) pairs; ``timeout_s`` holds for each."""
-    if not jobs:
-        return []
-    with Sandbox(timeout_s) as sandbox:
-        return [sandbox.run(code, tests, language) for code, tests in jobs]

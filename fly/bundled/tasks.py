@@ -1,0 +1,70 @@
+"""The problems that the bundled models solve, frozen in ``problems/``: word problems (``arithmetic``), lists that are
+rearranged (``text``) and small Python functions (``code``).
+
+``tools/problems.py``, in a checkout, says how they were generated, and generates others. Knows nothing of answers:
+``fly.eval.scorers`` checks those.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+__all__ = ["KINDS", "SPLITS", "Problem", "kinds_of", "problems"]
+
+KINDS = ("arithmetic", "text", "code")
+SPLITS = ("train", "heldout", "middle", "ood")
+FROZEN = Path(__file__).parent / "problems"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One task: what is asked, a reference solution, and what a right answer is.
+
+    ``answer`` is the text of the final ``####`` line (empty for code); ``tests`` are Python expressions
+    that hold for a correct program (empty for the other kinds). Problems of the split ``train`` have a prompt alone.
+    """
+
+    kind: str
+    prompt: str
+    solution: str = ""
+    answer: str = ""
+    tests: tuple[str, ...] = ()
+
+
+def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) -> list[Problem]:
+    """The first ``n`` problems of a split (None: all there are), of one kind, or of all kinds in turn for None or
+    "all". They are those of seed 0.
+
+    Raises ``ValueError`` for an unknown kind or split, for another seed, and for more problems than are frozen.
+    """
+    kinds = kinds_of(kind, split)
+    if n is not None and n < 0:
+        raise ValueError(f"n must not be negative, got {n}")
+    found = [problem for turn in zip(*(_frozen(each, split) for each in kinds)) for problem in turn]
+    if seed or (n is not None and n > len(found)):
+        asked = f"seed {seed} was asked for" if seed else f"{n} were asked for"
+        raise ValueError(
+            f"split {split!r} holds {len(found)} problems of seed 0 ({len(found) // len(kinds)} of each kind: "
+            f"{', '.join(kinds)}), and {asked}; in a checkout, 'python -m tools.problems write' makes others"
+        )
+    return found[:n]
+
+
+def kinds_of(kind: str | None, split: str) -> tuple[str, ...]:
+    """The kinds that are meant: all of them by None or "all". Raises ``ValueError`` for an unknown kind or split."""
+    if kind is not None and kind != "all" and kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; choose one of {', '.join(KINDS)} or all")
+    if split not in SPLITS:
+        raise ValueError(f"unknown split {split!r}; choose one of {', '.join(SPLITS)}")
+    return KINDS if kind is None or kind == "all" else (kind,)
+
+
+@cache
+def _frozen(kind: str, split: str) -> tuple[Problem, ...]:
+    lines = gzip.decompress((FROZEN / f"{kind}-{split}.jsonl.gz").read_bytes()).decode().splitlines()
+    rows = map(json.loads, lines)
+    return tuple(Problem(kind, **{**row, "tests": tuple(row.get("tests", ()))}) for row in rows)
