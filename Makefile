@@ -32,7 +32,7 @@ docs: $(VENV)/.installed-dev
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers
-	docs/results/measure.sh $(BIN)/fly
+	benchmarks/measure.sh $(abspath $(BIN)/python)
 
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/backends/cpu/src/*)
@@ -46,7 +46,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-peers: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers,plots]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
 clean:

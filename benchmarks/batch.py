@@ -1,4 +1,5 @@
-"""Many requests at once: throughput, latency and memory by batch size, with speculation and without."""
+"""Many requests at once: throughput, latency and memory by batch size, with speculation and without:
+``python -m benchmarks.batch``, or ``torchrun --nproc-per-node N -m benchmarks.batch``."""
 
 from __future__ import annotations
 
@@ -8,16 +9,41 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-from fly.bench.loaded import runners_of
-from fly.bundled.tasks import Problem, check_many
+import typer
+from rich.markup import escape
+from rich.table import Table
+
+from fly.bench.loaded import runners_of, settings_of
+from fly.bundled import usual_draft
+from fly.bundled.tasks import Problem
+from fly.bundled.tasks import problems as bundled_problems
+from fly.cli.options import (
+    CollectiveTimeout,
+    Device,
+    DraftOption,
+    Dtype,
+    HeartbeatTimeout,
+    Json,
+    K,
+    Kernels,
+    Model,
+    Policy,
+    output,
+)
+from fly.cli.run import command, kernels_of, loaded, ranks_of
+from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval import Setting
+from fly.eval.plots import save_lines
+from fly.eval.scorers import check_many
 from fly.job import Job, Request
+from fly.llm import LLM
+from fly.policies import parse_policy
 from fly.request import Stats, Token
 from fly.types import SamplingParams
-
-__all__ = ["Load", "measure_load"]
 
 
 @dataclass
@@ -166,3 +192,94 @@ def _run(
     load.seconds = time.perf_counter() - start
     load.right = check_many(list(zip(problems, texts)))
     return load
+
+
+@command
+def main(
+    context: typer.Context,
+    size: Annotated[
+        list[int] | None, typer.Option(min=1, help="Requests at a time; may be given several times.")
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
+    ] = 64,
+    policy: Policy = "fly",
+    draft: DraftOption = None,
+    k: K = 15,
+    model: Model = "fly-target",
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+    plot: Annotated[Path | None, output(help="Write a plot of tokens/s to this file (.svg).", suffix=".svg")] = None,
+    json_: Json = None,
+) -> None:
+    """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
+    with ranks_of(context) as ranks:
+        sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
+        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
+        options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
+        plain = LLM(model, **options)
+        draft = draft or usual_draft(model)
+        fast = LLM(plain, draft, **options)
+        if ranks is not None:
+            loaded(ranks)
+        settings = settings_of(plain, fast, k, [rule])
+        asked = bundled_problems(None, "heldout", 0, requests)
+        with progress(len(sizes) * len(settings) * len(asked), "batching") as advance:
+            loads = measure_load(settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)
+        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, kernels {kernels_of(plain)}"
+        console.print(load_table(loads, title))
+        note(
+            "first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"
+            "unused: share of the pages in use in which no token stands"
+        )
+        if plot is not None and (ranks is None or ranks.leads):
+            lines = {
+                setting.name: [(load.size, load.tokens_per_second) for load in loads if load.setting is setting]
+                for setting in settings
+            }
+            save_lines(plot, title, "requests at a time", "tokens/s", lines, log_x=True)
+        write_json(json_, [load.as_json() for load in loads], ranks)
+
+
+def load_table(loads: list[Load], title: str) -> Table:
+    """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
+    by_size = grouped(loads, lambda load: load.size)
+
+    def over(load: Load, which: int) -> str:
+        return ratio(load.tokens_per_second, by_size[load.size][which].tokens_per_second)
+
+    def plain(load: Load) -> bool:
+        return load is by_size[load.size][0]
+
+    def latency(load: Load, name: str, digits: int) -> str:
+        return "/".join(f"{seconds * 1e3:,.{digits}f}" for seconds in load.percentiles(name))
+
+    return table(
+        title,
+        loads,
+        {
+            "size": lambda load: f"{load.size}" if plain(load) else "",
+            "decoding": lambda load: "AR" if plain(load) else escape(load.setting.name),
+            "tok/s": lambda load: f"{load.tokens_per_second:,.0f}",
+            "× AR": lambda load: over(load, 0),
+            "× exact": lambda load: over(load, 1),
+            "first": lambda load: latency(load, "first", 0),
+            "each": lambda load: latency(load, "each", 1),
+            "unused": lambda load: f"{load.waste:.1%}",
+            "right": lambda load: f"{sum(load.right)}/{len(load.right)}",
+        },
+        text=("decoding",),
+        wrapped=("decoding",),
+        ends=lambda load: load is by_size[load.size][-1],
+        padding=(0, 1, 0, 0),
+    )
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,5 @@
-"""This machine's figures for the model of costs, and whether their predictions come true.
+"""This machine's figures for the model of costs (``fly bench plan``), and whether their predictions come true:
+``python -m benchmarks.calibrate``, or ``torchrun --nproc-per-node N -m benchmarks.calibrate``.
 
 Figures come from stand-ins: random models that are narrower and wider, shallower and deeper than the predicted models,
 run by the same code on the same ranks. So the predicted models themselves are never used for a prediction. All runs
@@ -11,29 +12,36 @@ import statistics
 from collections import abc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import torch
+import typer
+from rich.markup import escape
+from rich.table import Column
 
 from fly.backends.torch import TorchExecutor
 from fly.bench.clock import clocked, take_turns
-from fly.bench.loaded import feeding, is_divided
 from fly.bench.plan import JUDGED, Device, Link, Machines, Setting, Work, forecast, step_seconds
 from fly.bench.shapes import random_model, randomise
 from fly.bundled import open_model
 from fly.bundled.tasks import problems
-from fly.drafts import SingleDraft
+from fly.cache import PagedKVCache
+from fly.cli.options import CollectiveTimeout, Dtype, HeartbeatTimeout, K, Policy
+from fly.cli.run import command, memory_in_words, ranks_of
+from fly.cli.show import console, print_list, ratio
+from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.drafts import DraftStrategy, SingleDraft
 from fly.executor import Executor
 from fly.llm import LLM
-from fly.models import LlamaConfig
+from fly.models import Llama, LlamaConfig
 from fly.models.loading import resolve_dtype
+from fly.ops import argmax
 from fly.parallel import Part, Ranks, memory_here, parallelise
 from fly.parallel.draft import Placement
-from fly.policies import AcceptancePolicy
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.request import Sequence, Stats
+from fly.runner import Runner
 from fly.types import Draft, SamplingParams
-
-__all__ = ["Check", "check_here", "explain"]
 
 _WIDTHS, _CONTEXTS = (0.75, 1.25), (64, 320)  # of stand-ins: times the width; tokens before a forward
 _DEEPEST = 6  # layers of what a stand-in stands for: enough to tell a layer's cost
@@ -264,6 +272,28 @@ def _fit(equations: abc.Sequence[tuple[abc.Sequence[float], float, float]]) -> l
     return [float(value) for value in solution]
 
 
+def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
+    """A forward over ``tokens`` after ``context``, and its most likely tokens; it can be called any number of times."""
+    text = [1, 2, 3, 4] * (context // 4)
+    row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
+    runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
+    draft = [4] * (tokens - 1)
+
+    def run() -> None:
+        argmax(runner.feed([row], [draft])[0]).tolist()
+        runner.commit([row])
+
+    return run
+
+
+def is_divided(draft: DraftStrategy | None) -> bool:
+    """Whether each rank has a part of the draft's one model."""
+    executor = draft.executor if isinstance(draft, SingleDraft) else None
+    if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
+        return False
+    return model.lm_head.weight.shape[0] < model.config.vocab_size
+
+
 class _Slips(SingleDraft):
     """A draft that is wrong once in the middle of each block, so that a rule has something to judge: the most likely
     token of a small random model is its last one, be it the target or the draft."""
@@ -329,3 +359,58 @@ class _Run:
             return seconds / self.stats.generated
 
         self.times = timer.add(run, once=True)
+
+
+@command
+def main(
+    context: typer.Context,
+    target: Annotated[str, typer.Option(help="The target: a checkpoint.")] = "fly-target",
+    draft: Annotated[str, typer.Option(help="The draft: a checkpoint.")] = "fly-draft",
+    policy: Policy = "fly",
+    k: K = 15,
+    dtype: Dtype = "auto",
+    draft_placement: Annotated[str, typer.Option(help="auto, replicated or sharded.")] = "auto",
+    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
+    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
+) -> None:
+    """Predict a pair's speed on this machine, on as many ranks as torchrun starts, run it, and compare."""
+    with ranks_of(context) as ranks:
+        rule = parse_policy(policy, trusted=True)
+        _show_check(check_here(target, draft, rule, k, dtype, ranks, draft_placement), target, draft)
+
+
+def _show_check(found: Check, target: str, draft: str) -> None:
+    """Print what was predicted and measured on this machine, and the figures that predicted it."""
+    here, beside = found.target.device, found.draft.device
+    speeds = [
+        (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
+        for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured)
+    ]
+    gains = [drafted / plain for plain, drafted in (found.predicted, found.measured)]
+    speeds.append(("gain", ratio(gains[0]), ratio(gains[1]), f"{gains[0] / gains[1]:.2f}"))
+    title = f"{target} : {draft} on {found.target.ranks} ranks, here"
+    print_list(speeds, *_columns("", "predicted", "measured", "predicted / measured"), title=title)
+    figures: dict[str, Callable[[Device], str]] = {
+        "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
+        f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
+        "keys and values read": lambda d: f"{(d.cached or d.bandwidth) / 1e9:.1f} GB/s",
+        "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
+        "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
+    }
+    both = ((name, figure(here), figure(beside)) for name, figure in figures.items())
+    print_list(both, *_columns("", escape(target), escape(draft)), title="figures, of stand-ins for")
+    exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
+    engine = f"a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
+    for line in (f"τ {found.tau:.2f} · engine: {engine}{exchange}", memory_in_words(found.memory)):
+        console.print(line, highlight=False, soft_wrap=True)
+
+
+def _columns(*headings: str) -> list[Column]:
+    return [Column(heading, justify="right") for heading in headings]
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,5 +1,5 @@
-"""What the ways of a run would give over autoregression at the costs of large pairs: ``python costs.py REPORT.json``,
-of ``fly report RUN --json REPORT.json``.
+"""What the ways of a run would give over autoregression at the costs of large pairs:
+``python -m benchmarks.costs REPORT.json``, of ``fly report RUN --json REPORT.json``.
 
 Speed is tokens a round / (tokens drafted a round · c + v): each way's τ and drafts are the small pair's own, as
 measured; c (a drafted token) and v (a verification) are the large pair's, over one token of the target. A head's c

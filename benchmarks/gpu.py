@@ -1,7 +1,7 @@
-"""Rounds on a CUDA device: the time of target, draft and host, compared with the limit of the memory's bandwidth.
+"""Rounds on a CUDA device: the time of target, draft and host, compared with the limit of the memory's bandwidth, and
+with transformers: ``python -m benchmarks.gpu``.
 
-Models have the shapes of published ones and random weights, which take as long to read as trained ones. Knows nothing
-of how results are shown.
+Models have the shapes of published ones and random weights, which take as long to read as trained ones.
 """
 
 from __future__ import annotations
@@ -9,27 +9,32 @@ from __future__ import annotations
 import importlib.util
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.markup import escape
 
 from fly.backends import executor_of
 from fly.bench.clock import clocked
+from fly.bench.limits import measure_limits
 from fly.bench.plan import MODELS
 from fly.bench.shapes import forward_bytes, random_model
 from fly.cache import PagedKVCache
+from fly.cli.options import Device, Json
+from fly.cli.run import alone
+from fly.cli.show import console, note, progress, table, write_json
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.base import Continuation, Wrapper
 from fly.engine import Engine
 from fly.executor import Executor, Spent
 from fly.models import LlamaConfig
-from fly.policies import AcceptancePolicy
+from fly.models.loading import resolve_dtype
+from fly.policies import AcceptancePolicy, parse_policy
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams
-
-__all__ = ["SHAPES", "Round", "cuda_device", "measure_gpu_rounds", "measure_transformers", "random_executor"]
 
 SHAPES = {
     "1b": MODELS["llama-3.1-8b"].model_copy(
@@ -48,7 +53,7 @@ def cuda_device(name: str) -> torch.device:
     if device.type != "cuda" or not torch.cuda.is_available():
         built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA"
         raise ValueError(
-            f"device {name!r}: 'fly bench gpu' measures a CUDA device, and PyTorch {torch.__version__}, {built}, sees "
+            f"device {name!r}: this measures a CUDA device, and PyTorch {torch.__version__}, {built}, sees "
             f"{torch.cuda.device_count()} here; 'fly bench speed' measures any device"
         )
     return device
@@ -182,3 +187,85 @@ def measure_transformers(
     with torch.inference_mode():
         run(8)
         return (run(tokens + 1) - run(1)) / tokens
+
+
+@alone
+def main(
+    target: Annotated[str, typer.Option(help=f"Shape of the target, of random weights: {', '.join(SHAPES)}.")] = "8b",
+    draft: Annotated[str, typer.Option(help="Shape of the draft model, likewise.")] = "1b",
+    rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeatable.")] = None,
+    k: Annotated[list[int] | None, typer.Option(min=0, help="Draft length; repeatable.")] = None,
+    policy: Annotated[list[str] | None, typer.Option(help="Policy; repeatable.")] = None,
+    temperature: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; repeatable.")] = None,
+    peers: Annotated[bool, typer.Option(help="Decode with transformers too, if it is installed.")] = True,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    device: Device = "auto",
+    json_: Json = None,
+) -> None:
+    """A CUDA device: autoregressive decoding against its bandwidth, the cost of verifying K tokens, what a round
+    loses."""
+    for name in (target, draft):
+        if name not in SHAPES:
+            raise ValueError(f"shape {name!r} is unknown; choices: {list(SHAPES)}")
+    rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
+    where, kind = cuda_device(device), resolve_dtype(dtype, {})
+    limits = measure_limits(where)
+    console.print(
+        f"{torch.cuda.get_device_name(where)}, PyTorch {torch.__version__}, {dtype}: reads "
+        f"{limits.bandwidth / 1e12:.2f} TB/s",
+        highlight=False,
+    )
+    counts, lengths, heats = rows or [1, 4, 8], sorted({0, *(k or [1, 2, 4, 8, 15])}), temperature or [0.0, 0.8]
+    pair = random_executor(SHAPES[target], kind, where), random_executor(SHAPES[draft], kind, where)
+    with progress(len(counts) * len(lengths) * len(rules) * len(heats), "rounds") as advance:
+        found = measure_gpu_rounds(*pair, counts, lengths, rules, heats, limits.bandwidth, advance)
+    plain = {(r.rows, r.policy, r.temperature): r.target for r in found if r.k == 0}
+
+    def base(one: object) -> float:
+        return plain[one.rows, one.policy, one.temperature]
+
+    console.print(
+        table(
+            f"a round of {target} : {draft}, prompts of 512 tokens, "
+            f"layers {'' if all(one.compiled for one in found) else 'not '}compiled",
+            found,
+            {
+                "policy": lambda r: escape(r.policy),
+                "T": lambda r: f"{r.temperature:g}",
+                "rows": lambda r: f"{r.rows}",
+                "K": lambda r: f"{r.k}",
+                "round ms": lambda r: f"{1e3 * r.whole:.2f}",
+                "target": lambda r: f"{1e3 * r.target:.2f}",
+                "v(K)": lambda r: f"{r.target / base(r):.2f}",
+                "draft": lambda r: f"{1e3 * r.draft:.2f}",
+                "c": lambda r: f"{r.draft / r.k / base(r):.3f}" if r.k else "–",
+                "lost": lambda r: f"{r.lost:.1%}",
+                "of limit": lambda r: f"{r.limit / r.whole:.0%}",
+            },
+        )
+    )
+    note(
+        "v(K): the target's time for K + 1 tokens over that for one · c: a drafted token's time over the target's for "
+        "one\nlost: share of the round in which the device did neither · of limit: time to read weights and cache "
+        "over the round"
+    )
+    theirs: dict[str, float | None] = {}
+    if peers:
+        del pair
+        for name in (target, draft):
+            torch.cuda.empty_cache()
+            theirs[name] = measure_transformers(SHAPES[name], kind, where)
+            if (seconds := theirs[name]) is None:
+                note("transformers is not installed, and left out")
+                break
+            share = forward_bytes(SHAPES[name], kind, 1, 512) / limits.bandwidth / seconds
+            console.print(f"transformers, {name}, one row: {1e3 * seconds:.2f} ms a token, {share:.0%} of limit")
+    record = {"limits": limits.as_json(), "rounds": [asdict(one) for one in found], "transformers": theirs}
+    write_json(json_, record)
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,30 +1,33 @@
 #!/bin/sh
-# Measure everything that README.md here shows, one after the other: docs/results/measure.sh [the fly command]
+# Measure everything that docs/results/README.md shows, one after the other: benchmarks/measure.sh [the python of fly]
 set -eu
-fly=${1:-fly}
-here=$(dirname "$0")
+cd "$(dirname "$0")/.."
+python=${1:-python}
+results=docs/results
 export COLUMNS=100
 
-measure() {
+measure() { # a name, and a command of python -m
     name=$1
     shift
-    echo "$(date +%T) $name: fly $*"
-    { echo "\$ fly $*"; "$fly" "$@" 2>/dev/null; } > "$here/$name.txt"
+    shown=$*
+    case $1 in benchmarks.*) shown="python -m $*" ;; esac
+    echo "$(date +%T) $name: $shown"
+    { echo "\$ $shown"; "$python" -m "$@" 2>/dev/null; } > "$results/$name.txt"
 }
 
-measure speed bench speed --plot "$here/speed.png"
-measure speed-8bit bench speed --kernels w8a8 --shape none
-measure peers bench peers --turns 5
-measure peers-8bit bench peers --turns 5 --kernels w8a8
-measure peers-110m bench peers --shape 768x12x32000 --problems 4 --tokens 100
-measure peers-110m-8bit bench peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
-"$(dirname "$(command -v "$fly")")/python" "$here/start.py" > "$here/start.txt"
-measure twins bench twins --k 11 --k 13 --k 15 --k 23 --k 25
-measure twins-8bit bench twins --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
-measure batch bench batch
-measure drafts bench drafts
-measure drafts-torch bench drafts --kernels torch --repeats 0
-measure policy bench policy
-measure demo demo
+measure speed fly bench speed --plot "$results/speed.svg"
+measure speed-8bit fly bench speed --kernels w8a8 --shape none
+measure peers benchmarks.peers --turns 5
+measure peers-8bit benchmarks.peers --turns 5 --kernels w8a8
+measure peers-110m benchmarks.peers --shape 768x12x32000 --problems 4 --tokens 100
+measure peers-110m-8bit benchmarks.peers --shape 768x12x32000 --problems 4 --tokens 100 --kernels w8a8
+"$python" -m benchmarks.start > "$results/start.txt"
+measure twins benchmarks.twins --k 11 --k 13 --k 15 --k 23 --k 25
+measure twins-8bit benchmarks.twins --k 11 --k 13 --k 15 --k 25 --k 27 --kernels w8a8
+measure batch benchmarks.batch
+measure drafts fly bench drafts
+measure drafts-torch fly bench drafts --kernels torch --repeats 0
+measure policy benchmarks.policy
+measure demo fly demo
 export OMP_NUM_THREADS=1
-measure promise bench drafts --draft "adaptive(ngram)" --draft "adaptive(fly-draft)" --repeats 6
+measure promise fly bench drafts --draft "adaptive(ngram)" --draft "adaptive(fly-draft)" --repeats 6

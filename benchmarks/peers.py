@@ -1,7 +1,7 @@
-"""Other libraries on the same checkpoints, prompts, draft length, dtype and threads, in the same run.
+"""Other libraries on the same checkpoints, prompts, draft length, dtype and threads, in the same run:
+``python -m benchmarks.peers``.
 
-Peers are optional (the ``peers`` extra); one that is not installed, or cannot run a checkpoint, is skipped by name.
-All decode greedily, one request at a time or several together. Knows nothing of how results are shown.
+All decode greedily, one request at a time or several together.
 """
 
 from __future__ import annotations
@@ -12,82 +12,40 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
 
+from benchmarks.contenders import MOST_SURE, SURE, Contender, fly_contender, load_peers
+from fly.backends.cpu import chosen
+from fly.backends.cpu.library import split
 from fly.bench.clock import Timing, clocked
-from fly.bench.limits import dtype_name
-from fly.bench.llama_cpp import LlamaCpp, Skipped, import_library, write_gguf
-from fly.bench.loaded import narrow_kernels
-from fly.bench.prompts import PROMPTS
-from fly.bench.shapes import forward_bytes, matrix_parameters, random_model, shape_config
-from fly.bundled import BUNDLED, resolve_checkpoint
-from fly.bundled.tasks import Problem, check_many
-from fly.bundled.tasks import problems as draw_problems
+from fly.bench.limits import Limits, dtype_name, measure_limits
+from fly.bench.prompts import asked_of, usual_amount
+from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
+from fly.bench.speed import LONGEST, PROMPTS
+from fly.bundled import resolve_checkpoint, usual_draft
+from fly.bundled.tasks import Problem
+from fly.cli.options import DraftLength, Dtype, Json, Kernels, Model, Policy, Turns
+from fly.cli.run import alone
+from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
+from fly.cli.speed import NO_SHAPE, best_median
 from fly.drafts import SingleDraft
 from fly.eval import Setting
 from fly.eval.compare import in_turns
 from fly.eval.plan import rule_name
+from fly.eval.scorers import check_many
 from fly.llm import LLM
-from fly.models import LlamaConfig, load_model, save_model
+from fly.models import LlamaConfig, save_model
 from fly.models.checkpoint import Checkpoint
-from fly.models.loading import resolve_dtype
+from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint
-from fly.models.tokenizer import Tokenizer, read_eos_ids
-from fly.policies import AcceptancePolicy, Exact
-from fly.types import Guarantee, SamplingParams
-
-__all__ = [
-    "MOST_SURE",
-    "SURE",
-    "Checkpoints",
-    "Contender",
-    "Lineup",
-    "Match",
-    "asked_of",
-    "fly_contender",
-    "line_up",
-    "load_peers",
-    "measure_matches",
-    "measure_prompts",
-    "usual_amount",
-]
-
-Decode = Callable[[list[int], int], list[int]]
-DecodeTogether = Callable[[list[list[int]], int], list[list[int]]]
-
-SURE, MOST_SURE = 0.4, 20
-"""How transformers drafts by default: least probability, most tokens."""
-
-
-@dataclass(frozen=True)
-class Checkpoints:
-    """What every library gets: a target and perhaps a draft, the draft length, and ``ends``, the ids that end an output
-    (none: it goes on to the most tokens). ``directory`` takes the files that a library needs the weights in; ``narrow``
-    asks for 8 bits where it has them."""
-
-    target: Path
-    draft: Path | None
-    k: int
-    dtype: torch.dtype
-    directory: Path
-    ends: frozenset[int]
-    narrow: bool = False
-    rows: int = 1  # prompts that are decoded together
-
-
-@dataclass(frozen=True)
-class Contender:
-    """A library that decodes: ``decode(prompt ids, most tokens)`` returns the new ids, end token included, and
-    ``together`` (None if it cannot) those of several prompts at once."""
-
-    name: str
-    library: str
-    speculative: bool
-    decode: Decode
-    lossy: bool = False
-    together: DecodeTogether | None = None
+from fly.models.tokenizer import Tokenizer
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 
 
 @dataclass
@@ -185,35 +143,6 @@ def measure_prompts(
     return found
 
 
-def usual_amount(parameters: int) -> tuple[int, int]:
-    """The default number of prompts, and most tokens of each, for a shape of so many parameters.
-
-    One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
-    take about four minutes on two cores up to 270 million.
-    """
-    if parameters < 100e6:
-        return 24, 400
-    return 8, max(64, round(17.5e9 / parameters))
-
-
-def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list[int]]]:
-    """Held-out problems, with their prompts, for a bundled checkpoint; some of ``PROMPTS`` alone for any other, which
-    was not trained on those problems."""
-    if model in BUNDLED:
-        problems = list(draw_problems(None, "heldout", 0, count))
-        return problems, [llm.chat_prompt(problem.prompt) for problem in problems]
-    return [], [prompt_of(llm, number) for number in range(count)]
-
-
-def prompt_of(llm: LLM, number: int) -> list[int]:
-    """One of ``PROMPTS``, as a conversation where the model has a template for those."""
-    text, tokenizer = PROMPTS[number % len(PROMPTS)], llm.tokenizer
-    if tokenizer is None:
-        rng = random.Random(number)
-        return [rng.randrange(llm.engine.runner.executor.config.vocab_size) for _ in range(32)]
-    return llm.chat_prompt(text) if tokenizer.template is not None else tokenizer.encode(text)
-
-
 @dataclass
 class Lineup:
     """Contenders on one model, why others are missing, and the prompts that all decode to at most ``tokens`` tokens."""
@@ -298,7 +227,7 @@ def line_up(
         asked, prompts = asked_of(plain, model, count)
     if helper is not None:
         settings += _speculation(plain, helper, policy, k, options)
-    narrow = narrow_kernels(kernels)
+    narrow = split(chosen(kernels))[1]  # which kernels of 8 bits, if any
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
     peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
     found = [each for each in contenders + peers if rows == 1 or each.together is not None]
@@ -332,118 +261,148 @@ def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, opti
     return found
 
 
-def fly_contender(setting: Setting, ignore_eos: bool) -> Contender:
-    """fly itself. Its cache of earlier requests is emptied before each, since no peer keeps prompts."""
+@alone
+def main(
+    model: Model = "fly-target",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
+        ),
+    ] = None,
+    policy: Policy = "fly",
+    k: DraftLength = 15,
+    shape: Annotated[
+        str | None,
+        typer.Option(help=f"A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only; or '{NO_SHAPE}'."),
+    ] = None,
+    problems: Annotated[
+        int | None,
+        typer.Option(min=1, help="How many prompts. Default: 24, or 8 for a model of 100M parameters or more."),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=2,
+            help="The most tokens of an answer. Default: 400, fewer for such a model (110M: 160, from 270M on: 64).",
+        ),
+    ] = None,
+    rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by the libraries that can.")] = 1,
+    skip_prompts: Annotated[
+        bool, typer.Option("--skip-prompts", help="Do not time the reading of long prompts.")
+    ] = False,
+    turns: Turns = 3,
+    dtype: Dtype = "auto",
+    kernels: Kernels = "auto",
+    json_: Json = None,
+) -> None:
+    """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side.
 
-    def together(prompts: list[list[int]], max_tokens: int) -> list[list[int]]:
-        for allocator in setting.llm.scheduler.allocators():
-            allocator.forget()
-        params = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=ignore_eos)
-        outputs = setting.llm.generate(prompts, params, policy=setting.policy, k=setting.k)
-        return [output.token_ids for output in outputs]
-
-    def decode(prompt: list[int], max_tokens: int) -> list[int]:
-        return together([prompt], max_tokens)[0]
-
-    lossy = setting.policy.guarantee is not Guarantee.LOSSLESS
-    return Contender(setting.name, "fly", setting.k > 0, decode, lossy, together)
-
-
-def load_peers(
-    target: Path,
-    draft: Path | None,
-    k: int,
-    dtype: torch.dtype,
-    directory: Path,
-    ignore_eos: bool,
-    narrow: bool = False,
-    rows: int = 1,
-) -> tuple[list[Contender], list[str]]:
-    """Every peer on the checkpoints ``target`` and ``draft``, and why those that are missing are.
-
-    ``narrow``: in 8 bits, weights and activations, where a peer has that (llama.cpp's Q8_0). ``directory`` takes the
-    files that a peer needs the weights in. Peers run on the CPU, with as many threads as PyTorch uses. ``draft`` None
-    leaves out what needs one; ``ignore_eos`` decodes on after an end. ``rows``: prompts that are decoded together.
+    On kernels of 8 bits (--kernels w8a8), llama.cpp gets its own of 8 bits, Q8_0.
     """
-    ends = frozenset() if ignore_eos else read_eos_ids(target, open_checkpoint(target).config.vocab_size)
-    given = Checkpoints(target, draft, k, dtype, directory, ends, narrow, rows)
-    contenders: list[Contender] = []
-    reasons = []
-    for load in (transformers, llama_cpp):
-        try:
-            contenders += load(given)
-        except Skipped as skipped:
-            reasons.append(str(skipped))
-    return contenders, reasons
+
+    rule, cpu = parse_policy(policy, trusted=True), resolve_device("cpu")
+    shape = None if shape == NO_SHAPE else shape
+    with TemporaryDirectory() as temporary:
+        draft = draft or usual_draft(model)
+        lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
+        limits = measure_limits(cpu)
+        with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
+            matches, cut = lineup.measure(turns, advance)
+        limits = limits.best(measure_limits(cpu))
+        title = f"{shape or f'{model}, {draft}, k {k}'}, {lineup.precision}, {limits.threads} threads"
+        title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch {rows}"
+        console.print(peers_table(matches, title))
+        longest = min(lineup.config.max_position_embeddings, LONGEST)
+        lengths = [length for length in PROMPTS if length < longest and not skip_prompts]
+        reading: dict[str, dict[int, Timing]] = {}
+        if lengths:
+            with progress(1, "long prompts") as advance:
+                reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
+                advance()
+            console.print(prompts_table(reading, limits, lineup))
+    limit = limits.seconds(lineup.token_bytes())
+    note(
+        f"tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
+        "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
+        "speculation · fastest: fly's fastest decoding of all over this · same: outputs\n"
+        "like fly's autoregressive ones · agree: tokens before the first that differs ·\n"
+        f"(to {SURE}): up to {max(k, MOST_SURE)} tokens, while one has at least {SURE}, as in (own K) ·\n"
+        f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s"
+    )
+    if shape is None and cut:
+        console.print()
+        note(f"answers are not checked, as {lineup.tokens} tokens are too few for them")
+    for reason in lineup.skipped:
+        console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
+    record = {"limits": limits.as_json(), "skipped": lineup.skipped, "title": title}
+    record["prompts"] = {name: {n: rate.as_json() for n, rate in rates.items()} for name, rates in reading.items()}
+    write_json(json_, {**record, "contenders": [match.as_json(matches[0]) for match in matches]})
 
 
-def transformers(given: Checkpoints) -> list[Contender]:
-    """transformers' ``generate``: alone, with prompt lookup, and assisted. Raises ``Skipped`` if it is missing."""
-    library = import_library("transformers", "transformers")
-    library.utils.logging.set_verbosity_error()
-    library.utils.logging.disable_progress_bar()
+def peers_table(matches: Sequence[Match], title: str) -> Table:
+    """The speed of all libraries, what they answer, and fly's speed over each peer's of the same kind."""
+    by_library = grouped(matches, lambda match: match.contender.library)
+    own = by_library["fly"]
 
-    def load(path: Path) -> Any:
-        model = library.AutoModelForCausalLM.from_pretrained(path, dtype=given.dtype)
-        model.generation_config.eos_token_id = sorted(given.ends) or None
-        return model.eval()
+    def over(match: Match, rivals: Sequence[Match]) -> str:
+        """The fastest of fly's ``rivals`` over a peer."""
+        if match in own:
+            return ""
+        fastest = max((rival.tokens_per_second().high for rival in rivals), default=None)
+        return ratio(fastest, match.tokens_per_second().high)
 
-    model = load(given.target)
+    def alike(match: Match) -> list[Match]:
+        kind = match.contender.speculative
+        return [each for each in own if each.contender.speculative == kind and not each.contender.lossy]
 
-    @torch.inference_mode()
-    def together(prompts: list[list[int]], max_tokens: int, **options: Any) -> list[list[int]]:
-        longest, pad = max(map(len, prompts)), min(given.ends, default=0)
-        ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
-        mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-        output = model.generate(
-            ids,
-            attention_mask=mask,
-            max_new_tokens=max_tokens,
-            do_sample=False,
-            pad_token_id=pad,
-            **({} if given.ends else {"min_new_tokens": max_tokens}),
-            **options,
-        )
-        new = output[:, longest:].tolist()
-        ends = [next((at + 1 for at, token in enumerate(row) if token in given.ends), len(row)) for row in new]
-        return [row[:end] for row, end in zip(new, ends)]
-
-    def run(prompt: list[int], max_tokens: int, **options: Any) -> list[int]:
-        return together([prompt], max_tokens, **options)[0]
-
-    found = [
-        Contender("generate", "transformers", False, run, together=together),
-        Contender("prompt lookup", "transformers", True, partial(run, prompt_lookup_num_tokens=given.k)),
-    ]
-    if given.draft is not None:
-        helper = load(given.draft)
-
-        def assisted(name: str, most: int, sure: float) -> Contender:
-            def decode(prompt: list[int], max_tokens: int) -> list[int]:
-                settings = helper.generation_config
-                settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = most, "constant"
-                settings.assistant_confidence_threshold = sure
-                return run(prompt, max_tokens, assistant_model=helper)
-
-            return Contender(name, "transformers", True, decode)
-
-        found += [assisted("assisted", given.k, 0.0), assisted("assisted (own K)", MOST_SURE, SURE)]
-    return found
+    return table(
+        title,
+        matches,
+        {
+            "library": lambda m: m.contender.library if m is by_library[m.contender.library][0] else "",
+            "decoding": lambda m: escape(m.contender.name),
+            "tokens/s": lambda m: best_median(m.tokens_per_second()),
+            "alike": lambda m: over(m, alike(m)),
+            "fastest": lambda m: over(m, own),
+            "same": lambda m: f"{m.agreement(matches[0])[0]}/{len(m.outputs)}",
+            "agree": lambda m: f"{m.agreement(matches[0])[1]:.0%}",
+            "right": lambda m: f"{sum(m.right)}/{len(m.right)}" if m.right else "–",
+        },
+        text=("library", "decoding"),
+        ends=lambda m: m is by_library[m.contender.library][-1],
+    )
 
 
-def llama_cpp(given: Checkpoints) -> list[Contender]:
-    """llama.cpp's own decoding, and exact speculation on its calls. Raises ``Skipped`` where it cannot take part."""
-    library = import_library("llama_cpp", "llama.cpp")
+def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup: Lineup) -> Table:
+    """How fast each library reads long prompts, and what that is of the machine's rate of multiplying."""
+    config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else None
+    columns: dict[str, Callable[[str], str]] = {"library": lambda name: name}
+    for length in next(iter(reading.values())):
+        operations = forward_operations(config, lineup.dtype, tokens=length, products=products)
+        # of the head for the last token alone
+        operations[products or lineup.dtype] -= 2 * config.hidden_size * config.vocab_size * (length - 1)
+        least = limits.seconds(0, operations)
 
-    def load(name: str, checkpoint: Path) -> LlamaCpp:
-        file = given.directory / f"{name}.gguf"
-        write_gguf(load_model(checkpoint, given.dtype, "cpu"), file, given.narrow)
-        return LlamaCpp(library, file, given.dtype, given.rows)
+        def shown(name: str, length: int = length) -> str:
+            return best_median(reading[name][length])
 
-    model, kind = load("target", given.target), ", Q8_0" if given.narrow else ""
-    together = partial(model.decode_together, ends=given.ends)
-    found = [Contender(f"decode{kind}", "llama.cpp", False, partial(model.decode, ends=given.ends), together=together)]
-    if given.draft is not None:
-        speculate = partial(model.speculate, draft=load("draft", given.draft), k=given.k, ends=given.ends)
-        found.append(Contender(f"speculative{kind}", "llama.cpp", True, speculate))
-    return found
+        def over(name: str, length: int = length) -> str:
+            own = reading["fly"][length].high
+            return "" if name == "fly" else ratio(own, reading[name][length].high)
+
+        def share(name: str, length: int = length, least: float = least) -> str:
+            return f"{reading[name][length].high * least / length:.0%}"
+
+        columns |= {f"{length}\ntokens/s": shown, f"{length}\nfly over": over}
+        columns[f"{length}\nof matmul"] = share
+    return table(
+        "Reading a prompt of random tokens, to the first token after it", list(reading), columns, text=("library",)
+    )
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,4 @@
-"""Start-up, memory and full caches, which no command measures: python docs/results/start.py"""
+"""Start-up, memory and full caches, which no command measures: ``python -m benchmarks.start``."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from itertools import pairwise
 from pathlib import Path
 
 import fly
+from benchmarks.twins import save_twin, twin
 from fly.backends.cpu import compiled
-from fly.bench.twins import save_twin, twin
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.eval.timed import Setting, timed

@@ -1,7 +1,7 @@
-"""Cost twins: a checkpoint that computes the same function at a multiple of the cost.
+"""Cost twins: a checkpoint that computes the same function at a multiple of the cost: ``python -m benchmarks.twins``.
 
 What a pair of small models accepts can then be measured at the cost ratio of a large pair. Every figure of a twin must
-be named as such: texts and acceptance are the small model's, times are not. Knows nothing of decoding."""
+be named as such: texts and acceptance are the small model's, times are not."""
 
 from __future__ import annotations
 
@@ -9,24 +9,30 @@ import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Annotated, Any
 
 import torch
+import typer
+from rich.markup import escape
+from rich.table import Table
 
+from benchmarks.contenders import SURE
 from fly.backends import executor_of
 from fly.bench.loaded import drafts_alone, subjects_of
 from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.bundled import resolve_checkpoint
-from fly.bundled.tasks import problems as draw_problems
+from fly.bundled.tasks import problems as bundled_problems
+from fly.cli.options import Device, Dtype, Json, Kernels, Model, Policy
+from fly.cli.run import alone
+from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton
-from fly.policies import AcceptancePolicy, Exact
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import SamplingParams
-
-__all__ = ["PAIRS", "Twins", "measure_twins", "parse_pair", "save_twin", "twin"]
 
 PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
 """Cost of a drafted token over a target's, taken as the ratio of parameters, and the draft length published for the
@@ -195,7 +201,7 @@ def measure_twins(
     dtype: str = "auto",
     device: str = "auto",
     kernels: str = "auto",
-    confidence: float = 0.4,
+    confidence: float = SURE,
     advance: Callable[[str], None] = lambda name: None,
 ) -> Twins:
     """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
@@ -232,7 +238,7 @@ def measure_twins(
     for k in lengths:  # in the order of a round: each model finds the caches full of the other's weights
         wanted += [(target, Shape(1, _CONTEXT, k + 1)), (drafting, Shape(1, _CONTEXT, k, drafting=True))]
     decoded, *forwards = measure_forwards(wanted)
-    asked = list(draw_problems(None, "heldout", 0, problems))
+    asked = bundled_problems(None, "heldout", 0, problems)
     clocked = target.model.device.type == "cpu"  # a GPU would be waited for after every forward
     params = SamplingParams(temperature=0.0, max_tokens=400)
     # Turns of few problems: a prompt takes long, and all settings share the target's weights.
@@ -262,3 +268,85 @@ def _depths(originals: Sequence[Llama], width: int, cost: float, k: int, kernels
     if small / shallow > cost:
         return [deeper(layers, shallow, deep, small / cost), few]
     return [layers, deeper(few, small, tall, shallow * cost)]
+
+
+@alone
+def main(
+    pair: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. Default: both names."
+        ),
+    ] = None,
+    model: Model = "fly-target",
+    draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
+    policy: Policy = "fly",
+    k: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
+    ] = None,
+    width: Annotated[int, typer.Option(min=1, help="How many times as wide both models are made; 4 is exact.")] = 4,
+    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
+    dtype: Dtype = "auto",
+    device: Device = "auto",
+    kernels: Kernels = "auto",
+    json_: Json = None,
+) -> None:
+    """What a pair gains at the cost ratio of a large pair, measured on twins: the same functions at a higher cost.
+
+    Acceptance and answers are those of the small pair; only the time is a larger pair's.
+    """
+
+    rule = parse_policy(policy, trusted=True)
+    records = []
+    for name in pair or list(PAIRS):
+        cost, published = parse_pair(name)
+        lengths = k or [published]
+        with TemporaryDirectory() as temporary, progress((4 * len(lengths) + 3) * problems, "twins") as advance:
+            twins = measure_twins(
+                *(model, draft, cost, lengths, rule, problems, Path(temporary), width),
+                *(dtype, device, kernels, SURE, advance),
+            )
+        console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))
+        records.append({"pair": name, "cost": cost, **twins.as_json()})
+    note(
+        "every figure is a twin's: texts and acceptance of the small pair, time of a\n"
+        "larger one, after each prompt; 'with prompts' is over AR with those in ·\n"
+        "formula: τ / (K·c + v(K)), where c is the time of a drafted token and v that of\n"
+        "a forward of K + 1, each timed alone, over a token of plain decoding · over\n"
+        "exact: over the fastest exact speculation · rest: share of that time that is\n"
+        f"neither target nor draft · (to {SURE}): while the draft has at least that\n"
+        "probability · recovery: accuracy over autoregressive's"
+    )
+    write_json(json_, records)
+
+
+def twins_table(twins: Twins, title: str) -> Table:
+    """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
+    lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
+    plain = twins.results[0]
+    right = f"{len(plain.right)} held-out problems, of which autoregressive decoding solves {sum(plain.right)}"
+    fastest = max(result.decoding_speed for result in twins.results if twins.exact(result))
+    return table(
+        f"{title}\n{twins.describe()}\n{lengths}\n{right}",
+        twins.results,
+        {
+            "decoding (twin)": lambda r: "AR" if r is plain else escape(r.setting.name),
+            "K": lambda r: "–" if r is plain else str(r.setting.k),
+            "τ": lambda r: f"{r.stats.tau:.2f}",
+            "tok/s": lambda r: f"{r.decoding_speed:,.0f}",
+            "over\nAR": lambda r: ratio(r.decoding_speed, plain.decoding_speed),
+            "formula": lambda r: ratio(twins.predicted(r)),
+            "over\nexact": lambda r: "–" if r is plain else ratio(r.decoding_speed, fastest),
+            "rest": lambda r: "–" if r.times.overhead is None else f"{r.times.overhead:.1%}",
+            "with\nprompts": lambda r: ratio(r.tokens_per_second, plain.tokens_per_second),
+            "recovery": lambda r: f"{r.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
+        },
+    )
+
+
+app = typer.Typer(add_completion=False)
+app.command()(main)
+
+if __name__ == "__main__":
+    app()

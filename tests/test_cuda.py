@@ -22,7 +22,6 @@ from fly.backends.cuda.executor import CudaExecutor
 from fly.backends.cuda.waits import host_wait
 from fly.backends.cuda.work import Work
 from fly.backends.torch import TorchExecutor
-from fly.bench import gpu as bench
 from fly.cache import PagedKVCache
 from fly.constraints import constrain
 from fly.drafts import (
@@ -704,27 +703,6 @@ def test_a_rule_that_raises_discards_its_round() -> None:
     want = row_of([1, 2, 3], max_tokens=60)
     decode(engine_of(on_cpu, "near"), [want])
     assert row.finish_reason == "length" and len(row.tokens) == len(want.tokens)
-
-
-def test_the_bench_of_gpus_measures_rounds_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "_PROMPT", 20)
-    monkeypatch.setattr(bench, "_ROUNDS", 5)
-    with device():
-        pair = there(TARGET), there(DRAFTS["near"])
-        found = bench.measure_gpu_rounds(*pair, [1, 2], [0, 3], [POLICIES[1]], [0.0, 0.8], 1e12)
-    assert [(one.rows, one.temperature, one.k) for one in found] == [
-        (rows, temperature, k) for rows in (1, 2) for temperature in (0.0, 0.8) for k in (0, 3)
-    ]
-    assert all(one.whole > 0 and one.limit > 0 for one in found)
-    assert found[1].limit > found[0].limit
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_the_bench_of_gpus_says_that_there_is_none() -> None:
-    with pytest.raises(ValueError, match="device 'auto': 'fly bench gpu' measures a CUDA device"):
-        bench.cuda_device("auto")
-    with pytest.raises(ValueError, match="device 'cpu'"):
-        bench.cuda_device("cpu")
 
 
 @given(st.lists(st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(0, 2**40)), min_size=1, max_size=5))

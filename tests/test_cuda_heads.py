@@ -295,7 +295,7 @@ def test_what_comes_often_is_compiled_with_hidden_states(monkeypatch: pytest.Mon
 def test_the_bundled_head_drafts_as_on_the_cpu(how: dict[str, Any], temperature: float) -> None:
     target = load_model(CHECKPOINTS / "fly-target", dtype=torch.float32)
     head, tokenizer = load_head(CHECKPOINTS / "fly-eagle3", torch.float32), Tokenizer(CHECKPOINTS / "fly-target")
-    asked = problems("arithmetic", "heldout", 7, 2)
+    asked = problems("arithmetic", "heldout")[-2:]
     texts = [tokenizer.apply_chat_template([{"role": "user", "content": one.prompt}]) for one in asked]
     rows, want = (
         [

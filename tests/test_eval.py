@@ -17,8 +17,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fly.bundled import jail
-from fly.eval import Plan, Task, check_folder, decode_run, load_task, remaining, report, score_run, task_names
+from fly.eval import Plan, Task, check_folder, decode_run, jail, load_task, remaining, report, score_run, task_names
 from fly.eval.plan import AUTOREGRESSIVE
 from fly.eval.plots import Point, front
 from fly.eval.records import Appender, read_lines, read_records
