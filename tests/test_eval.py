@@ -10,16 +10,17 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from fly.eval import Plan, Task, check_folder, decode_run, jail, load_task, remaining, report, score_run, task_names
 from fly.eval.plan import AUTOREGRESSIVE
-from fly.eval.plots import Point, front
+from fly.eval.plots import Point, front, save_lines
 from fly.eval.records import Appender, read_lines, read_records
 from fly.eval.render import as_html, as_json, as_markdown, round_lengths, write_spec_bench
 from fly.eval.report import Costs, Report, first_difference, neutral_speed, pieces_of
@@ -614,6 +615,34 @@ def test_tables_in_words_and_numbers(found: Report) -> None:
     assert {line.count(" | ") for line in rows} and "## safety" in text and "refusals kept" in text
     json.dumps(as_json(found), allow_nan=False)
     assert any("refuses nothing here" in note for note in found.notes)
+
+
+@given(
+    lines=st.dictionaries(
+        st.text("ab <>&\"'é|", max_size=20),
+        st.lists(st.tuples(st.integers(1, 9999), st.integers(0, 9999)), min_size=1),
+        min_size=1,
+    ),
+    log_x=st.booleans(),
+    from_zero=st.booleans(),
+)
+def test_a_plot_is_a_picture_of_its_own(
+    lines: dict[str, list[tuple[int, int]]], log_x: bool, from_zero: bool, tmp_path: Path
+) -> None:
+    """Well-formed whatever names hold, points within the frame, left to right and up as their numbers are."""
+    points = [point for each in lines.values() for point in each]
+    assume(not from_zero or max(height for _, height in points) > 0)
+    save_lines(tmp_path / "plot.svg", "<title> & more", "x", "y", lines, log_x, from_zero)
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    dots = [each for each in root.iter(f"{space}circle") if each.find(f"{space}title") is not None]
+    at = [(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in dots]
+    assert len(at) == len(points) and all(64 <= x <= 624 and 16 <= y <= 312 for x, y in at)
+    for (x1, y1), (p1, q1) in zip(at, points):
+        for (x2, y2), (p2, q2) in zip(at[:3], points[:3]):
+            assert (x1 <= x2 or p1 >= p2) and (y1 <= y2 or q1 <= q2)
+    texts = [each.text or "" for each in root.iter(f"{space}text")]
+    assert {"<title> & more", "x", "y"} <= {*texts}
 
 
 def test_answers_as_spec_bench_reads_them(whole: Path, tmp_path: Path) -> None:
