@@ -144,7 +144,7 @@ def test_more_problems_than_there_are_and_other_seeds_are_refused() -> None:
         problems(None, "heldout", n=1201)
     with pytest.raises(ValueError, match=r"holds 1200 problems of seed 0 .*seed 3 was asked"):
         problems(None, "heldout", seed=3, n=2)
-    with pytest.raises(ValueError, match=r"split 'ood' holds 400 problems of seed 0 .*code.*500 were asked"):
+    with pytest.raises(ValueError, match=r"split 'ood' holds 400 problems of seed 0 .code., and 500 were asked"):
         _ = load_task("bundled-ood", generated={"split": "ood", "kind": "code", "count": 500}).problems
     with pytest.raises(ValueError, match=r"heldout.*middle.*ood"):
         load_task("bundled-ood", generated={"split": "train"})

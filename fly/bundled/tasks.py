@@ -47,9 +47,10 @@ def problems(kind: str | None, split: str, seed: int = 0, n: int | None = None) 
     found = [problem for turn in zip(*(_frozen(each, split) for each in kinds)) for problem in turn]
     if seed or (n is not None and n > len(found)):
         asked = f"seed {seed} was asked for" if seed else f"{n} were asked for"
+        each = f"{len(found) // len(kinds)} of each kind: " if len(kinds) > 1 else ""
         raise ValueError(
-            f"split {split!r} holds {len(found)} problems of seed 0 ({len(found) // len(kinds)} of each kind: "
-            f"{', '.join(kinds)}), and {asked}; in a checkout, 'python -m tools.problems write' makes others"
+            f"split {split!r} holds {len(found)} problems of seed 0 ({each}{', '.join(kinds)}), and {asked}; in a "
+            "checkout, 'python -m tools.problems write' makes others"
         )
     return found[:n]
 

@@ -44,7 +44,7 @@ def gone(name: str, instead: str) -> Any:
 
     def refuse(given: bool) -> bool:
         if given:
-            raise typer.BadParameter(f"was deleted; {instead}")
+            raise typer.BadParameter(f"it was deleted; {instead}")
         return given
 
     return typer.Option(name, hidden=True, callback=refuse)
