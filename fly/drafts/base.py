@@ -127,8 +127,8 @@ class DraftStrategy(ABC):
         """The level whose tokens it proposes: itself, except for a cascade."""
         return self
 
-    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy | None:
-        """The same strategy with a model that uses only tokens ``allowed`` (None: all), so that it can be translated to
+    def restricted(self, size: int | None) -> DraftStrategy | None:
+        """The same strategy with a model that uses only ids below ``size`` (None: all), so that it can be translated to
         another vocabulary. None, the default, if there is no such model."""
         return None
 
