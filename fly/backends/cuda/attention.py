@@ -9,7 +9,6 @@ H query heads, G key/value heads, D head width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +18,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from fly.cache import PagedKVCache
 
-__all__ = ["PagedAttention", "Slots", "pad_tables", "place_tokens", "takes_flash"]
+__all__ = ["PagedAttention", "Slots", "place_tokens", "takes_flash"]
 
 
 def takes_flash(cache: PagedKVCache) -> bool:
@@ -28,11 +27,6 @@ def takes_flash(cache: PagedKVCache) -> bool:
     width, halves = cache.keys.shape[-1], cache.keys.dtype in (torch.bfloat16, torch.float16)
     fits = halves and cache.allocator.block_size % 256 == 0 and width % 8 == 0 and width <= 256
     return fits and torch.cuda.get_device_capability(cache.device) >= (8, 0)
-
-
-def pad_tables(tables: Sequence[Sequence[int]], width: int, fill: int) -> list[list[int]]:
-    """Block tables of one width."""
-    return [[*table, *[fill] * (width - len(table))] for table in tables]
 
 
 @dataclass(frozen=True)
@@ -44,27 +38,22 @@ class Slots:
     ends_B1: Tensor  # int32, where each row's tokens end among the packed ones, after a 0
     table_BW: Tensor  # int32, the pages of each row
     longest: int  # new tokens of a row, at most
-    even: bool  # whether every row has so many
 
 
 class PagedAttention:
-    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names.
-
-    Raises ``ValueError`` for rows of several lengths in a cache that FlashAttention does not take.
-    """
+    """The ``kv`` of one forward (``fly.models.llama.KV``) over ``cache``, in the places that ``slots`` names. Without
+    FlashAttention all rows must have the same number of new tokens."""
 
     def __init__(self, cache: PagedKVCache, slots: Slots) -> None:
         self.cache, self.slots, self.flash = cache, slots, takes_flash(cache)
         self.block_size = cache.allocator.block_size
         if self.flash:
             self.read_B1 = F.pad(slots.used_B.cumsum(0), (1, 0)).to(torch.int32)
-        elif slots.even:
+        else:
             # Each row's new tokens are its last ones, and each sees the tokens up to itself.
             at_S = torch.arange(slots.table_BW.shape[1] * self.block_size, device=slots.used_B.device)
             last_BN = (slots.used_B - slots.longest).unsqueeze(1) + at_S[: slots.longest]
             self.behind_BNS = last_BN.unsqueeze(2) - at_S
-        else:
-            raise ValueError("rows of several lengths need FlashAttention here")
 
     def attend(
         self,
@@ -116,5 +105,5 @@ def place_tokens(
     slots_BN = page_BN * size + at_BN % size
     used_B = (start_B + count).to(torch.int32)
     ends_B1 = torch.arange(0, rows * count + 1, count, dtype=torch.int32, device=start_B.device)
-    slots = Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count, even=True)
+    slots = Slots(slots_BN.flatten(), used_B, ends_B1, table_BW, count)
     return at_BN.clamp(0, cache.context - 1).flatten(), PagedAttention(cache, slots)  # beyond the context, too

@@ -1,7 +1,8 @@
-"""Drafts made on the device: by prompt lookup alone (``Copies``), or by a drafter and prompt lookup (``Chain``).
+"""Drafts made on the device: by prompt lookup alone (``copy_tokens``), or by a drafter, below which prompt lookup may
+copy tokens too (``Chain``).
 
-A ``DeviceRound`` (device_round.py) has one of them, and calls its ``run`` at the start of each round. What a drafter is
-fed stands in drafter.py.
+A ``DeviceRound`` (device_round.py) calls one of them at the start of each round. What a drafter is fed stands in
+drafter.py.
 
 Shape legend: R rows (padding included), D of them above temperature 0, K longest draft, W tokens copied for a forward,
 J = W + 1 places that a forward predicts, X = K + J columns, N new tokens of each row, C hidden width, V vocabulary,
@@ -10,7 +11,7 @@ S tokens of the longest text.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +23,11 @@ from fly.backends.cuda.table import Column, Table
 from fly.executor import Lookup
 from fly.ops import Stream, argmax, derived, draw, entropy, uniforms
 
-__all__ = ["Chain", "Copies", "Proposal", "look_up"]
+__all__ = ["Chain", "Proposal", "copy_tokens", "look_up"]
 
 
 class Proposal(NamedTuple):
-    """What was drafted in a round."""
+    """Where the tokens drafted in a round stand, in memory that stays the same from round to round."""
 
     tokens_RK: Tensor
     count_R: Tensor
@@ -43,9 +44,9 @@ def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tu
     width = text_RS.shape[1]
     at_S = torch.arange(width, device=text_RS.device)
     end_RN = text_RS.gather(1, (length_R.unsqueeze(1) - 1 - at_S[: lookup.longest]).clamp_min(0))
-    # Nothing before the text is like a token: no token is -1.
+    # Before the text stands -1, which is no token.
     padded_RS = F.pad(text_RS, (lookup.longest - 1, 0), value=-1)
-    # At each place before the last: how many tokens back from there are like those at the end.
+    # For each place before the last: how many tokens, going back from there, are those at the end of the text.
     alike_RS = at_S < length_R.unsqueeze(1) - 1
     run_RS = torch.zeros_like(text_RS)
     for n in range(lookup.longest):
@@ -59,41 +60,31 @@ def look_up(text_RS: Tensor, length_R: Tensor, lookup: Lookup, count: int) -> tu
     return text_RS.gather(1, place_RN.clamp(0, width - 1)), best_R >= 0
 
 
-def tokens_wanted(table: Table) -> Tensor:
+def count_wanted(table: Table) -> Tensor:
     """[R] tokens to draft at most. A round emits one token beyond its draft, hence one less than what is left."""
     most_R = torch.minimum(table.column(Column.K), table.column(Column.LEFT) - 1)
     return torch.minimum(most_R, table.column(Column.CONTEXT) - table.column(Column.LENGTH))
 
 
-class Copies:
-    """Drafts by prompt lookup alone: what followed the last time the text looked like this, as one graph."""
-
-    def __init__(self, table: Table, pool: GraphPool) -> None:
-        self.table, self.part = table, Part(self._copy, pool)
-
-    def run(self, longest: int) -> Proposal:
-        return self.part()
-
-    @property
-    def parts(self) -> list[Part[Any]]:
-        return [self.part]
-
-    def _copy(self) -> Proposal:
-        table, shape = self.table, self.table.shape
-        assert shape.spec.lookup is not None
-        copied_RK, found_R = look_up(table.text_RS, table.column(Column.LENGTH), shape.spec.lookup, shape.k)
-        # Up to the first token that ends the row, as many as are wanted.
-        ended_RK = table.is_end(copied_RK).cumsum(1) - table.is_end(copied_RK).long()
-        count_R = torch.minimum((ended_RK == 0).sum(1), tokens_wanted(table).clamp_min(0))
-        return Proposal(copied_RK, torch.where(found_R, count_R, 0))
+def copy_tokens(table: Table, proposal: Proposal) -> None:
+    """Draft by prompt lookup alone: as many tokens as are wanted, up to the first that ends the row."""
+    shape, length_R = table.shape, table.column(Column.LENGTH)
+    assert shape.spec.lookup is not None
+    copied_RK, found_R = look_up(table.text_RS, length_R, shape.spec.lookup, shape.k)
+    ends_RK = table.is_end(copied_RK).long()
+    until_end_R = (ends_RK.cumsum(1) - ends_RK == 0).sum(1)
+    count_R = torch.minimum(until_end_R, count_wanted(table).clamp_min(0))
+    proposal.tokens_RK.copy_(copied_RK)
+    proposal.count_R.copy_(torch.where(found_R, count_R, 0))
 
 
 class Chain:
     """Drafts of up to K tokens by one forward of the drafter after another.
 
     If only K can end a draft, its K forwards are one graph. If it may end earlier (``Shape.ends_early``), each forward
-    is a graph, and the host decides whether to launch another. It reads the number that it decides by one forward late,
-    while the device works on the next one: so the device is never idle, and at most one forward is not needed.
+    is a graph, and the host decides whether to launch another. It decides one forward late: while it waits for the
+    number of tokens that are still wanted, the device already works on the next forward. So the device is never idle,
+    and at most one forward is not needed.
     """
 
     def __init__(self, drafter: Drafter, pool: GraphPool) -> None:
@@ -115,30 +106,29 @@ class Chain:
         self.forwards = 0  # of the last draft
 
     @property
-    def parts(self) -> list[Part[Any]]:
-        return [self.whole, self.first, self.next]
+    def proposal(self) -> Proposal:
+        k = self.shape.k
+        return Proposal(self.tokens_RX[:, :k], self.count_R, self.probs_DXV[:, :k])
 
-    def run(self, longest: int) -> Proposal:
+    def draft(self, longest: int) -> None:
         """Draft, at most ``longest`` tokens for any row."""
-        k, self.forwards = self.shape.k, self.shape.k
         if self.watch is None:
             self.whole()
-        else:
-            self.first()
-            self.forwards = 1
-            while self.forwards < min(longest, k):
-                self.watch.begin(self.forwards - 1, self.wanted_1)
-                # The forward before the last one is over. The last one drafts a token more: it ends all rows that want
-                # only one.
-                if self.forwards > 1 and self._read(self.watch, self.forwards - 2) < 2:
+            self.forwards = self.shape.k
+            return
+        self.first()
+        self.forwards = 1
+        while self.forwards < min(longest, self.shape.k):
+            self.watch.begin(self.forwards - 1, self.wanted_1)
+            # Read how many tokens were still wanted before the forward that is under way. It drafts one more for each
+            # row at least, so below two there is nothing left to draft.
+            if self.forwards > 1:
+                with self.pool.awaited():
+                    wanted = self.watch.read(self.forwards - 2)
+                if wanted < 2:
                     break
-                self.next()
-                self.forwards += 1
-        return Proposal(self.tokens_RX[:, :k], self.count_R, self.probs_DXV[:, :k] if self.shape.drawn else None)
-
-    def _read(self, watch: Watch, forward: int) -> int:
-        with self.pool.awaited():
-            return watch.read(forward)
+            self.next()
+            self.forwards += 1
 
     def _draft_whole(self) -> None:
         self._begin()
@@ -149,11 +139,11 @@ class Chain:
         """The first forward of a draft: it is fed what the drafter lacks, up to the row's last token."""
         self.count_R.zero_()
         self.reached_R.fill_(1.0)
-        self.most_R.copy_(tokens_wanted(self.table))
+        self.most_R.copy_(count_wanted(self.table))
         self.drafting_R.copy_(self.most_R > 0)
         if self.shape.drawn:
             self.coins_DX.copy_(self._flip_coins())
-        self._predict(*self.drafter.first_tokens(self.drafting_R), first=True)
+        self._predict(*self.drafter.begin_draft(self.drafting_R), first=True)
 
     def _go_on(self) -> None:
         """A further forward: it is fed the token drafted last."""
@@ -174,7 +164,7 @@ class Chain:
         """One forward over ``new_RN``, each row's last tokens, and the tokens that it predicts."""
         table, copies, device = self.table, self.shape.copies, self.table.device
         length_R = table.column(Column.LENGTH) + self.count_R  # with what is drafted so far
-        start_R = self.drafter.slots_of(length_R) - new_RN.shape[1]
+        start_R = self.drafter.count_slots(length_R) - new_RN.shape[1]
         if copies:  # after those tokens, what prompt lookup copies: this forward verifies it
             assert self.shape.spec.lookup is not None
             copied_RW, found_R = look_up(table.text_RS, length_R, self.shape.spec.lookup, copies)
@@ -212,7 +202,7 @@ class Chain:
         own_RJ, drawn = argmax(logits_RJV), self.shape.drawn
         if not drawn:
             return own_RJ, None
-        probs_DJV = self.table.sampling(slice(drawn)).on(logits_RJV[:drawn]).dense()
+        probs_DJV = self.table.read_sampling(slice(drawn)).on(logits_RJV[:drawn]).dense()
         coins_DJ = self.coins_DX.gather(1, at_RJ[:drawn])
         own_DJ = draw(probs_DJV.flatten(0, 1), coins_DJ.flatten()).view(drawn, -1)
         row_D1 = torch.arange(drawn, device=self.table.device).unsqueeze(1)

@@ -1,6 +1,6 @@
 """One round of a batch, as work for the device alone: draft, score, decide, advance.
 
-rounds.py calls ``DeviceRound.launch`` once a round, and waits once, for the download that ``Deciding`` begins. In
+rounds.py calls ``DeviceRound.launch`` once a round, and waits once, for the download that ``DecisionStage`` begins. In
 between nothing comes back to the host, with two exceptions: a draft that may end early is watched (chain.py), and a
 rule that no graph can hold runs between two graphs, where it may wait or raise.
 
@@ -24,8 +24,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fly.backends.cuda.attention import place_tokens
-from fly.backends.cuda.chain import Chain, Copies, Proposal
-from fly.backends.cuda.drafter import Drafter, Model, drafter_of
+from fly.backends.cuda.chain import Chain, Proposal, copy_tokens
+from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
 from fly.backends.cuda.graphs import Download, GraphPool, Part, Timer, upload_into
 from fly.backends.cuda.table import Column, Shape, Table, pack
 from fly.backends.cuda.waits import TextOnHost, find_wait
@@ -36,12 +36,12 @@ from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.types import Draft, Noise, Target, Verdict, Why
 
-__all__ = ["Deciding", "DeviceRound", "DeviceRounds", "Group", "Scored"]
+__all__ = ["DecisionStage", "DeviceRound", "DeviceRounds", "Group", "Scored"]
 
 _log = logging.getLogger("fly")
-_MOST_ROUNDS, _MOST_LOGIT_BYTES = 32, 2 << 30  # that are kept for a cache
-_MOST_DECIDINGS = 16  # that are kept for a round
-_wait_in = lru_cache(256)(find_wait)
+_MOST_ROUNDS, _MOST_LOGIT_BYTES = 32, 2 << 30  # kept for a cache
+_MOST_STAGES = 16  # kept for a round
+_find_wait = lru_cache(256)(find_wait)
 
 
 class Group(NamedTuple):
@@ -76,52 +76,54 @@ class DeviceRound:
         # Graphs hold addresses, not this object, so dropping the cache frees its memory.
         self.cache: PagedKVCache = weakref.proxy(cache)
         self.table = Table(shape, target.device)
+        # Drafted tokens, and in the last column how many. A chain has memory of its own.
+        self._drafted_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=target.device)
+        self.proposal = Proposal(self._drafted_RJ[:, :-1], self._drafted_RJ[:, -1])
         self.drafter: Drafter | None = None
-        self.drafting: Chain | Copies | None = None
+        self.chain: Chain | None = None
         if drafter is not None and draft_cache is not None:
-            self.drafter = drafter_of(self.table, drafter, draft_cache)
-            self.drafting = Chain(self.drafter, pool)
-        elif shape.spec.lookup is not None:
-            self.drafting = Copies(self.table, pool)
-        # What ``propose`` was given: tokens, and in the last column how many.
-        self._given_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=target.device)
-        self.score = Part(self._score, pool, [] if self.drafting is None else self.drafting.parts)
-        self._decidings: dict[tuple[Group, ...], Deciding] = {}
+            if isinstance(drafter, TorchHead):
+                self.drafter = HeadDrafter(self.table, drafter, draft_cache)
+            else:
+                self.drafter = Drafter(self.table, drafter, draft_cache)
+            self.chain = Chain(self.drafter, pool)
+            self.proposal = self.chain.proposal
+        self.copy = Part(lambda: copy_tokens(self.table, self.proposal), pool)
+        self.score = Part(self._score, pool)
+        self._stages: dict[tuple[Group, ...], DecisionStage] = {}
 
     @property
     def logit_bytes(self) -> int:
         return self.shape.logit_bytes(self.target.config.vocab_size)
 
-    def launch(self, deciding: Deciding, longest: int, timer: Timer) -> None:
+    def launch(self, stage: DecisionStage, longest: int, timer: Timer) -> None:
         """Launch a round of drafts of up to ``longest`` tokens. Its result is there when ``timer.done`` is over.
 
         Raises what a rule raises that no graph holds; then the round is void.
         """
         self.rounds += 1
         timer.start.record()
-        if self.drafting is not None:
-            self.proposal = self.drafting.run(longest)
-        else:
-            self.propose([])
+        if self.chain is not None:
+            self.chain.draft(longest)
+        elif self.shape.spec.lookup is not None:
+            self.copy()
         timer.drafted.record()
         self.scored = self.score()
-        deciding.begin()
+        stage.begin()
         timer.done.record()
 
     def propose(self, drafts: Sequence[list[int]]) -> None:
         """Take drafts that were made elsewhere, for the first lines of the table."""
-        if drafts:
-            lines = [[*tokens, *[0] * (self.shape.k - len(tokens)), len(tokens)] for tokens in drafts]
-            upload_into(self._given_RJ[: len(lines)], torch.tensor(lines))
-        self.proposal = Proposal(self._given_RJ[:, :-1], self._given_RJ[:, -1])
+        lines = [[*tokens, *[0] * (self.shape.k - len(tokens)), len(tokens)] for tokens in drafts]
+        upload_into(self._drafted_RJ[: len(lines)], torch.tensor(lines))
 
-    def deciding_by(self, groups: tuple[Group, ...], control_V: Tensor) -> Deciding:
-        """How the rules of ``groups`` decide; ``control_V`` as of ``Target``."""
-        if groups not in self._decidings:
-            if len(self._decidings) == _MOST_DECIDINGS:
-                del self._decidings[next(iter(self._decidings))]
-            self._decidings[groups] = Deciding(self, groups, control_V)
-        return self._decidings[groups]
+    def find_stage(self, groups: tuple[Group, ...], control_V: Tensor) -> DecisionStage:
+        """The last stage, for rows that stand in these ``groups``; ``control_V`` as of ``Target``."""
+        if groups not in self._stages:
+            if len(self._stages) == _MOST_STAGES:
+                del self._stages[next(iter(self._stages))]
+            self._stages[groups] = DecisionStage(self, groups, control_V)
+        return self._stages[groups]
 
     def _score(self) -> Scored:
         """The target's forward over every row's last token and its draft."""
@@ -140,11 +142,11 @@ class DeviceRound:
         return Scored(logits_RJV, argmax(logits_RJV), states_RJF)
 
 
-class Deciding:
+class DecisionStage:
     """The last stage of a round: the rules of its rows decide, and the table becomes that of the next round.
 
-    ``texts`` are those of all rows, which the host sets for rules outside of the graph; ``conditions`` are the names
-    of each group's conditions, and ``relaxes`` says whether its rule excuses mismatches.
+    ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
+    ``needs_texts``: some rule runs outside of the graph, and the host is to set ``texts``, of all rows, before a round.
     """
 
     def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
@@ -152,10 +154,10 @@ class Deciding:
         self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
         self.conditions: list[list[str]] = [[] for _ in groups]
         self.texts: list[list[int]] | None = None
-        waits = (_wait_in(group.policy, group.drawn, group.drawn and round_.drafter is not None) for group in groups)
+        waits = (_find_wait(group.policy, group.drawn, group.drawn and round_.drafter is not None) for group in groups)
         refusal = next((wait for wait in waits if wait is not None), None)
         self.needs_texts = refusal is not None
-        self.part = Part(self._decide, round_.pool, [round_.score], refusal)
+        self.part = Part(self._decide, round_.pool, round_.score, refusal)
         self.download: Download | None = None
 
     def begin(self) -> None:
@@ -177,24 +179,24 @@ class Deciding:
         for number, (policy, drawn, count) in enumerate(self.groups):
             # The group's share of the block, and the same ``verify`` as on every device.
             rows = slice(first, first := first + count)
-            target = self._target(rows, drawn, logits_RJV[rows])
+            target = self._make_target(rows, drawn, logits_RJV[rows])
             target._argmax = choices_RJ[rows]
             probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
             draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)
             verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
-            costs.append(_cost_of(target, draft) if self.relaxes[number] else None)
+            costs.append(_compute_cost(target, draft) if self.relaxes[number] else None)
             lines.append(pack(draft, choices_RJ[rows], verdicts[-1], costs[-1]))
             self.conditions[number] = list(verdicts[-1].clauses)
         self._advance(verdicts, costs)
         widest = max(line_BX.shape[1] for line_BX in lines)
         return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
 
-    def _target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
+    def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
         """What the target says about one group's block."""
         table, texts = self.round.table, None if self.texts is None else self.texts[rows]
         return Target(
             logits_BJV,
-            table.sampling(rows).on(logits_BJV) if drawn else None,
+            table.read_sampling(rows).on(logits_BJV) if drawn else None,
             control_V=self.control_V,
             generated_B=table.column(Column.GENERATED)[rows],
             relaxed_B=table.column(Column.RELAXED)[rows],
@@ -234,7 +236,7 @@ class Deciding:
             drafter.advance(emitted_RJ, accepted_R, self.round.scored.states_RJF)
 
 
-def _cost_of(target: Target, draft: Draft) -> Tensor:
+def _compute_cost(target: Target, draft: Draft) -> Tensor:
     """[B, K] float32, the cost of keeping each drafted token: -ln target(token), of the unprocessed distribution."""
     return -pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK)
 
@@ -262,9 +264,8 @@ class DeviceRounds:
             _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
             found, shape = None, replace(shape, compiled=True)
         self.made[key] = found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool)
-        while len(self.made) > 1 and (len(self.made) > _MOST_ROUNDS or self._logit_bytes() > _MOST_LOGIT_BYTES):
+        while len(self.made) > _MOST_ROUNDS or sum(each.logit_bytes for each in self.made.values()) > _MOST_LOGIT_BYTES:
+            if len(self.made) == 1:
+                break
             del self.made[next(iter(self.made))]
         return found
-
-    def _logit_bytes(self) -> int:
-        return sum(each.logit_bytes for each in self.made.values())

@@ -3,9 +3,9 @@
 In order:
 
 1. ``catch_up``, once a call, feeds what a row lacks, except for its last tokens. The host does that (rounds.py).
-2. ``first_tokens`` are those last tokens: the first ``forward`` of a draft feeds them (chain.py).
-3. Each later ``forward`` feeds the token drafted last.
-4. ``advance`` notes what stands at the end of a round (device_round.py), for the ``first_tokens`` of the next.
+2. ``begin_draft`` gives those last tokens, which the first ``forward`` of a draft is fed (chain.py).
+3. Each later ``forward`` is fed the token drafted last.
+4. ``advance``, at the end of a round, notes what stands (device_round.py), for the ``begin_draft`` of the next.
 
 Shape legend: R rows (padding included), K longest draft, J = K + 1, N new tokens of each row, T packed tokens,
 F hidden states of the target side by side, C hidden width, U vocabulary of a head, V vocabulary.
@@ -29,7 +29,7 @@ from fly.executor import Batch, RoundPlan, Scores
 from fly.models.config import LlamaConfig
 from fly.ops import upload
 
-__all__ = ["Drafter", "HeadDrafter", "Model", "drafter_of"]
+__all__ = ["Drafter", "HeadDrafter", "Model"]
 
 
 class Model(Protocol):
@@ -38,7 +38,6 @@ class Model(Protocol):
     config: LlamaConfig
     device: torch.device
     often: int
-
     compiles: bool
 
     def score(self, batch: Batch, places: Sequence[int] | None = None) -> Scores: ...
@@ -56,10 +55,11 @@ class Drafter:
         self.cache: PagedKVCache = weakref.proxy(cache)
 
     def catch_up(self, plan: RoundPlan, drafts: Sequence[bool], order: Sequence[int]) -> list[int]:
-        """Feed what is not cached of each row that it ``drafts`` for, except for the ``first_tokens``. ``order`` says
-        which row of the plan each line of the table is (-1 is padding).
+        """Feed what is not cached of the rows that it ``drafts`` for, except for the tokens that a draft begins with.
+        Returns how many tokens before its last one each row still lacks (``Column.LACKS``).
 
-        Returns how many tokens before its last one each row lacks then (``Column.LACKS``).
+        Args:
+            order: the row of the plan that each line of the table is; -1 is padding.
         """
         kv, texts = plan.draft_kv, [row.tokens for row in plan.rows]
         assert kv is not None
@@ -70,18 +70,18 @@ class Drafter:
             self.model.score(Batch.of(new, batch), ())
         return [int(start < len(text) - 1) for start, text in zip(kv.starts, texts)]
 
-    def first_tokens(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens [R, N] up to each row's last, and whether each is to be stored."""
+    def begin_draft(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:
+        """The tokens [R, N] that a draft begins with, up to each row's last, and which of them are to be stored."""
         lacks_R = drafting_R & (self.table.column(Column.LACKS) > 0)
         last_R2 = self.table.state_RC[:, Column.BEFORE : Column.LAST + 1]
         return last_R2, torch.stack([lacks_R, drafting_R], 1)
 
-    def slots_of(self, length_R: Tensor) -> Tensor:
-        """[R] how many places of the cache so many tokens of each row take."""
+    def count_slots(self, length_R: Tensor) -> Tensor:
+        """[R] places of the cache that so many tokens of each row take."""
         return length_R
 
     def forward(self, tokens_RN: Tensor, start_R: Tensor, stored_RN: Tensor, first: bool) -> Tensor:
-        """Final hidden states [R, N, C] of tokens in the places from ``start_R`` on; ``first``: of a draft."""
+        """Final hidden states [R, N, C] of tokens in the places from ``start_R`` on. ``first``: they begin a draft."""
         positions_T, kv = place_tokens(self.cache, self.table.draft_pages_RW, start_R, stored_RN)
         return self._run(tokens_RN.flatten(), positions_T, kv, first).unflatten(0, tokens_RN.shape)
 
@@ -93,7 +93,7 @@ class Drafter:
         return self.model.logits(hidden_RNC.flatten(0, 1)).unflatten(0, hidden_RNC.shape[:2])
 
     def advance(self, emitted_RJ: Tensor, accepted_R: Tensor, states_RJF: Tensor | None) -> None:
-        """The round emits the first ``accepted_R`` + 1 of these tokens; the target gave these hidden states."""
+        """The round emits the first ``accepted_R`` + 1 of these tokens; ``states_RJF`` are the target's."""
         self.table.column(Column.LACKS).fill_(1)
 
 
@@ -132,12 +132,12 @@ class HeadDrafter(Drafter):
         self.states_RJF.copy_(given.states_TF.to(self.table.device)[at_RJ])
         return [min(lacks, count) - 1 for lacks in kv.counts]
 
-    def first_tokens(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:
+    def begin_draft(self, drafting_R: Tensor) -> tuple[Tensor, Tensor]:
         before_J = torch.arange(self.tokens_RJ.shape[1] - 1, -1, -1, device=self.table.device)
         lacks_RJ = before_J <= self.table.column(Column.LACKS).unsqueeze(1)
         return self.tokens_RJ, lacks_RJ & drafting_R.unsqueeze(1)
 
-    def slots_of(self, length_R: Tensor) -> Tensor:
+    def count_slots(self, length_R: Tensor) -> Tensor:
         return length_R - self.table.column(Column.FIRST)
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor, kv: PagedAttention, first: bool) -> Tensor:
@@ -161,8 +161,3 @@ class HeadDrafter(Drafter):
         self.tokens_RJ.copy_(emitted_RJ.gather(1, at_RJ))
         self.states_RJF.copy_(states_RJF.gather(1, at_RJ.unsqueeze(2).expand(-1, -1, states_RJF.shape[2])))
         self.table.column(Column.LACKS).copy_(accepted_R)
-
-
-def drafter_of(table: Table, model: Model | TorchHead, cache: PagedKVCache) -> Drafter:
-    """What feeds a draft model or a head with the rows of ``table``."""
-    return HeadDrafter(table, model, cache) if isinstance(model, TorchHead) else Drafter(table, model, cache)

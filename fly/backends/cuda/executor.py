@@ -14,18 +14,18 @@ import logging
 from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, pad_tables, takes_flash
+from fly.backends.cuda.attention import PagedAttention, Slots, takes_flash
 from fly.backends.cuda.device_round import DeviceRounds
 from fly.backends.cuda.graphs import Awaited, GraphPool
 from fly.backends.cuda.rounds import take_rounds
-from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, line_of, round_up
+from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
 from fly.executor import Answer, Batch, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, TokenByToken
@@ -39,11 +39,6 @@ __all__ = ["CudaExecutor"]
 
 _log = logging.getLogger("fly")
 _FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, and of a batch, that ``score`` runs as a graph
-
-
-@cache
-def _warn_once(reason: str) -> None:
-    _log.warning("layers are not compiled, and run operation by operation inside of CUDA graphs: %s", reason)
 
 
 class CudaExecutor(TorchExecutor):
@@ -62,11 +57,8 @@ class CudaExecutor(TorchExecutor):
     def __init__(self, model: Any, compiles: bool = True, awaited: Awaited = nullcontext) -> None:
         super().__init__(model)
         self.pool, self.compiles = GraphPool(awaited), compiles
+        self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
         self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
-
-    @cached_property
-    def _compiled_layers(self) -> CompiledLayers:
-        return CompiledLayers()
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
@@ -87,7 +79,7 @@ class CudaExecutor(TorchExecutor):
             hash(tuple(rules))
         except TypeError:
             return None
-        return None if (made := plan()) is None else take_rounds(self, made, self._rounds_of(made.kv.cache))
+        return None if (made := plan()) is None else take_rounds(self, made, self._find_rounds(made.kv.cache))
 
     def hidden(
         self,
@@ -102,10 +94,10 @@ class CudaExecutor(TorchExecutor):
         states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
         if compiled and self.compiles:
             try:
-                hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers, states=states))
+                hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
             except Exception as error:  # Triton or a C compiler is missing, say; any other error comes again below
-                self.compiles, reason = False, (str(error).strip() or "?").splitlines()[0]
-                _warn_once(f"{type(error).__name__} for {len(tokens_T)} tokens: {reason}")
+                self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+                _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
         if hidden_TC is None:
             hidden_TC = model(tokens_T, positions_T, kv, through=noting(states))
         return hidden_TC
@@ -133,13 +125,13 @@ class CudaExecutor(TorchExecutor):
         new = [batch.tokens[first:end] for first, end in itertools.pairwise(ends)]
         k, rows = round_up(max(kv.counts) - 1), round_up(len(new))
         shape = Shape(rows, 0, k, count_pages(kv, k), states=states)
-        round_ = self._rounds_of(kv.cache).find(shape, self, kv.cache)
+        round_ = self._find_rounds(kv.cache).find(shape, self, kv.cache)
         lines = [
-            line_of({Column.LAST: tokens[0], Column.LENGTH: start + 1, Column.LEFT: 1})
+            make_line({Column.LAST: tokens[0], Column.LENGTH: start + 1, Column.LEFT: 1})
             for tokens, start in zip(new, kv.starts)
         ]
         empty = rows - len(new)
-        round_.table.load(lines + [line_of(PADDING)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
+        round_.table.load(lines + [make_line(PADDING)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
         round_.propose([tokens[1:] for tokens in new])
         round_.rounds += 1
         scored = round_.score()
@@ -159,11 +151,11 @@ class CudaExecutor(TorchExecutor):
         used = [start + count for start, count in zip(kv.starts, kv.counts)]
         ends, width = [*itertools.accumulate(kv.counts, initial=0)], max(map(len, tables))
         parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
-        parts.append([page for table in pad_tables(tables, width, 0) for page in table])
+        parts.append([page for table in tables for page in table + [0] * (width - len(table))])
         there = upload([number for part in parts for number in part], self.device)
         tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
         used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
-        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts), even=False)
+        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
         taken = dict.fromkeys(states, positions_T)
         hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found), taken)
         states_TF = torch.cat([taken[number] for number in states], -1) if states else None
@@ -171,5 +163,5 @@ class CudaExecutor(TorchExecutor):
             return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
         return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]), None, states_TF)
 
-    def _rounds_of(self, cache: PagedKVCache) -> DeviceRounds:
+    def _find_rounds(self, cache: PagedKVCache) -> DeviceRounds:
         return self._rounds.setdefault(cache, DeviceRounds(self.pool))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -48,13 +48,13 @@ class Part(Generic[_T]):
 
     Args:
         run: the work.
-        reads: parts whose results it reads, and which run before it. Where one of them cannot be captured, its results
-            are other tensors each time, so this part cannot be captured either.
+        reads: the part whose results it reads, which runs before it. If that cannot be captured, its results are other
+            tensors each time, so this part cannot be captured either.
         refusal: why it cannot be captured, if that is known. It then always runs operation by operation.
     """
 
     def __init__(
-        self, run: Callable[[], _T], pool: GraphPool, reads: Sequence[Part[Any]] = (), refusal: str | None = None
+        self, run: Callable[[], _T], pool: GraphPool, reads: Part[Any] | None = None, refusal: str | None = None
     ) -> None:
         self.run, self.pool, self.reads, self.refusal = run, pool, reads, refusal
         self._is_warm = False
@@ -65,7 +65,8 @@ class Part(Generic[_T]):
         if self._graph is not None:
             self._graph.replay()
             return self._results  # type: ignore[return-value]
-        self.refusal = self.refusal or next((part.refusal for part in self.reads if part.refusal), None)
+        if self.reads is not None:
+            self.refusal = self.refusal or self.reads.refusal
         if not self._is_warm or self.refusal is not None:
             self._is_warm = True
             return self.run()

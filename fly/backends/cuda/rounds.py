@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,7 @@ from torch import Tensor
 from fly.backends.cuda.device_round import DeviceRound, DeviceRounds, Group
 from fly.backends.cuda.drafter import Model
 from fly.backends.cuda.graphs import Timer
-from fly.backends.cuda.table import PADDING, Column, Shape, columns_for, count_pages, line_of, round_up, unpack
-from fly.backends.torch import TorchHead
+from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up, unpack
 from fly.executor import DraftSpec, RoundPlan, RoundRow, Rounds, Spent
 from fly.policies import AcceptancePolicy
 from fly.types import Decision
@@ -38,6 +37,7 @@ __all__ = ["LONGEST", "take_rounds"]
 LONGEST = 128  # tokens of a draft in one graph
 _MOST_LOGIT_BYTES = 1 << 30  # of one round
 _ROUNDS_AMONG_RANKS = 4  # that ranks take in one call, whatever time that takes: their clocks differ
+_SHORTEST_TEXT = 1024  # tokens of a row's text that the device has room for, at least
 _RIDGE = 256  # tokens up to which a forward takes as long as reading the weights does
 
 
@@ -45,13 +45,12 @@ def take_rounds(target: Model, plan: RoundPlan, made: DeviceRounds) -> Rounds | 
     """``Executor.rounds``. None where a draft is too long, where the batch would need too much memory, or where a NaN
     leaves the first round open."""
     groups, order = _group_rows(plan.rows)
-    shape = _shape_of(plan, groups)
+    shape = _choose_shape(plan, groups)
     if shape.k > LONGEST or shape.logit_bytes(target.config.vocab_size) > _MOST_LOGIT_BYTES:
         return None
-    drafter = cast("Model | TorchHead | None", plan.drafter)  # see ``CudaExecutor.joins``
+    drafter: Any = plan.drafter  # a ``Model`` or a head: see ``CudaExecutor.joins``
     draft_cache = None if plan.draft_kv is None else plan.draft_kv.cache
-    round_ = made.find(shape, target, plan.kv.cache, drafter, draft_cache)
-    call = _Call(plan, groups, order, round_)
+    call = _Call(plan, groups, order, made.find(shape, target, plan.kv.cache, drafter, draft_cache))
     call.load()
     goes_on = True
     while goes_on:
@@ -78,7 +77,7 @@ def _group_rows(rows: Sequence[RoundRow]) -> tuple[tuple[Group, ...], list[int]]
     return tuple(groups), order
 
 
-def _shape_of(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
+def _choose_shape(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     """What the plan's rows need, rounded up so that few graphs serve all batches."""
     rows, how, spec = sum(group.rows for group in groups), plan.sampling, plan.spec
     drafts = plan.drafter is not None or spec.lookup is not None
@@ -105,8 +104,8 @@ def _shape_of(plan: RoundPlan, groups: Sequence[Group]) -> Shape:
     )
     if not shape.copies and (plan.drafter is not None or lookup is None):
         return shape
-    longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs))
-    return replace(shape, text=columns_for(longest + k + shape.copies + 1))
+    longest = max(map(plan.kv.cache.allocator.length, plan.kv.seqs)) + k + shape.copies + 1
+    return replace(shape, text=max(1 << (longest - 1).bit_length(), _SHORTEST_TEXT))  # for texts that grow
 
 
 @dataclass
@@ -120,8 +119,8 @@ class _Row:
     context: int  # tokens of the longest text that the drafter drafts for
     text: list[int]
     left: int  # tokens it may still emit
-    fed: int  # how long the text was when the target was last fed, and
-    drafted: list[int]  # what it was fed after that
+    fed: int  # length of the text when the target was last fed
+    drafted: list[int]  # the draft that it was fed then
     in_drafter: int  # tokens that the drafter has cached
     emitted: list[int] = field(default_factory=list)  # how many tokens, of each round
     decisions: list[Decision] = field(default_factory=list)
@@ -151,16 +150,15 @@ class _Call:
 
     def __init__(self, plan: RoundPlan, groups: tuple[Group, ...], order: list[int], round_: DeviceRound) -> None:
         self.plan, self.order, self.round = plan, order, round_
-        self.deciding = round_.deciding_by(groups, plan.control_V)
+        self.stage = round_.find_stage(groups, plan.control_V)
         group_of_line = [number for number, group in enumerate(groups) for _ in range(group.rows)]
-        rooms = map(plan.kv.cache.allocator.length, plan.kv.seqs)
         self.firsts = [0] * len(plan.rows) if plan.given is None else plan.given.first
-        starts = self.firsts if plan.draft_kv is None else map(int.__add__, self.firsts, plan.draft_kv.starts)
         self.rows = list[_Row]()
-        for b, (row, room, start) in enumerate(zip(plan.rows, rooms, starts)):
-            line, text = order.index(b), list(row.tokens)
+        for b, (row, seq) in enumerate(zip(plan.rows, plan.kv.seqs)):
+            line, room, text = order.index(b), plan.kv.cache.allocator.length(seq), list(row.tokens)
+            in_drafter = 0 if plan.draft_kv is None else self.firsts[b] + plan.draft_kv.starts[b]
             place = line, group_of_line[line], room, plan.draft_context
-            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter=start))
+            self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter))
         self.unread: list[list[int]] = []  # the lines of the last round, until they are unpacked
         self.states: list[Tensor] = []  # of each round, [R, J, F]
         self.error: BaseException | None = None
@@ -173,13 +171,13 @@ class _Call:
         plan, table, lacks = self.plan, self.round.table, [0] * len(self.rows)
         if self.round.drafter is not None:
             lacks = self.round.drafter.catch_up(plan, [row.wanted() > 0 for row in self.rows], self.order)
-        values = [self.values_of(b, lacks[b]) if b >= 0 else PADDING for b in self.order]
+        values = [self.describe(b, lacks[b]) if b >= 0 else PADDING for b in self.order]
         ends = [plan.rows[b].stop_ids if b >= 0 else () for b in self.order]
-        lines = [line_of(own, stop_ids, table.shape.stops) for own, stop_ids in zip(values, ends)]
+        lines = [make_line(own, stop_ids, table.shape.stops) for own, stop_ids in zip(values, ends)]
         table.load(lines, plan.kv, plan.draft_kv, self.order)
         table.load_texts(self.texts())
 
-    def values_of(self, b: int, lacks: int) -> dict[Column, float]:
+    def describe(self, b: int, lacks: int) -> dict[Column, float]:
         """The state of a row."""
         plan, row = self.plan, self.plan.rows[b]
         values: dict[Column, float] = {
@@ -211,9 +209,9 @@ class _Call:
     def launch(self) -> None:
         """Launch a round. A rule that no graph holds may raise here: its ``error`` goes back with the rounds before."""
         try:
-            if self.deciding.needs_texts:
-                self.deciding.texts = self.texts()
-            self.round.launch(self.deciding, max(row.wanted() for row in self.rows), self.timer)
+            if self.stage.needs_texts:
+                self.stage.texts = self.texts()
+            self.round.launch(self.stage, max(row.wanted() for row in self.rows), self.timer)
         except Exception as raised:
             self.timer.done.record()
             self.error = raised
@@ -224,25 +222,25 @@ class _Call:
     def unpack(self) -> None:
         """Turn the lines that were read last into decisions."""
         for row in self.rows if self.unread else ():
-            relaxes, conditions = self.deciding.relaxes[row.group], self.deciding.conditions[row.group]
+            relaxes, conditions = self.stage.relaxes[row.group], self.stage.conditions[row.group]
             row.decisions.append(unpack(self.unread[row.line], self.round.shape.k, relaxes, conditions))
         self.unread = []
 
     def wait(self) -> None:
-        """Wait for the device: the only time that it has nothing to do."""
+        """Wait for the device, once a round. It is idle from then until the next launch."""
         with self.round.pool.awaited():
             self.timer.done.synchronize()
 
     def read(self) -> bool:
         """Read what each row got. False for a round that an error or a NaN made void."""
-        lines = [] if self.deciding.download is None else self.deciding.download.host.tolist()
+        lines = [] if self.stage.download is None else self.stage.download.host.tolist()
         if self.error is not None or any(lines[row.line][2] < 0 for row in self.rows):  # the next token is UNDECIDED
             return False
         for row in self.rows:
             drafts, length = row.wanted() > 0, len(row.text)
             row.read(lines[row.line])
             if drafts and self.plan.draft_kv is not None:
-                # A model has not cached the last drafted token, a head none that was fed with its own feature.
+                # Of the draft a model has cached all but the last token, a head none: it fed them its own features.
                 row.in_drafter = length + (min(len(row.drafted), row.emitted[-1]) - 1 if self.plan.given is None else 0)
         self.unread = lines
         now, (draft, rest) = time.perf_counter(), self.timer.seconds()

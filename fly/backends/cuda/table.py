@@ -1,7 +1,7 @@
 """What passes between host and device: one line a row goes up, and one line a row comes down.
 
-Up goes what a round must know of each row (``line_of``, ``Table.load``), once for all rounds of a call: each round then
-updates the table by itself. Down comes each round's decision (``pack`` on the device, ``unpack`` on the host).
+Up goes what a round must know of each row (``make_line``, ``Table.load``), once for all rounds of a call, since each
+round updates the table by itself. Down comes each round's decision (``pack`` on the device, ``unpack`` on the host).
 
 Shape legend: R rows (padding included), W pages of a row, C columns of the state, S tokens of the longest text,
 K longest draft, J = K + 1 positions, N tokens of a row.
@@ -17,7 +17,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import pad_tables, takes_flash
+from fly.backends.cuda.attention import takes_flash
 from fly.backends.cuda.graphs import upload_into
 from fly.cache import PagedBatch
 from fly.executor import DraftSpec
@@ -25,10 +25,9 @@ from fly.request import common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
-__all__ = ["PADDING", "Column", "Shape", "Table", "columns_for", "count_pages", "line_of", "pack", "round_up", "unpack"]
+__all__ = ["PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]
 
 _SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
-_SHORTEST_TEXT = 1024
 _ANY_SPEC = DraftSpec()
 
 
@@ -61,7 +60,7 @@ class Column(IntEnum):
     STOPS = 17
 
 
-def line_of(values: Mapping[Column, float], stop_ids: Collection[int] = (), stops: int = 0) -> list[int]:
+def make_line(values: Mapping[Column, float], stop_ids: Collection[int] = (), stops: int = 0) -> list[int]:
     """A row's state as integers. Columns that are not given are 0; temperature and top-p are 1, which is neutral."""
     values = {Column.TEMPERATURE: 1.0, Column.TOP_P: 1.0, **values}
     numbers = [values.get(column, 0) for column in Column if column < Column.STOPS]
@@ -120,36 +119,32 @@ class Table:
         self._loaded_pages: list[list[int]] = []
         self._known_texts: list[list[int]] = [[] for _ in range(shape.rows)]
 
-    def load(
-        self,
-        lines: Sequence[Sequence[int]],
-        kv: PagedBatch | None,
-        draft_kv: PagedBatch | None,
-        order: Sequence[int],
-    ) -> None:
+    def load(self, lines: list[list[int]], kv: PagedBatch, draft_kv: PagedBatch | None, order: list[int]) -> None:
         """Upload the state of each row, and the pages if they have changed. ``order`` says which row of ``kv`` each
         line is; -1 is padding."""
         upload_into(self.state_RC, torch.tensor(lines))
-        sides = []
+        pages: list[list[int]] = [[] for _ in order]
         for batch, width in ((kv, self.shape.pages), (draft_kv, self.shape.draft_pages)):
             if batch is not None:
-                tables = batch.tables()
-                sides.append(pad_tables([tables[b] if b >= 0 else [] for b in order], width, batch.cache.nobody))
-        pages = [[page for side in of_row for page in side] for of_row in zip(*sides)]
+                tables = [*batch.tables(), []]  # number -1, padding, has no pages
+                for line, b in zip(pages, order):
+                    line += tables[b] + [batch.cache.nobody] * (width - len(tables[b]))
         if pages != self._loaded_pages:
             upload_into(self.pages_RW, torch.tensor(pages, dtype=torch.int32))
             self._loaded_pages = pages
 
     def load_texts(self, texts: Sequence[list[int]]) -> None:
         """Upload what the device does not know yet of the text in each line."""
-        for text_S, text, known in zip(self.text_RS, texts, self._known_texts) if self.shape.text else ():
+        if not self.shape.text:
+            return
+        for text_S, text, known in zip(self.text_RS, texts, self._known_texts):
             if (start := common_prefix(known, text)) < len(text):
                 upload_into(text_S[start : len(text)], torch.tensor(text[start:]))
         self.note_texts(texts)
 
     def note_texts(self, texts: Sequence[list[int]]) -> None:
         """The device knows these texts: rounds write what they emit."""
-        self._known_texts = [list(text) for text in texts]
+        self._known_texts = [list(text) for text in texts] if self.shape.text else []
 
     def write_text(self, start_R: Tensor, tokens_RN: Tensor) -> None:
         """Write tokens into the texts, from place ``start_R`` on."""
@@ -166,7 +161,7 @@ class Table:
         """[R, N] bool, whether a token ends its row."""
         return (tokens_RN.unsqueeze(2) == self.state_RC[:, Column.STOPS :].unsqueeze(1)).any(2)
 
-    def sampling(self, rows: slice) -> BatchSampling:
+    def read_sampling(self, rows: slice) -> BatchSampling:
         """How some rows above temperature 0 are drawn."""
         columns = (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P)
         temperature_B, top_p_B, min_p_B = (self.column(which)[rows].float() for which in columns)
@@ -184,11 +179,6 @@ def count_pages(kv: PagedBatch, k: int) -> int:
     longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
     count = allocator.blocks_for(longest + k + 2)
     return count if flash else 1 << (count - 1).bit_length()
-
-
-def columns_for(longest: int) -> int:
-    """``Shape.text`` for texts of so many tokens: a power of two, so that few graphs serve a text that grows."""
-    return max(1 << (longest - 1).bit_length(), _SHORTEST_TEXT)
 
 
 def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None) -> Tensor:

@@ -110,11 +110,11 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
                 verify(policy, target, draft, noise)
         except Exception as error:
             said = str(error) if isinstance(error, HostWait) else f"{type(error).__name__}: {error}".split("\n")[0]
-            return f"{said} ({_line_of(traceback.extract_tb(error.__traceback__))})"
+            return f"{said} ({_find_line(traceback.extract_tb(error.__traceback__))})"
     return None
 
 
-def _line_of(frames: Sequence[traceback.FrameSummary]) -> str:
+def _find_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line that is neither torch's nor of this file."""
     skipped = os.path.dirname(torch.__file__), __file__
     own = [frame for frame in frames if not frame.filename.startswith(skipped)]
