@@ -272,6 +272,30 @@ def test_prompt_lookup_on_the_device_is_that_of_the_host(data: st.DataObject) ->
         assert (tokens if found else []) == Index(longest, shortest).copied(text, most)
 
 
+def test_prompt_lookup_is_left_out_where_forwards_would_be_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beyond some number of tokens a forward takes longer than reading the weights does; texts are the same."""
+    monkeypatch.setattr(rounds, "_RIDGE", 10)
+    for count, copies in ((2, 3), (4, 0)):
+        rows, want = ([row_of([1, 2, 1, 2, b], max_tokens=20, seed=b) for b in range(count)] for _ in range(2))
+        decode(engine_of(on_cpu, "near", True), want)
+        with device():
+            engine = engine_of(there, "near", True)
+            decode(engine, rows)
+            assert made_by(engine)[0].shape.copies == copies
+        assert [told(row) for row in rows] == [told(row) for row in want]
+
+
+def test_rounds_are_freed_with_their_cache() -> None:
+    with device():
+        engine, row = engine_of(there, "near", True), row_of([1, 2, 3], max_tokens=40)
+        decode(engine, [row])
+        executor: Any = engine.runner.executor
+        drafter: Any = made_by(engine)[-1].drafter
+        assert len(executor._rounds) == len(drafter.model._rounds) == 1
+        del engine
+        assert not executor._rounds and not drafter.model._rounds
+
+
 def test_no_graph_is_captured_again_in_200_ragged_rounds() -> None:
     with device() as gpu:
         engine = engine_of(there, "near", confidence=0.2)
@@ -470,6 +494,29 @@ def test_of_all_rules_only_those_that_read_the_text_are_outside_of_graphs() -> N
     texts = [*policy_types(), *(f"exact | {asked.get(name, name)}" for name in condition_types())]
     outside = [text for text in texts if check_cuda_graph(parse_policy(text)) != "runs inside the graph"]
     assert outside == ["exact | above", "exact | phase(3, 5)"]
+
+
+@pytest.mark.parametrize(
+    ("wait", "said"),
+    [
+        (lambda x: bool(x.sum() > 0), "a tensor's value"),
+        (lambda x: x[x > 0], "a mask as an index"),
+        (lambda x: x.repeat_interleave(x.long().flatten(), 0), "the shape of what repeat_interleave gives"),
+        (lambda x: torch.argwhere(x), "the shape of what nonzero gives"),
+        (lambda x: x.tolist(), "copied between host and device"),
+        (lambda x: x + torch.tensor([1.0], device=x.device), "values of the host"),
+        (lambda x: x[x.long().flatten()[:1]], None),
+        (lambda x: x.repeat_interleave(2, 0), None),
+    ],
+)
+def test_what_waits_is_found_by_torchs_tags(wait: Callable[[Any], Any], said: str | None) -> None:
+    class Waiting(type(Exact())):  # type: ignore[misc]
+        def accept_probs(self, target: Any, draft: Any) -> Any:
+            wait(draft.own_probs_BK())
+            return super().accept_probs(target, draft)
+
+    found = find_wait(Waiting())
+    assert (found is None) if said is None else (found is not None and said in found)
 
 
 def test_the_detector_names_the_line() -> None:
