@@ -103,12 +103,15 @@ class DeviceRound:
         """
         self.rounds += 1
         timer.start.record()
+        # Draft: a drafter's tokens, or what prompt lookup copies, or nothing.
         if self.chain is not None:
             self.chain.draft(longest)
         elif self.shape.spec.lookup is not None:
             self.copy()
         timer.drafted.record()
+        # Score: one forward of the target over the whole block.
         self.scored = self.score()
+        # Decide: the rules say what stands, the table becomes that of the next round, and the result goes down.
         stage.begin()
         timer.done.record()
 
