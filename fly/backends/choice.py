@@ -25,7 +25,7 @@ from fly.errors import short
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
-from fly.models.eagle import Eagle3Head, is_head, load_head
+from fly.models.eagle import is_head, load_head
 from fly.models.exits import load_exits
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
@@ -96,14 +96,6 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
-def _head_on_torch(head: Eagle3Head) -> Executor:
-    if head.device.type == "cuda":
-        from fly.backends.cuda.head import CudaHead
-
-        return CudaHead(head)
-    return TorchHead(head)
-
-
 def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
     """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
     if model.device.type == "cuda":
@@ -162,7 +154,7 @@ def load(
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
         head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
-        return Loaded(CpuHead(head, variant) if compiled else _head_on_torch(head))
+        return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
     executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
     control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)

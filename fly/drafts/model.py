@@ -238,7 +238,7 @@ class SingleDraft(DraftStrategy):
         spec = self.spec(rows)
         plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
-        if not plain or not known or not self._one_call or not all(map(self.executor.may_extend, rows)):
+        if not plain or not known or not all(map(self.executor.may_extend, rows)):
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 

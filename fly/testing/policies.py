@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.waits import find_wait
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
 from fly.policies.registry import check_types
 from fly.request import Stats
@@ -283,7 +283,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Whether the decision can be part of a captured CUDA graph, for drawn drafts and others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    found = {kind: host_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    found = {kind: find_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
     for kind, reason in found.items():
         if reason is not None:
