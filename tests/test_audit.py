@@ -215,8 +215,8 @@ def test_samples_of_one_source_and_of_two() -> None:
     rng, strata = np.random.default_rng(1), [at % 3 for at in range(300)]
     one, same = (rng.choice(5, 300, p=[0.4, 0.3, 0.1, 0.1, 0.1]).tolist() for _ in range(2))
     other = rng.choice(5, 300, p=[0.2, 0.3, 0.3, 0.1, 0.1]).tolist()
-    assert same_source(one, same, (strata, strata)) > 0.01
-    assert same_source(one, other, (strata, strata)) < 1e-3
+    assert same_source(one, same, strata).p > 0.01
+    assert same_source(one, other, strata).p < 1e-3 and same_source(one, other, strata).finds < 0.2
 
 
 def test_how_near_two_answers_were() -> None:

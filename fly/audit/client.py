@@ -185,10 +185,10 @@ class Server:
             return None
 
     def alive(self) -> bool:
-        """Whether it still answers a plain request."""
+        """Whether anything still answers at its address."""
         try:
-            self.ask("Hello", {"max_tokens": 1}, top=False)
-        except (Refused, Failed):
+            self._http.get("/v1/models", timeout=10)
+        except httpx2.HTTPError:
             return False
         return True
 

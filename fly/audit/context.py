@@ -64,6 +64,7 @@ class Context:
     samples: int
     p: float
     step: Callable[[str], None] = field(default=lambda text: None)
+    gone: bool = False  # whether the server has stopped answering
     ids: dict[str, int | None] = field(
         default_factory=dict
     )  # of texts that are known to be one token; None: they are not

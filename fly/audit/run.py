@@ -109,20 +109,16 @@ def _run(each: Check, context: Context) -> Finding:
     """What one check found, or what kept it from finding anything."""
     begun, spent = time.monotonic(), context.server.budget.spent
     try:
+        if context.gone:
+            raise OutOfBudget("the server does not answer any more")
         found = each.run(context)
     except Refused as error:
         found = Finding(each.name, "", Verdict.UNSUPPORTED, detail=f"refused: {error}")
     except OutOfBudget as error:
         found = Finding(each.name, "", Verdict.UNDECIDED, detail=str(error))
     except Failed as error:
-        found = Finding(each.name, "", _blame(context), detail=str(error))
+        context.gone = not context.server.alive()
+        gone = "the server does not answer any more after this check: " * context.gone
+        found = Finding(each.name, "", Verdict.FAIL, detail=f"{gone}{error}")
     figures = {**found.figures, "seconds": time.monotonic() - begun, "requests": context.server.budget.spent - spent}
     return replace(found, tests=each.tests, figures=figures)
-
-
-def _blame(context: Context) -> Verdict:
-    """A request was not answered. Whose fault that was is only known if plain requests still are."""
-    try:
-        return Verdict.FAIL if context.server.alive() else Verdict.UNDECIDED
-    except OutOfBudget:
-        return Verdict.UNDECIDED

@@ -90,9 +90,10 @@ def _as_the_reference(context: Context) -> Finding:
         [reply.answer.text for reply in server.ask_all(asked)] for server in (context.server, context.reference)
     )
     strata = [at // count for at in range(len(asked))]
-    p = same_source(mine, theirs, (strata, strata))
-    seen = f"2 × {len(asked):,} answers"
-    return Finding("first-tokens", "", Verdict.PASS, seen, p, "see the page", "beside the reference's samples")
+    found = same_source(mine, theirs, strata, context.p)
+    note = "the server gives no log-probabilities: beside samples of the reference"
+    finds = f"total variation {found.finds:.2g}"
+    return Finding("first-tokens", "", Verdict.PASS, f"2 × {len(asked):,} answers", found.p, finds, note)
 
 
 def _about_field(name: str) -> None:
@@ -112,12 +113,12 @@ def _field(context: Context, name: str) -> Finding:
     draws, found = _drawn(context, given, context.samples // 20, 12, 12, only)
     if context.as_is and (wrong := _unchanged(context, name)):
         return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", wrong)
-    if name in ("top_k", "top_p", "min_p"):
+    if context.as_is:
+        size: float | None = 1.0
+    elif name in ("top_k", "top_p", "min_p"):
         # Ignored for a share s of the tokens, it stays unseen with probability (1 - s · outside) at each.
         mass = sum(draw.outside for draw in draws)
         size = 2.303 / mass if mass > 2.303 else None
-    elif context.as_is:
-        size = 1.0
     else:
         size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.ignored_H, share, context.p, only))
     return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "")
