@@ -152,7 +152,7 @@ EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* 
     const int tokens = batch->tokens + copies;
     long text = 0;
     for (int b = 0; b < rows; b++) text += batch->start[b] + batch->count[b] + limit[b];
-    Arena arena(bytes_of_rows(batch) + rows * (long)(sizeof(Row) + 4 * 4 + 8) + 4 + tokens * 16L + text * 4 + 9 * 64);
+    Arena arena(bytes_of_rows(batch) + rows * (long)(sizeof(Row) + 5 * 4 + 8) + 4 + tokens * 16L + text * 4 + 10 * 64);
     const Locked locked(model);
     Call call;
     if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, rows + copies, most)) return error;
