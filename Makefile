@@ -3,22 +3,13 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
-.PHONY: demo test sanitize soak lint types format docs results clean
+.PHONY: demo test lint types format docs results clean
 
 demo: $(VENV)/.installed
 	$(BIN)/fly demo
 
 test: $(VENV)/.installed-dev lint types
 	$(BIN)/pytest -n auto
-
-# Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.
-sanitize: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.sanitizers
-
-# Mixed load against LLM and a server: make soak SECONDS=120 takes two minutes.
-SECONDS = 1200
-soak: $(VENV)/.installed-dev
-	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,6 +21,16 @@ types: $(VENV)/.installed-dev
 format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+.PHONY: sanitize soak
+# Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.sanitizers
+
+# Mixed load against LLM and a server: make soak SECONDS=120 takes two minutes.
+SECONDS = 1200
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
 
 # The reference, from the docstrings and without a network: open build/docs/index.html.
 REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params request output \
