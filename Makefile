@@ -22,6 +22,16 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: sanitize soak
+# Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.sanitizers
+
+# Mixed load against LLM and a server: make soak SECONDS=120 takes two minutes.
+SECONDS = 1200
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+
 # The reference, from the docstrings and without a network: open build/docs/index.html.
 REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params request output \
 	ops sampling constraints structured cache models executor runner engine scheduler backends backends.cpu \

@@ -111,6 +111,8 @@ class Runner:
         shared until one of them writes to it."""
         cached = self._cached[parent.id]
         shared = min(common_prefix(cached, child.tokens), len(child.tokens) - 1)
+        if not shared:  # the parent lost its pages, and begins again
+            return
         self.cache.allocator.fork(parent.id, child.id)
         self.cache.resize(child.id, shared)
         self._cached[child.id] = cached[:shared]
