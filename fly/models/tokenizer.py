@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,12 @@ class Tokenizer:
         """The checkpoint's tokenizer, or None if it has none."""
         checkpoint = open_checkpoint(checkpoint)
         return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
+
+    def warm(self) -> None:
+        """Make all tables that are otherwise made when they are first needed, by encoding a short text."""
+        self.check_length(self.decode(self.encode("a")), 100)
+        with suppress(ValueError):  # no chat template, or it refuses this
+            self.apply_chat_template([{"role": "user", "content": "a"}])
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
