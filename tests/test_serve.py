@@ -42,7 +42,7 @@ CHAT: list[Any] = [{"role": "user", "content": QUESTION}]
 def here() -> Iterator[Running]:
     with running() as server:
         yield server
-        assert server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs
+        assert eventually(lambda: server.all_free and server.service.open == 0 and not server.service.llm.worker.jobs)
 
 
 @pytest.fixture(scope="module")

@@ -82,11 +82,9 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
     """A completion, whole or streamed."""
     if service.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
-    service.open += 1
     answering: Answering | None = None
 
     def close() -> None:
-        service.open -= 1
         if answering is not None:
             answering.close()
             service.left(prepared)
@@ -107,9 +105,6 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
                 raise Left
             return EventStream(events(completion, answering, prepared, body), close)  # which closes when it has ended
         whole = Parts(await in_one(completion, answering, prepared))
-    except Left:
-        close()
-        return Response(status_code=499)
     except BaseException:
         close()
         raise
@@ -162,7 +157,8 @@ def create_app(service: Service) -> ASGIApp:
         await asyncio.to_thread(service.close)
 
     class Reading(APIRoute):
-        """An endpoint whose body is read by the service, which takes its time for it."""
+        """An endpoint whose body is read by the service, which takes its time for it. A server that ends waits for its
+        answers."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             endpoint = self.endpoint
@@ -171,12 +167,19 @@ def create_app(service: Service) -> ASGIApp:
 
             async def read(request: Request) -> Response:
                 try:
-                    body = await service.read(given.annotation, request)
-                    return await endpoint(body, request)
+                    return await endpoint(await service.read(given.annotation, request), request)
                 except Left:
                     return Response(status_code=499)
 
             return read
+
+        async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+            posted = "POST" in (self.methods or ())
+            service.open += posted
+            try:
+                await super().handle(scope, receive, send)
+            finally:
+                service.open -= posted
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
@@ -215,14 +218,6 @@ def create_app(service: Service) -> ASGIApp:
         service.check_model(model)
         return _model(service)
 
-    async def counted(work: Callable[[], Response], request: Request) -> Response:
-        """What is done with a text aside from completing it: a server that ends waits for it."""
-        service.open += 1
-        try:
-            return await service.aside(work, request)
-        finally:
-            service.open -= 1
-
     @app.post("/tokenize", responses=errors)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
@@ -234,7 +229,7 @@ def create_app(service: Service) -> ASGIApp:
             count = {"count": len(tokens), "max_model_len": service.context}
             return Parts([*written({**count, "tokens": iter(tokens), "token_strs": texts})])
 
-        return await counted(told, request)
+        return await service.aside(told, request)
 
     @app.get("/tokenizer_info", responses=errors)
     async def tokenizer_info() -> dict[str, Any]:
@@ -247,7 +242,7 @@ def create_app(service: Service) -> ASGIApp:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
-        return await counted(lambda: Plain({"prompt": service.text(body.tokens)}), request)
+        return await service.aside(lambda: Plain({"prompt": service.text(body.tokens)}), request)
 
     @app.get("/health", responses=errors)
     async def health() -> Response:

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
 
 
-_LINGER = 2.0  # seconds that a body which nobody wants is still read
+_LINGER, _UNWANTED = 2.0, 2**24  # seconds, and bytes, that a body which nobody wants is still read
 # All bodies together may be as large as so many of the largest; those of a few bytes are taken even so.
 _BODIES = 64
 _SMALL = 2**14
@@ -128,6 +128,8 @@ class Guard:
         held = [0]
         try:
             ahead = [await self._body(scope, client, held, receive)]
+            if ahead[0]["type"] == "http.disconnect":
+                return
 
             async def replay() -> Message:
                 return ahead.pop() if ahead else await receive()
@@ -168,13 +170,13 @@ class Guard:
         that is closed before is reset, and with it the answer may be lost."""
         response = error.response()
         unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
-        if unread or error.status == 408:
+        if unread or error.status in (400, 408):  # where the next request begins may be a question of taste
             response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": unread})
         if not unread:
             return
-        left = 2 * self.max_body
+        left = _UNWANTED
         with suppress(TimeoutError):
             async with asyncio.timeout(_LINGER):
                 while (message := await coming()).get("more_body") and left > 0:

@@ -84,10 +84,11 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(model, reason)
 
-    def text(self, load: Load) -> bytes:
-        """The exposition format, of a moment ago if it was asked for then: anybody may ask for it."""
+    def text(self, load: Load | None = None) -> bytes:
+        """The exposition format, with how full the engine is; of a moment ago if it was asked for then, since anybody
+        may ask for it."""
         if time.monotonic() > self._written + _FRESH:
-            self._load(load)
+            self._load(load or Load())
             self._text, self._written = generate_latest(self.registry), time.monotonic()
         return self._text
 

@@ -390,7 +390,7 @@ class TokenizeRequest(Conversation):
         if self.prompt is not None:
             yield self.prompt
         yield from (json.dumps(tool.for_template()) for tool in self.tools or ())
-        yield json.dumps(self.chat_template_kwargs or {})
+        yield from map(json.dumps, filter(None, [self.chat_template_kwargs]))
         yield from (message.for_template()["content"] for message in self.messages or ())
 
 
