@@ -42,6 +42,7 @@ LIMITS: dict[str, Any] = {
 _LIMITS = LLParserLimits(**LIMITS)
 _BEYOND = "too many", "max is", "limit"  # words in the library's messages when one of these limits is reached
 LONGEST = 256 << 10  # bytes of a schema, an expression or a grammar
+_TOLD = 800  # characters of the library's messages, which may quote all of a grammar
 # The library does not say how much memory a compiled grammar takes, and it takes more while it is used: each is counted
 # as the most it was seen to take by the limits above: 26 MB for what it is made of, 60 bytes for a byte of its source.
 _KEPT = 1 << 30
@@ -195,7 +196,8 @@ def _size(structured: StructuredOutput) -> int:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return line if len(line) <= _TOLD else f"{line[:_TOLD]}..."
 
 
 def _allow(bits: bytearray, tokens: Iterable[int]) -> None:

@@ -13,7 +13,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +25,12 @@ CHAT = [{"role": "user", "content": "Take the list 4 9 5 7. Reverse the list."}]
 
 @dataclass(frozen=True)
 class Target:
-    """The server, and who attacks it."""
+    """The server, and who attacks it. ``seen`` counts answers by their status."""
 
     address: tuple[str, int]
     key: str = ""
     source: str = "127.0.0.1"
+    seen: Any = None
 
     def connect(self, timeout: float = 60.0) -> socket.socket:
         """A connection of its own."""
@@ -62,7 +63,10 @@ def answer(target: Target, path: str, body: dict[str, Any] | bytes, timeout: flo
     """Status and body of what a POST gets; 0 where it gets nothing."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     head, _, rest = exchange(target, request("POST", path, data, target.key), timeout).partition(b"\r\n\r\n")
-    return (int(head.split()[1]), rest) if head else (0, b"")
+    status = int(head.split()[1]) if head else 0
+    if target.seen is not None:
+        target.seen[status] += 1
+    return status, rest
 
 
 def again(work: Callable[[], object]) -> None:
@@ -298,7 +302,3 @@ ATTACKS: dict[str, Callable[[Target], None]] = {
         echoes, forms, completions,
     )
 }  # fmt: skip
-
-
-def _all() -> Iterator[str]:
-    yield from ATTACKS

@@ -7,6 +7,7 @@ import os
 import signal
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -124,6 +125,7 @@ def serve(
 ) -> None:
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []
+    _die_at_once()
     keys = _keys(api_key, api_keys_file)
 
     def lost(message: str) -> None:
@@ -175,6 +177,17 @@ def serve(
             llm.close()
         if server.lost:
             raise typer.Exit(1)
+
+
+def _die_at_once() -> None:
+    """A process that dies keeps its connections until its memory is written to a core file: let it write none, unless
+    it is told to while it runs (``prlimit --core=unlimited --pid``)."""
+    with suppress(ImportError, ValueError, OSError):
+        import resource  # of Unix alone
+
+        hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+        # Of 1 byte there is no file, nor does Linux hand it to another program, as it does of 0.
+        resource.setrlimit(resource.RLIMIT_CORE, (0 if hard == 0 else 1, hard))
 
 
 def _keys(given: list[str] | None, file: Path | None) -> tuple[str, ...]:

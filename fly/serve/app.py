@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,14 +31,15 @@ from fly.serve.service import Answering, Prepared, Service
 __all__ = ["Service", "create_app"]
 
 _HERE = Path(__file__).parent
+_PART = 2**18  # bytes
 
 
 class Parts(Response):
-    """JSON that was written in parts, each of which the client has to take in its time."""
+    """JSON that may be long. It is sent in parts, each of which the client has to take in its time."""
 
     media_type = "application/json"
 
-    def __init__(self, parts: list[bytes]) -> None:
+    def __init__(self, parts: Sequence[bytes]) -> None:
         super().__init__()
         self._parts = parts
         self.headers["content-length"] = str(sum(map(len, parts)))
@@ -46,7 +47,8 @@ class Parts(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         for part in self._parts:
-            await send({"type": "http.response.body", "body": part, "more_body": True})
+            for at in range(0, len(part), _PART):
+                await send({"type": "http.response.body", "body": part[at : at + _PART], "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
@@ -227,7 +229,7 @@ def create_app(service: Service) -> ASGIApp:
             tokens = service.tokens(body)
             texts = (service.tokenizer.raw.id_to_token(token) for token in tokens) if body.return_token_strs else None
             count = {"count": len(tokens), "max_model_len": service.context}
-            return Parts([*written({**count, "tokens": iter(tokens), "token_strs": texts})])
+            return Parts([b"".join(written({**count, "tokens": iter(tokens), "token_strs": texts}))])
 
         return await service.aside(told, request)
 
@@ -242,7 +244,11 @@ def create_app(service: Service) -> ASGIApp:
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
-        return await service.aside(lambda: Plain({"prompt": service.text(body.tokens)}), request)
+
+        def told() -> Response:
+            return Parts([b"".join(written({"prompt": service.text(body.tokens)}))])
+
+        return await service.aside(told, request)
 
     @app.get("/health", responses=errors)
     async def health() -> Response:

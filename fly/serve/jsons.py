@@ -17,7 +17,7 @@ __all__ = ["TooMuch", "Twice", "loads", "written"]
 ENTRIES, MEMBERS = 2**18, 2**16  # of all lists and of all objects: they are read in some 50 ms
 DEEPEST = 100  # lists and objects in one another
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_TOGETHER = 64  # entries of a long list that are written at once
+_TOGETHER, _LONG = 64, 2**16  # entries of a long list, and characters of a text, that are written at once
 
 
 class TooMuch(ValueError):
@@ -69,6 +69,11 @@ def written(value: Any) -> Iterator[bytes]:
             yield b"," if number else b"["
             yield from written(each)
         yield b"]"
+    elif isinstance(value, str) and len(value) > _LONG:
+        yield b'"'
+        for at in range(0, len(value), _LONG):
+            yield _json(value[at : at + _LONG])[1:-1]
+        yield b'"'
     else:
         yield _json(value)
 

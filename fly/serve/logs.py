@@ -30,7 +30,7 @@ class Lines(DefaultFormatter):
 
 
 class Sparing(logging.Filter):
-    """Lets a few records of each kind through in a while, and says how many there would have been."""
+    """Lets a few warnings of each kind through in a while, and says how many there would have been."""
 
     def __init__(self, most: int = 5, seconds: float = 10.0) -> None:
         super().__init__()
@@ -38,6 +38,8 @@ class Sparing(logging.Filter):
         self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
 
     def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
         kind, now = (record.name, str(record.msg)), time.monotonic()
         since, count = self._counts.get(kind, (now, 0))
         if now - since > self.seconds:
