@@ -170,7 +170,7 @@ def chunks_of_a_get(target: Target) -> None:
 
 
 def headers(target: Target) -> None:
-    """Sixty thousand bytes of headers, extensions of chunks and trailers."""
+    """Headers, extensions of chunks and trailers without end."""
     many_headers = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + b"a:b\r\n" * 12_000 + b"\r\n"
     chunked = request("POST", "/tokenize", b"", "", "transfer-encoding: chunked")
     extended, trailers = chunked + b"1;" + b"a" * 300_000 + b"\r\na\r\n", chunked + b"0\r\n" + b"a:b\r\n" * 60_000
@@ -265,7 +265,7 @@ def detokenized(target: Target) -> None:
 
 def echoes(target: Target) -> None:
     """Prompts of which every token is listed with its likely ones."""
-    body = {"model": MODEL, "prompt": ["a 9 " * 400] * 16, "max_tokens": 0, "echo": True, "logprobs": 10}
+    body = {"model": MODEL, "prompt": ["a 9 " * 250] * 16, "max_tokens": 0, "echo": True, "logprobs": 10}
     many(10, lambda _: answer(target, "/v1/completions", body, 300))
 
 
@@ -277,8 +277,8 @@ def forms(target: Target) -> None:
         number = next(count)
         if number % 4 == 0:
             form: dict[str, Any] = {"type": "integer", "multipleOf": 999_983 + number % 1000}
-        elif number % 4 == 1:
-            form = {"type": "string", "pattern": f"^{number}(a{{1000}}){{1000}}$"}
+        elif number % 4 == 1:  # it proves to be too large when it has been followed for a while
+            form = {"type": "string", "pattern": f"^[a-z]{{{5 + number % 20}}}{number}(a{{1000}}){{1000}}$"}
         else:
             some = {f"p{n}": {"type": "string", "pattern": f"^[a-z]{{{n % 9 + 1}}}{number}$"} for n in range(300)}
             form = {"type": "object", "properties": some}

@@ -261,9 +261,13 @@ class Tokenizer:
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
         """Token ids of a text; what is between marks is plain text."""
-        parts = re.split("|".join(map(re.escape, marks)), text)
         if at_most is not None:
-            self.check_length("".join(parts), at_most)
+            self.check_length(text.replace(marks[0], "").replace(marks[1], ""), at_most)
+        parts, last = [], 0
+        for mark in re.finditer("|".join(map(re.escape, marks)), text):  # re.split would hold up all other threads
+            parts.append(text[last : mark.start()])
+            last = mark.end()
+        parts.append(text[last:])
         found: list[list[int]] = [[] for _ in parts]
         for first, tokenizer in enumerate((self.raw, self._plain)):
             texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often

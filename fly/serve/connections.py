@@ -25,9 +25,9 @@ __all__ = ["Connection", "Crowd", "room_for"]
 
 _SPARE = 16  # connections that are for health checks and metrics alone
 # Bytes read at once: of headers and chunks, which may be many and small, and of a body in one piece.
-_AT_ONCE, _IN_ONE = 2**11, 2**16
+_AT_ONCE, _IN_ONE = 2**10, 2**16
 _READERS = 8  # connections, of those in the middle of a request, that are read from in one turn of the event loop
-_HEAD = 2**16  # bytes of a request's headers,
+_HEAD, _HEADERS = 2**15, 128  # bytes of a request's headers, how many these are,
 _BETWEEN = 2**12  # and besides as many as it has, of sizes and extensions of its body's chunks and of what follows them
 
 
@@ -165,7 +165,7 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
             return
         if self._around > self._most:
-            self._refuse(431, "Request Header Fields Too Large", f"more than {_HEAD} bytes of headers, or small chunks")
+            self._refuse(431, "Request Header Fields Too Large", "too many headers, or too small chunks")
         elif self._whole:
             self._crowd.waiting.pop(self, None)
             self._stop_clock()
@@ -193,6 +193,8 @@ class Connection(HttpToolsProtocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headed:  # else it is a trailer
             super().on_header(name, value)
+            if len(self.headers) > _HEADERS:
+                raise httptools.HttpParserError("too many headers")
 
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
@@ -226,7 +228,7 @@ class Connection(HttpToolsProtocol):
         self.transport.abort()
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "Bad Request", "this is no HTTP request, or two servers may read it differently")
+        self._refuse(400, "Bad Request", "this is no HTTP request, or one that may be read in two ways")
 
     def _start_clock(self) -> None:
         self._stop_clock()

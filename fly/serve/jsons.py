@@ -16,7 +16,7 @@ __all__ = ["TooMuch", "Twice", "loads", "written"]
 
 ENTRIES, MEMBERS = 2**18, 2**16  # of all lists and of all objects: they are read in some 50 ms
 DEEPEST = 100  # lists and objects in one another
-_TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
+_TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
 _TOGETHER, _LONG = 64, 2**16  # entries of a long list, and characters of a text, that are written at once
 
 
@@ -31,8 +31,9 @@ class Twice(ValueError):
 def loads(text: bytes | str, once: bool = True) -> Any:
     """What JSON says. Raises ``ValueError``: ``TooMuch`` above the limits, ``Twice`` if names must be there ``once``,
     since it would be unclear which of two values is meant."""
-    data = text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
-    entries, members = _counted(data)
+    if isinstance(text, bytes):
+        text = text.decode()  # and no other coding: in some of those, what is counted is not what is read
+    entries, members = _counted(text)
     if entries > ENTRIES or members > MEMBERS:
         raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
     try:
@@ -90,12 +91,12 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _counted(data: bytes) -> tuple[int, int]:
+def _counted(data: str) -> tuple[int, int]:
     """How many entries and members JSON has at most; exactly so many where punctuation in its texts would be too
     much."""
 
     def punctuation(start: int = 0, end: int | None = None) -> tuple[int, int]:
-        return sum(data.count(each, start, end) for each in (b",", b"[", b"{")), data.count(b":", start, end)
+        return sum(data.count(each, start, end) for each in ",[{"), data.count(":", start, end)
 
     entries, members = punctuation()
     if entries <= ENTRIES and members <= MEMBERS:

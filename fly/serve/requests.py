@@ -204,6 +204,8 @@ class Generation(Body):
         if kind == "grammar":
             if len(value) > LONGEST:
                 raise ValueError(f"{name}: {len(value)} characters; at most {LONGEST} are compiled")
+            # Not even to tell its syntax, the library looks at each empty line together with all that follow it.
+            value = "\n".join(line for line in value.split("\n") if line.strip())
             try:
                 return {"grammar": any_to_lark(value)}
             except Exception as error:  # whatever the library raises
