@@ -159,8 +159,7 @@ def create_app(service: Service) -> ASGIApp:
         await asyncio.to_thread(service.close)
 
     class Reading(APIRoute):
-        """An endpoint whose body is read by the service, which takes its time for it. A server that ends waits for its
-        answers."""
+        """An endpoint whose body is read by the service, which takes its time for it."""
 
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             endpoint = self.endpoint
@@ -174,14 +173,6 @@ def create_app(service: Service) -> ASGIApp:
                     return Response(status_code=499)
 
             return read
-
-        async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
-            posted = "POST" in (self.methods or ())
-            service.open += posted
-            try:
-                await super().handle(scope, receive, send)
-            finally:
-                service.open -= posted
 
     errors: dict[int | str, dict[str, Any]] = {
         "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
@@ -280,7 +271,7 @@ def create_app(service: Service) -> ASGIApp:
         return HTMLResponse((_HERE / "playground.html").read_text("utf-8"), headers=_ONLY_OURS)
 
     settings = service.settings
-    guarded: ASGIApp = Guard(app, settings, service.clients, service.metrics.refused)
+    guarded: ASGIApp = Guard(app, settings, service.clients, service.requests, service.metrics.refused)
     if settings.trusted_proxies:
         guarded = ProxyHeadersMiddleware(guarded, [*settings.trusted_proxies])  # type: ignore[arg-type, assignment]
     if not settings.cors_origins:

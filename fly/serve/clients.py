@@ -114,23 +114,17 @@ class Shares:
     of whom has its part."""
 
     def __init__(self, total: int) -> None:
-        self.total = total
+        self.total, self.sum = total, 0  # what there is, and what all clients have of it
         self.held: Counter[str] = Counter()
-
-    @property
-    def sum(self) -> int:
-        """What all clients have."""
-        return self.held.total()
 
     def has_room(self, client: str, amount: int) -> bool:
         """Whether a client may have so much more."""
-        part = self.total // (len(self.held.keys() | {client}) + 1)
+        part = self.total // (len(self.held) + 1 + (client not in self.held))
         return self.sum + amount <= 3 * self.total // 4 or self.held[client] + amount <= part
 
     def take(self, client: str, amount: int) -> None:
+        """It has so much more, or less where that is below 0."""
+        self.sum += amount
         self.held[client] += amount
-
-    def give(self, client: str, amount: int) -> None:
-        self.held[client] -= amount
         if not self.held[client]:
             del self.held[client]

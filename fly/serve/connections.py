@@ -18,7 +18,6 @@ import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from fly.serve.clients import Shares
 from fly.serve.errors import error_body
 
 __all__ = ["Connection", "Crowd", "room_for"]
@@ -62,7 +61,6 @@ class Crowd:
         self.limit, self.patience = limit, patience
         self.open: set[Connection] = set()
         self.waiting: dict[Connection, None] = {}  # for a request, or the rest of one; the longest first
-        self.requests = Shares(limit)  # that are being answered
         self._resting: deque[Connection] = deque()
 
     def enter(self, connection: Connection) -> None:
@@ -125,7 +123,7 @@ class Connection(HttpToolsProtocol):
 
     def __init__(self, crowd: Crowd, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.app_state = {**self.app_state, "crowd": crowd}  # for the guard
+        self.app_state = {**self.app_state, "full": crowd.full}  # for the guard
         self._crowd = crowd
         self._begun = False  # whether anything of the awaited request has come in,
         self._headed = False  # all of its headers,

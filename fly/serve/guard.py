@@ -46,11 +46,14 @@ class Guard:
         app: what it guards.
         settings: those of the server.
         clients: tells whose a request is.
+        requests: counts those that were let in, by client, until they have all of their answer (open paths aside).
         refused: is given the status of every error.
     """
 
-    def __init__(self, app: ASGIApp, settings: Settings, clients: Clients, refused: Callable[[int], None]) -> None:
-        self.app, self.clients, self.refused = app, clients, refused
+    def __init__(
+        self, app: ASGIApp, settings: Settings, clients: Clients, requests: Shares, refused: Callable[[int], None]
+    ) -> None:
+        self.app, self.clients, self.requests, self.refused = app, clients, requests, refused
         self.max_body, self.access_log = settings.max_body, settings.access_log
         self.read_timeout, self.write_timeout = settings.read_timeout, settings.write_timeout
         self.bodies = Shares(_BODIES * settings.max_body)  # bytes that came in, of requests that are not answered yet
@@ -117,15 +120,14 @@ class Guard:
         """Have the application answer. Raises ``ApiError`` before it does."""
         state = scope.setdefault("state", {})
         state["client"] = client
-        crowd = None if scope["path"] in OPEN else state.get("crowd")
-        if crowd is not None:
-            if crowd.full():
+        counted, held = int(scope["path"] not in OPEN), [0]
+        if counted:
+            if state.get("full", bool)():
                 raise _full()
-            if not crowd.requests.has_room(client.name, 1):
+            if not self.requests.has_room(client.name, 1):
                 message = "too many requests of one client are being answered; try again in 1 s"
                 raise ApiError(429, message, code="client_limit", retry_after=1)
-            crowd.requests.take(client.name, 1)
-        held = [0]
+        self.requests.take(client.name, counted)
         try:
             ahead = [await self._body(scope, client, held, receive)]
             if ahead[0]["type"] == "http.disconnect":
@@ -136,9 +138,8 @@ class Guard:
 
             await self.app(scope, replay, answer)
         finally:
-            self.bodies.give(client.name, held[0])
-            if crowd is not None:
-                crowd.requests.give(client.name, 1)
+            self.requests.take(client.name, -counted)
+            self.bodies.take(client.name, -held[0])
 
     async def _body(self, scope: Scope, client: Client, held: list[int], receive: Receive) -> Message:
         """The whole body as one message; a client that left has none. ``held`` takes its bytes. Raises ``ApiError``."""

@@ -50,7 +50,7 @@ class Server(uvicorn.Server):
         self._reload = False  # the file of keys
         self.lost = 0  # requests that it did not wait for
         limit, at_a_time = room_for(settings.max_connections)
-        self.crowd = Crowd(limit, settings.read_timeout)
+        self.crowd, service.requests.total = Crowd(limit, settings.read_timeout), limit
         for name in ("asyncio", "uvicorn.error", "fly.serve.guard", "py.warnings"):
             logging.getLogger(name).addFilter(_SPARING)
         super().__init__(

@@ -27,7 +27,7 @@ from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
 from fly.serve import bodies
 from fly.serve.answers import Echo, Vocabulary
-from fly.serve.clients import Client, Clients
+from fly.serve.clients import Client, Clients, Shares
 from fly.serve.errors import ApiError, Left, Plain
 from fly.serve.jsons import loads
 from fly.serve.metrics import Measured, Metrics
@@ -106,7 +106,7 @@ class Service:
         self.short = Turns("fly-short", max(2, min(8, processors)), settings.max_connections)
         self.long = Turns("fly-long", max(2, min(4, processors)), _WAITING)
         self.draining = False
-        self.open = 0  # requests that were let in and have not got all of their answer
+        self.requests = Shares(settings.max_connections)  # that were let in and have not got all of their answer
         self.held: Counter[str] = Counter()  # completions that each client has, waiting ones too
         self._trial = Trial(llm.grammars.spelling, LIMITS)
         llm.grammars.vet = self._trial
@@ -114,6 +114,11 @@ class Service:
         self.context: int = llm.engine.context
         self.created = int(time.time())
         self.version = __version__
+
+    @property
+    def open(self) -> int:
+        """Requests that were let in and have not got all of their answer."""
+        return self.requests.sum
 
     @property
     def ready(self) -> bool:
