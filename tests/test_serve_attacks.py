@@ -145,7 +145,7 @@ def test_a_second_signal_ends_at_once() -> None:
         time.sleep(0.1)
         assert server.process.poll() is None
         server.process.send_signal(signal.SIGINT)
-        assert server.process.wait(2) == 1
+        assert server.process.wait(2) == 1, server.said()
         assert "requests lost: " in server.said() and "Traceback" not in server.said()
         assert f"{MODEL} · draft ngram · policy exact · k 15 · context 1024 · kernels " in server.said()
         for thread in busy:

@@ -72,10 +72,10 @@ class Server(uvicorn.Server):
         )
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
         gc.collect()
         gc.freeze()  # what is here stays: to look through it again takes 0.1 s, during which nothing else happens
         sys.setswitchinterval(_SWITCH)
+        await super().startup(sockets)
         # asyncio accepts as many at a time as may queue, and few are to be accepted at a time; many may queue.
         for server in self.servers:
             for each in server.sockets:
