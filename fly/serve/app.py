@@ -21,12 +21,13 @@ from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
 
 from fly.errors import short
 from fly.job import News
+from fly.serve.answering import Answering
 from fly.serve.answers import Completion
 from fly.serve.errors import ApiError, Left, Plain
 from fly.serve.guard import Guard
 from fly.serve.jsons import written
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
-from fly.serve.service import Answering, Prepared, Service
+from fly.serve.service import Prepared, Service
 
 __all__ = ["Service", "create_app"]
 
@@ -158,9 +159,40 @@ def create_app(service: Service) -> ASGIApp:
         yield
         await asyncio.to_thread(service.close)
 
-    class Reading(APIRoute):
-        """An endpoint whose body is read by the service, which takes its time for it."""
+    app = FastAPI(
+        title="fly",
+        version=service.version,
+        description="Speculative decoding behind OpenAI's interface; every request may choose how it is verified.",
+        docs_url=None,  # they load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,  # to whatever the request calls this host
+        lifespan=life,
+    )
+    app.router.route_class = _reading(service)
+    _add_errors(app)
+    _add_completions(app, service)
+    _add_texts(app, service)
+    _add_states(app, service)
 
+    settings = service.settings
+    guarded: ASGIApp = Guard(app, settings, service.clients, service.requests, service.metrics.refused)
+    if settings.trusted_proxies:
+        guarded = ProxyHeadersMiddleware(guarded, [*settings.trusted_proxies])  # type: ignore[arg-type, assignment]
+    if not settings.cors_origins:
+        return guarded
+    return CORSMiddleware(
+        guarded,
+        allow_origins=settings.cors_origins,
+        allow_methods=("GET", "POST"),
+        allow_headers=("*",),
+        expose_headers=("x-request-id", "retry-after"),
+    )
+
+
+def _reading(service: Service) -> type[APIRoute]:
+    """Endpoints whose bodies the service reads: in a thread, when they are large."""
+
+    class Reading(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
             endpoint = self.endpoint
             if (given := inspect.signature(endpoint, eval_str=True).parameters.get("body")) is None:
@@ -174,28 +206,16 @@ def create_app(service: Service) -> ASGIApp:
 
             return read
 
-    errors: dict[int | str, dict[str, Any]] = {
-        "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
-        "5XX": {"model": ErrorAnswer, "description": "shutting down (503), not finished in time (504), or our fault"},
-    }
-    app = FastAPI(
-        title="fly",
-        version=service.version,
-        description="Speculative decoding behind OpenAI's interface; every request may choose how it is verified.",
-        docs_url=None,  # they load scripts from elsewhere
-        redoc_url=None,
-        redirect_slashes=False,  # to whatever the request calls this host
-        lifespan=life,
-    )
-    app.router.route_class = Reading
-    _add_errors(app)
+    return Reading
 
-    @app.post("/v1/chat/completions", responses=errors, response_class=Plain)
+
+def _add_completions(app: FastAPI, service: Service) -> None:
+    @app.post("/v1/chat/completions", responses=_ERRORS, response_class=Plain)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         return await answer(service, body, request)
 
-    @app.post("/v1/completions", responses=errors, response_class=Plain)
+    @app.post("/v1/completions", responses=_ERRORS, response_class=Plain)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Go on with a text."""
         return await answer(service, body, request)
@@ -205,13 +225,15 @@ def create_app(service: Service) -> ASGIApp:
         """The model that is served, and what requests may ask of it."""
         return {"object": "list", "data": [_model(service)]}
 
-    @app.get("/v1/models/{model:path}", responses=errors)
+    @app.get("/v1/models/{model:path}", responses=_ERRORS)
     async def model(model: str) -> dict[str, Any]:
         """The model that is served."""
         service.check_model(model)
         return _model(service)
 
-    @app.post("/tokenize", responses=errors)
+
+def _add_texts(app: FastAPI, service: Service) -> None:
+    @app.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
         """Token ids of a text or a conversation."""
         service.check_model(body.model)
@@ -224,14 +246,14 @@ def create_app(service: Service) -> ASGIApp:
 
         return await service.aside(told, request)
 
-    @app.get("/tokenizer_info", responses=errors)
+    @app.get("/tokenizer_info", responses=_ERRORS)
     async def tokenizer_info() -> dict[str, Any]:
         """The special tokens by their names, and the chat template, as in a checkpoint's tokenizer_config.json."""
         tokenizer = service.tokenizer
         named: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_names}
         return {**named, "chat_template": tokenizer.template, "model_max_length": service.context}
 
-    @app.post("/detokenize", responses=errors)
+    @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
         """The text of token ids."""
         service.check_model(body.model)
@@ -241,14 +263,16 @@ def create_app(service: Service) -> ASGIApp:
 
         return await service.aside(told, request)
 
-    @app.get("/health", responses=errors)
+
+def _add_states(app: FastAPI, service: Service) -> None:
+    @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
         """Whether the engine runs."""
         if not (worker := service.llm.worker).alive:
             raise ApiError(503, f"the engine has stopped: {worker.failure!r}", code="engine_stopped")
         return Plain({"status": "ok"})
 
-    @app.get("/ready", responses=errors)
+    @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
         """Whether new requests are taken."""
         if not service.ready:
@@ -269,20 +293,6 @@ def create_app(service: Service) -> ASGIApp:
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
     async def playground() -> Response:
         return HTMLResponse((_HERE / "playground.html").read_text("utf-8"), headers=_ONLY_OURS)
-
-    settings = service.settings
-    guarded: ASGIApp = Guard(app, settings, service.clients, service.requests, service.metrics.refused)
-    if settings.trusted_proxies:
-        guarded = ProxyHeadersMiddleware(guarded, [*settings.trusted_proxies])  # type: ignore[arg-type, assignment]
-    if not settings.cors_origins:
-        return guarded
-    return CORSMiddleware(
-        guarded,
-        allow_origins=settings.cors_origins,
-        allow_methods=("GET", "POST"),
-        allow_headers=("*",),
-        expose_headers=("x-request-id", "retry-after"),
-    )
 
 
 # Of the playground: nothing from elsewhere is loaded, and no page from elsewhere frames it.
@@ -309,6 +319,12 @@ class ErrorAnswer(BaseModel):
     """OpenAI's form of an error."""
 
     error: ErrorDetail
+
+
+_ERRORS: dict[int | str, dict[str, Any]] = {
+    "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
+    "5XX": {"model": ErrorAnswer, "description": "shutting down (503), not finished in time (504), or our fault"},
+}
 
 
 def _model(service: Service) -> dict[str, Any]:

@@ -9,23 +9,23 @@ import os
 import re
 import secrets
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request as HttpRequest
-from starlette.types import Receive
 
 from fly import __version__
 from fly.errors import explain, short
-from fly.job import News, Request
+from fly.job import Request
 from fly.llm import LLM
 from fly.models.chat import ChatPrompt, Thinking, pick
 from fly.models.tokenizer import TooLong
 from fly.serve import bodies
+from fly.serve.answering import until_left
 from fly.serve.answers import Echo, Vocabulary
 from fly.serve.clients import Client, Clients, Shares
 from fly.serve.errors import ApiError, Left, Plain
@@ -36,18 +36,17 @@ from fly.serve.rules import Rules, Speculation
 from fly.serve.settings import Settings
 from fly.serve.tools import FORMATS, CallFormat, CallReader, format_of, grammar, wrong_with_tools
 from fly.serve.turns import Busy, Turns
-from fly.structured import LIMITS, StructuredError
+from fly.structured import LIMITS
 from fly.trial import Trial
 from fly.types import StructuredOutput
 from fly.worker import Stopped
 
-__all__ = ["Answering", "ApiError", "Left", "Plain", "Prepared", "Service"]
+__all__ = ["ApiError", "Left", "Plain", "Prepared", "Service"]
 
 _SCORES = 2**18  # log-probabilities of prompt tokens that one answer lists: some ten megabytes
 _MOMENT = 2**12  # bytes of a body that is read at once, and without a thread
 _SHORT = 2**15  # bytes of a body whose request takes little time: some 30 ms
 _READ = 2**20  # characters that /tokenize takes: some seconds and 200 MB
-_FEW = 256  # entries of an answer that are written at once
 _WAITING = 64  # pieces of long work that one client may have waiting
 T = TypeVar("T")
 Model = TypeVar("Model", bound=BaseModel)
@@ -148,7 +147,7 @@ class Service:
         client: Client = request.state.client
         turns = self.long if long or len(await request.body()) > _SHORT else self.short
         working = asyncio.create_task(turns.run(client.name, work))
-        leaving = asyncio.create_task(_until_left(request.receive))
+        leaving = asyncio.create_task(until_left(request.receive))
         try:
             await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
             if not working.done():
@@ -176,21 +175,7 @@ class Service:
     def prepare(self, body: Generation, client: str = "") -> Prepared:
         """What the engine needs of a request. Takes time: call it in a thread. Raises ``ApiError``."""
         self.check_model(body.model)
-        asked = body.speculation
-        try:
-            chosen = (
-                self.rules.choose()
-                if asked is None
-                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
-            )
-        except ValueError as error:
-            field = str(error).partition(":")[0]
-            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
-        try:
-            chosen.policy.bind(self.llm.vocabulary)
-        except ValueError as error:
-            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
-            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
+        chosen = self.speculation(body)
         echoes = None
         several = len(body.prompts) if isinstance(body, CompletionRequest) else 1
         at_once = min(self.settings.max_n, self.settings.max_open or self.settings.max_n)
@@ -247,6 +232,25 @@ class Service:
         return Prepared(
             requests, sum(map(len, prompts)), echoes, prompt_top, chosen, body.top(), client, form, calls, functions
         )
+
+    def speculation(self, body: Generation) -> Speculation:
+        """How tokens are drafted and judged for it. Raises ``ApiError``."""
+        asked = body.speculation
+        try:
+            chosen = (
+                self.rules.choose()
+                if asked is None
+                else self.rules.choose(asked.policy, asked.k, asked.draft, asked.off)
+            )
+        except ValueError as error:
+            field = str(error).partition(":")[0]
+            raise ApiError(400, f"speculation.{error}", f"speculation.{field}", "invalid_value") from None
+        try:
+            chosen.policy.bind(self.llm.vocabulary)
+        except ValueError as error:
+            message = f"speculation.policy: {str(chosen.policy)!r}: {error}"
+            raise ApiError(400, message, "speculation.policy", "invalid_value") from None
+        return chosen
 
     def call_format(self) -> CallFormat:
         """How the model writes calls. Raises ``ApiError`` if its chat template shows none that is known."""
@@ -408,81 +412,6 @@ class Service:
         """The client has its answer, or has left."""
         self.held.subtract({prepared.client: len(prepared.requests)})
         self.held += Counter()  # drops those that have nothing
-
-
-async def _until_left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-
-
-class Answering:
-    """The news of one job while its client listens and its time lasts."""
-
-    def __init__(self, service: Service, job: Measured, request: HttpRequest, form: str = "response_format") -> None:
-        self.worker, self.job, self.form = service.llm.worker, job, form
-        self._turns, self._client = service.long, request.state.client.name
-        self.timeout = service.settings.timeout
-        self.left = False  # whether the client has
-        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: the client has left
-        self._deadline = asyncio.get_running_loop().time() + self.timeout
-        self._watch = asyncio.create_task(self._until_gone(request.receive))
-
-    async def _until_gone(self, receive: Receive) -> None:
-        await _until_left(receive)
-        self.left = True
-        self.worker.cancel(self.job)
-        self.job.queue.put_nowait([None])
-
-    async def begun(self) -> bool:
-        """Wait until the engine has it, or for the first news; whether the client still listens. Raises ``ApiError`` as
-        ``next`` does."""
-        try:
-            async with asyncio.timeout_at(self._deadline):
-                self._add(await self.job.queue.get())
-        except TimeoutError:
-            raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
-        if self._ahead and isinstance(self._ahead[0], BaseException):
-            await self.next()
-        return not (self._ahead and self._ahead[0] is None)
-
-    async def next(self) -> list[News] | None:
-        """The news since the last call, in one piece for a slow reader; None if the client has left. Raises
-        ``ApiError`` for a job that failed, after the news before it were fetched."""
-        while not self._ahead:
-            await self.begun()
-        while not self.job.queue.empty():
-            self._add(self.job.queue.get_nowait())
-        found: list[News] = []
-        while self._ahead and isinstance(news := self._ahead[0], News) and news.error is None:
-            found.append(news)
-            self._ahead.popleft()
-        if found:
-            return found
-        last = self._ahead.popleft()
-        error = last.error if isinstance(last, News) else last
-        if isinstance(error, StructuredError):
-            raise ApiError(400, str(error), self.form, "invalid_value")
-        if error is not None:
-            raise ApiError(500, f"the request failed: {type(error).__name__}: {error}", code="generation_failed")
-        return None
-
-    async def written(self, made: Iterator[bytes], entries: int) -> list[bytes]:
-        """All that ``made`` makes of so many entries; by turns with other clients if that takes time. Raises
-        ``Left``."""
-        if entries <= _FEW:
-            return list(made)
-        parts = await self._turns.pieces(self._client, made, lambda: self.left)
-        if self.left:
-            raise Left
-        return parts
-
-    def _add(self, entry: Any) -> None:
-        self._ahead.extend(entry if isinstance(entry, list) else [entry])
-
-    def close(self) -> None:
-        """Whatever has become of it, nothing is left of the job."""
-        self._watch.cancel()
-        self.worker.cancel(self.job)
 
 
 _OWN = {"messages", "tools", "add_generation_prompt"}  # of a template's variables, those that are asked for otherwise
