@@ -28,6 +28,7 @@ __all__ = ["Server"]
 log = logging.getLogger(__name__)
 _SPARING = Sparing()  # of what clients can cause at will
 _SWITCH = 0.001  # seconds for which a thread keeps others from running Python; by default 0.005
+_LAST = 2.0  # seconds for which a server without an engine still says so, to its clients and to probes
 
 
 def _log_config() -> dict[str, Any]:
@@ -42,13 +43,17 @@ def _log_config() -> dict[str, Any]:
 class Server(uvicorn.Server):
     """Serves until a signal. After the first SIGTERM or SIGINT it refuses new requests (503), but finishes those it
     has; it ends when they have their answers, or after ``drain_timeout``. A second signal ends the process at once,
-    with status 1 if requests were ``lost``, else 0. SIGHUP has it read the file of keys again."""
+    with status 1 if requests were ``lost``, else 0. SIGHUP has it read the file of keys again.
+
+    It also ends when its engine has stopped (``failed``), a moment after open requests got their errors: whoever runs
+    it is to start it again."""
 
     def __init__(self, service: Service, log_level: str = "info") -> None:
         self.service, settings = service, service.settings
         self._deadline: float | None = None  # until when it drains
         self._reload = False  # the file of keys
         self.lost = 0  # requests that it did not wait for
+        self.failed = False  # whether its engine has stopped
         limit, at_a_time = room_for(settings.max_connections)
         self.crowd, service.requests.total = Crowd(limit, settings.read_timeout), limit
         for name in ("asyncio", "uvicorn.error", "fly.serve.guard", "py.warnings"):
@@ -112,6 +117,10 @@ class Server(uvicorn.Server):
                 log.info("read the file of keys again: %d keys", await asyncio.to_thread(self.service.clients.reload))
             except (ValueError, OSError) as wrong:
                 log.error("the keys are as before: %s", wrong)
+        if (failure := self.service.llm.worker.failure) is not None and not (self.failed or self.should_exit):
+            self.failed = True
+            log.error("the engine has stopped; the server ends", exc_info=failure)
+            asyncio.get_running_loop().call_later(_LAST, setattr, self, "should_exit", True)
         if self.service.draining:
             if self._deadline is None:
                 self._deadline = time.monotonic() + self.service.settings.drain_timeout
