@@ -126,6 +126,8 @@ def serve(
     """Serve the model over HTTP as OpenAI does, with a playground at /."""
     services: list[Any] = []
     _die_at_once()
+    if api_keys_file is not None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # while the model is loaded: the file is read after that
     keys = _keys(api_key, api_keys_file)
 
     def lost(message: str) -> None:
@@ -175,7 +177,7 @@ def serve(
             server.run()
         finally:
             llm.close()
-        if server.lost:
+        if server.lost or server.failed:
             raise typer.Exit(1)
 
 
