@@ -129,6 +129,7 @@ class Connection(HttpToolsProtocol):
         self._headed = False  # all of its headers,
         self._whole = True  # all of it
         self._around, self._most = 0, _HEAD  # its bytes so far besides its body, and how many there may be
+        self._parts: list[bytes] = []  # of a body, that one read brought: chunks may be many
         self._cycles: list[RequestResponseCycle] = []  # requests that are answered, or wait for it
         self._clock: asyncio.TimerHandle | None = None
 
@@ -158,6 +159,7 @@ class Connection(HttpToolsProtocol):
         self._unset_keepalive_if_required()
         try:
             self._feed(data)
+            self._hand_over()
         except httptools.HttpParserError:
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
@@ -203,10 +205,17 @@ class Connection(HttpToolsProtocol):
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
 
     def on_body(self, body: bytes) -> None:
-        self._around -= 2 * len(body)
-        super().on_body(body)
+        self._parts.append(body)
+
+    def _hand_over(self) -> None:
+        if self._parts:
+            body = b"".join(self._parts)
+            self._parts.clear()
+            self._around -= 2 * len(body)
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        self._hand_over()
         if self._headed:
             self._whole, self._around = True, 0
             super().on_message_complete()
