@@ -13,7 +13,7 @@ test: $(VENV)/.installed-dev lint types
 
 # Attacks on a server, some minutes. Its figures mean something on a machine that does nothing else.
 hostile: $(VENV)/.installed-dev
-	$(BIN)/pytest -s tests/hostile.py
+	$(BIN)/pytest -s -vv $(addprefix tests/hostile/,load.py clients.py nonsense.py crash.py)
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""What attackers of a server do, each in a process of its own: functions of ``tests/hostile.py``.
+"""What attackers of a server do, each in a process of its own: functions of ``load.py``.
 
 An attack gets the server's address, an API key and the address that it comes from, and repeats itself until it is
 ended. It uses plain sockets, so that it costs the machine little besides what the server makes of it.
@@ -151,10 +151,10 @@ def tool_calls(target: Target) -> None:
 # --- connections -----------------------------------------------------------------------------------------
 
 
-def chunks_of_a_byte(target: Target, method: str = "POST", count: int = 100) -> None:
+def chunks_of_a_byte(target: Target, method: str = "POST", count: int = 100, chunk: bytes = b"1\r\na\r\n") -> None:
     """Bodies in chunks of one byte, without a key."""
     head = request(method, "/tokenize" if method == "POST" else "/health", b"", "", "transfer-encoding: chunked")
-    data = head + b"1\r\na\r\n" * 170_000
+    data = head + chunk * (2**20 // len(chunk))
 
     def send(_: int) -> None:
         with target.connect() as connection:
@@ -162,6 +162,11 @@ def chunks_of_a_byte(target: Target, method: str = "POST", count: int = 100) -> 
             connection.recv(1000)
 
     many(count, send)
+
+
+def chunks_of_few_bytes(target: Target) -> None:
+    """The same of the smallest that are read to their end."""
+    chunks_of_a_byte(target, chunk=b"5\r\naaaaa\r\n")
 
 
 def chunks_of_a_get(target: Target) -> None:
@@ -297,8 +302,8 @@ def completions(target: Target) -> None:
 ATTACKS: dict[str, Callable[[Target], None]] = {
     each.__name__: each
     for each in (
-        wrong_entries, small_entries, escapes, tool_calls, chunks_of_a_byte, chunks_of_a_get, headers, pipelined,
-        scrapes, held_connections, readers_that_do_not_read, large_answers, large_streams, tokenized, detokenized,
-        echoes, forms, completions,
+        wrong_entries, small_entries, escapes, tool_calls, chunks_of_a_byte, chunks_of_few_bytes, chunks_of_a_get,
+        headers, pipelined, scrapes, held_connections, readers_that_do_not_read, large_answers, large_streams,
+        tokenized, detokenized, echoes, forms, completions,
     )
 }  # fmt: skip
