@@ -19,6 +19,7 @@ from tests.hostile.attacks import ATTACKS, MODEL, Target, answer
 from tests.hostile.served import ALICE, MALLORY, NOTES, ROWS, complete, eventually, say_hi, served, timed
 
 PROBES, MEDIAN, WORST = 50, 0.1, 0.5  # seconds
+PATIENCE = 60.0  # for all probes of one attack
 # The answers that an attack may get: what is right, and what says that this client has enough.
 EXPECTED = {
     "wrong_entries": {400}, "small_entries": {200, 400}, "escapes": {400}, "tool_calls": {400},
@@ -44,8 +45,10 @@ def test_others_are_answered(tmp_path: Path, name: str, clients: int) -> None:
             attacker.start()
         try:
             time.sleep(1)
-            probes, greeted, completed = [], [], []
+            probes, greeted, completed, end = [], [], [], time.monotonic() + PATIENCE
             for number in range(PROBES):
+                if time.monotonic() > end:  # it has not held by far
+                    break
                 probes.append(timed(lambda: server.get("/health" if number % 2 else "/metrics")[0]))  # noqa: B023
                 if number % 10 == 5:
                     greeted.append(say_hi(alice))
@@ -54,7 +57,7 @@ def test_others_are_answered(tmp_path: Path, name: str, clients: int) -> None:
                     completed.append(complete(alice, **form))
                 time.sleep(0.1)
             if name.startswith("large"):  # until one of them was written
-                while not sum(seen):
+                while not sum(seen) and time.monotonic() < end:
                     probes.append(timed(lambda: server.get("/health")[0]))
                     time.sleep(0.1)
         finally:
@@ -63,13 +66,14 @@ def test_others_are_answered(tmp_path: Path, name: str, clients: int) -> None:
                 attacker.join()
         answers = {status: count for status, count in enumerate(seen) if count}
         median, worst = statistics.median(seconds for seconds, _ in probes), max(seconds for seconds, _ in probes)
-        hi, completion = (max(seconds for seconds, _ in each) for each in (greeted, completed))
+        hi, completion = (max((seconds for seconds, _ in each), default=PATIENCE) for each in (greeted, completed))
         ROWS.append(
             f"{name + (f' x {clients}' if clients > 1 else ''):32} {median:14.3f} {worst:7.3f} {hi:10.3f} "
             f"{completion:10.3f} {server.megabytes:6.0f}  {answers}"
         )
         print(f"\n{ROWS[-1]}", flush=True)
         assert {status for _, status in probes} == {200} and median <= MEDIAN and worst <= WORST
+        assert len(probes) >= PROBES
         assert {status for _, status in (*greeted, *completed)} == {200} and hi < 3 and completion < 10
         assert not answers.keys() - EXPECTED.get(name, set()) - {0}, answers
         assert server.megabytes < 2000
