@@ -110,8 +110,8 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
 
 
 class Shares:
-    """Something of which there is a ``total``. One client alone has up to three quarters; the rest is for others, each
-    of whom has its part."""
+    """Something of which there is a ``total``. One client alone has up to three quarters; the rest is for those that have
+    less than their part."""
 
     def __init__(self, total: int) -> None:
         self.total, self.sum = total, 0  # what there is, and what all clients have of it
@@ -120,7 +120,8 @@ class Shares:
     def has_room(self, client: str, amount: int) -> bool:
         """Whether a client may have so much more."""
         part = self.total // (len(self.held) + 1 + (client not in self.held))
-        return self.sum + amount <= 3 * self.total // 4 or self.held[client] + amount <= part
+        mine = self.held[client] + amount
+        return self.sum + amount <= (self.total if mine <= part else 3 * self.total // 4)
 
     def take(self, client: str, amount: int) -> None:
         """It has so much more, or less where that is below 0."""
