@@ -110,8 +110,8 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
 
 
 class Shares:
-    """Something of which there is a ``total``. One client alone has up to three quarters; the rest is for those that have
-    less than their part."""
+    """Something of which there is a ``total``. One client alone has up to three quarters; the rest is for those below
+    their part."""
 
     def __init__(self, total: int) -> None:
         self.total, self.sum = total, 0  # what there is, and what all clients have of it
