@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from starlette.requests import Request
 from starlette.types import Receive
@@ -13,10 +13,9 @@ from starlette.types import Receive
 from fly.job import News
 from fly.serve.errors import ApiError, Left
 from fly.serve.metrics import Measured
+from fly.serve.turns import Turns
 from fly.structured import StructuredError
-
-if TYPE_CHECKING:
-    from fly.serve.service import Service
+from fly.worker import Worker
 
 __all__ = ["Answering", "until_left"]
 
@@ -30,12 +29,22 @@ async def until_left(receive: Receive) -> None:
 
 
 class Answering:
-    """The news of one job while its client listens and its time lasts."""
+    """The news of one job while its client listens and its time lasts.
 
-    def __init__(self, service: Service, job: Measured, request: Request, form: str = "response_format") -> None:
-        self.worker, self.job, self.form = service.llm.worker, job, form
-        self._turns, self._client = service.long, request.state.client.name
-        self.timeout = service.settings.timeout
+    Args:
+        worker: runs the job.
+        turns: threads that write large answers.
+        timeout: seconds from now on.
+        job: what was asked for.
+        request: tells when its client leaves.
+        form: the field that gives the answer its form, for errors.
+    """
+
+    def __init__(
+        self, worker: Worker, turns: Turns, timeout: float, job: Measured, request: Request, form: str
+    ) -> None:
+        self.worker, self.timeout, self.job, self.form = worker, timeout, job, form
+        self._turns, self._client = turns, request.state.client.name
         self.left = False  # whether the client has
         self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: the client has left
         self._deadline = asyncio.get_running_loop().time() + self.timeout

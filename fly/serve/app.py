@@ -96,7 +96,8 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         prepared = await service.prepared(body, request)
         streamed = bool(body.stream)
         job = service.submit(prepared, streamed)
-        answering = Answering(service, job, request, prepared.form)
+        timeout = service.settings.timeout
+        answering = Answering(service.llm.worker, service.long, timeout, job, request, prepared.form)
         completion = Completion(
             isinstance(body, ChatRequest), body.model, prepared.speculation, service.vocabulary,
             f"fly-{service.version}", [request.thinking for request in job.requests], body.explains, prepared.echoes,
