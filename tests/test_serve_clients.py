@@ -1,4 +1,4 @@
-"""Whose a request is, whose turn it is, and how JSON of strangers is read and written."""
+"""Which client sent a request, which client has its turn, and how untrusted JSON is read and written."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def serve(
     ] = None,
     api_keys_file: Annotated[
         Path | None,
-        typer.Option(help="A file of keys, one a line, one of which requests must bear; read again on SIGHUP."),
+        typer.Option(help="A file with one key a line; requests must bear one of them. It is read again on SIGHUP."),
     ] = None,
     trusted_proxies: Annotated[
         list[str] | None,

@@ -53,8 +53,8 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
 def _wrong(error: ValidationError, body: Any) -> ApiError:
     """What to say of all that is wrong with a body.
 
-    Unknown fields come first. A value that may be of several types has an error for each: what counts is that of a type
-    it has, or with which reading came furthest, since the client meant that one.
+    Unknown fields come first. A value that may be of several types has an error for each. The error that is shown
+    belongs to the type that the value has, or to the one that reading got furthest with: the client meant that one.
     """
 
     def path(problem: Any) -> list[str | int]:

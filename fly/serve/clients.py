@@ -1,4 +1,5 @@
-"""Whose a request is: decided here, once, for limits, turns, caches and the log alike. Knows nothing of endpoints."""
+"""Which client sent a request. It is decided here, once, for limits, turns, caches and the log. Knows nothing of
+endpoints."""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ _BODILESS = ("GET", "HEAD", "OPTIONS")
 
 @dataclass(frozen=True)
 class Client:
-    """``name``: what its requests have in common: the digest of its API key; without keys its address, of IPv6 the
-    network of 64 bits, of which anybody has a whole one. ``key``: the digest of its key, if it bears a known one."""
+    """Who sent a request. ``name`` is equal for all requests of one client: the digest of its API key, or without keys
+    its address. For IPv6 it is the network of 64 bits, since everybody is given a whole one. ``key`` is the digest of
+    its key; None without a known key."""
 
     name: str
     address: str
@@ -53,7 +55,7 @@ class Clients:
         return len(self._digests)
 
     def of(self, address: str, headers: dict[bytes, bytes]) -> Client:
-        """Whose a request is. Keys are looked up by their digests: no client can make one that is nearly right.
+        """The client of a request. Keys are looked up by their digests: no client can make one that is nearly right.
 
         Raises ``ValueError`` for an address that a trusted proxy names and that is none."""
         try:
@@ -110,8 +112,8 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
 
 
 class Shares:
-    """Something of which there is a ``total``. One client alone has up to three quarters; the rest is for those below
-    their part."""
+    """Divides a ``total`` among clients. One client alone has up to three quarters; the rest is for clients below their
+    equal part."""
 
     def __init__(self, total: int) -> None:
         self.total, self.sum = total, 0  # what there is, and what all clients have of it

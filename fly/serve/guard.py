@@ -102,7 +102,7 @@ class Guard:
                 log.info('%s key %s "%s id %s', client.address or "-", (client.key or "-")[:12], line, name)
 
     def _client(self, scope: Scope, address: str) -> Client:
-        """Whose a request is, which may be answered. Raises ``ApiError``."""
+        """The client of a request that may be answered. Raises ``ApiError``."""
         if wrong := wrong_with_headers(scope["method"], scope["http_version"], scope["headers"]):
             raise ApiError(400, wrong, code="invalid_headers")
         headers = dict(scope["headers"])

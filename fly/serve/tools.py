@@ -355,8 +355,8 @@ def grammar(
 
 
 def wrong_with_tools(message: str, names: Sequence[str]) -> str:
-    """The library's error about a grammar of calls, without the grammar, of which clients know nothing: each function
-    has a line of it, in their order."""
+    """The library's error about a grammar of calls, without the grammar, which clients do not know. The grammar has one
+    line for each function, in order, so the line number in the error tells which function is meant."""
     reason = message.partition(" cannot be used: ")[2]
     found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| ", reason)
     if found is None:

@@ -26,8 +26,8 @@ class Busy(Exception):
 
 
 class Turns:
-    """Threads that work for clients. The next piece of work is of the client with the fewest at work; of several that
-    one whose work has taken least time so far. No client takes the last thread.
+    """Threads that work for clients. The next piece of work belongs to the client with the fewest pieces at work; among
+    equals, to the client that has used the least time so far. No client takes the last thread.
 
     All of it is called on one event loop.
 

@@ -203,7 +203,7 @@ def scrapes(target: Target) -> None:
 
 
 def held_connections(target: Target) -> None:
-    """As many requests at once as one client gets, none of which ends soon."""
+    """As many requests at once as one client gets; none ends soon."""
     body = json.dumps({"model": MODEL, "prompt": "a " * 2000, "max_tokens": 1}).encode()
     slow = request("POST", "/v1/completions", body, target.key).replace(b"connection: close\r\n", b"")
     held = []
@@ -217,7 +217,7 @@ def held_connections(target: Target) -> None:
 
 
 def readers_that_do_not_read(target: Target) -> None:
-    """Streams of much text, of which nobody reads a word."""
+    """Streams of much text that nobody reads."""
     body = {"model": MODEL, "prompt": "Take", "max_tokens": 800, "ignore_eos": True, "n": 8, "stream": True}
     body |= {"logprobs": 5, "speculation": {"provenance": True}}
     data = request("POST", "/v1/completions", json.dumps(body).encode(), target.key)
@@ -243,7 +243,7 @@ def large(stream: bool) -> dict[str, Any]:
 
 
 def large_answers(target: Target) -> None:
-    """Answers of 32 choices, each of whose tokens is accounted for with 20 log-probabilities."""
+    """Answers of 32 choices, with 20 log-probabilities and the reason for each token."""
     many(1, lambda _: answer(target, "/v1/chat/completions", large(stream=False), 300))
 
 
@@ -269,7 +269,7 @@ def detokenized(target: Target) -> None:
 
 
 def echoes(target: Target) -> None:
-    """Prompts of which every token is listed with its likely ones."""
+    """Prompts that are repeated in the answer, each token with ten likely ones."""
     body = {"model": MODEL, "prompt": ["a 9 " * 250] * 16, "max_tokens": 0, "echo": True, "logprobs": 10}
     many(10, lambda _: answer(target, "/v1/completions", body, 300))
 
