@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,6 +92,12 @@ class Tokenizer:
         """The checkpoint's tokenizer, or None if it has none."""
         checkpoint = open_checkpoint(checkpoint)
         return Tokenizer(checkpoint) if checkpoint.has_tokenizer else None
+
+    def warm(self) -> None:
+        """Make all tables that are otherwise made when they are first needed, by encoding a short text."""
+        self.check_length(self.decode(self.encode("a")), 100)
+        with suppress(ValueError):  # no chat template, or it refuses this
+            self.apply_chat_template([{"role": "user", "content": "a"}])
 
     @cached_property
     def control_ids(self) -> frozenset[int]:
@@ -254,9 +261,13 @@ class Tokenizer:
 
     def _encode_marked(self, text: str, marks: tuple[str, str], at_most: int | None) -> list[int]:
         """Token ids of a text; what is between marks is plain text."""
-        parts = re.split("|".join(map(re.escape, marks)), text)
         if at_most is not None:
-            self.check_length("".join(parts), at_most)
+            self.check_length(text.replace(marks[0], "").replace(marks[1], ""), at_most)
+        parts, last = [], 0
+        for mark in re.finditer("|".join(map(re.escape, marks)), text):  # re.split would hold up all other threads
+            parts.append(text[last : mark.start()])
+            last = mark.end()
+        parts.append(text[last:])
         found: list[list[int]] = [[] for _ in parts]
         for first, tokenizer in enumerate((self.raw, self._plain)):
             texts = list(dict.fromkeys(parts[first::2]))  # each once: special tokens are few, and may stand there often

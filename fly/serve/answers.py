@@ -1,4 +1,7 @@
-"""The answers to clients: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines."""
+"""The answers to clients: OpenAI's bodies, with what speculation did. Knows nothing of HTTP or engines.
+
+Lists with an entry for each token are iterators, whose entries are made when they are written (``fly.serve.jsons``).
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import re
 import time
 import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,17 +19,13 @@ from fly.models.chat import Kind, Splitter, Thinking
 from fly.models.lengths import byte_alphabet
 from fly.models.tokenizer import Tokenizer
 from fly.request import Token
+from fly.serve.jsons import written
 from fly.serve.rules import Speculation
 from fly.serve.tools import CallDelta, CallReader
 
-__all__ = ["Choice", "Completion", "Vocabulary", "error_body"]
+__all__ = ["Choice", "Completion", "Vocabulary"]
 
 _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
-
-
-def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Vocabulary:
@@ -179,6 +178,37 @@ class Completion:
             else:
                 choice.calls.append(said)
 
+    def entries(self, found: Sequence[News]) -> int:
+        """About how many entries it takes to tell these; of no news, to open."""
+        prompts = 0 if self._prompts is None else sum(map(len, self._prompts))
+        each = 1 + (0 if self.top is None else 1 + self.top) + 3 * self.explains
+        scored = sum(len(news.output.prompt_logprobs or ()) for news in found if news.output is not None)
+        return (
+            prompts
+            + each * sum(len(news.pieces) for news in found)
+            + (1 + max(self.top or 0, self.prompt_top or 0)) * scored
+        )
+
+    def events(self, found: Sequence[News], prompt_tokens: int, usage: bool, running_usage: bool) -> Iterator[bytes]:
+        """What a stream says of these; it ends with what can be said at the end."""
+        touched = list({news.index: self.add(news) for news in found}.values())
+        for choice in touched:
+            while (chunk := self.chunk(choice)) is not None:
+                last = self.ended() and choice is touched[-1] and not usage and choice.told
+                yield self._event(self.last(chunk) if last else chunk, prompt_tokens, running_usage)
+        if usage and self.ended():
+            yield self._event(self.last(self.usage_chunk(prompt_tokens)), prompt_tokens)
+
+    def opening(self, prompt_tokens: int, running_usage: bool) -> Iterator[bytes]:
+        """How a stream begins: with every choice."""
+        for choice in self.choices:
+            yield self._event(self.first(choice), prompt_tokens, running_usage)
+
+    def _event(self, chunk: dict[str, Any], prompt_tokens: int, running_usage: bool = False) -> bytes:
+        if running_usage:
+            chunk |= {"usage": self.usage(prompt_tokens)}
+        return b"data: " + b"".join(written(chunk)) + b"\n\n"
+
     def ended(self) -> bool:
         """Whether every choice has come to its end."""
         return all(choice.finish_reason for choice in self.choices)
@@ -232,7 +262,7 @@ class Completion:
                 body["text"] = self._echo(choice) + text
                 if self.prompt_top is not None:
                     listed = zip(choice.prompt, choice.prompt_logprobs or ())
-                    body["prompt_logprobs"] = [self._prompt_entry(*entry) for entry in listed]
+                    body["prompt_logprobs"] = (self._prompt_entry(*entry) for entry in listed)
             choices.append(body)
             self._add_prompt(body, choice)
         return self._body(choices, "") | {"usage": self.usage(prompt_tokens)} | self._extras()
@@ -286,7 +316,7 @@ class Completion:
 
     def _add_prompt(self, body: dict[str, Any], choice: Choice) -> None:
         if self._prompts is not None:
-            body["prompt_token_ids"] = self._prompts[choice.index]
+            body["prompt_token_ids"] = iter(self._prompts[choice.index])
 
     def _echo(self, choice: Choice) -> str:
         return "" if self._echoes is None else self._echoes[choice.index].text
@@ -307,9 +337,9 @@ class Completion:
         if self.top is not None:
             body["logprobs"] = self._chat_logprobs(choice) if self.chat else self._completion_logprobs(choice)
         if self.explains:
-            body["provenance"] = [self._explained(*entry) for entry in choice.tokens]
+            body["provenance"] = (self._explained(*entry) for entry in choice.tokens)
         if self._prompts is not None:
-            body["token_ids"] = [token.id for token, _, _ in choice.tokens]
+            body["token_ids"] = (token.id for token, _, _ in choice.tokens)
         choice.offset += sum(len(text) for _, text, _ in choice.tokens)
         return body
 
@@ -318,11 +348,13 @@ class Completion:
             words = self._vocabulary
             return {"token": words.text(token), "logprob": _finite(logprob), "bytes": words.bytes(token)}
 
-        content = []
-        for (token, _, _), likely in zip(choice.tokens, choice.logprobs):
-            top = [entry(other, value) for other, value in list(likely.items())[: self.top]]
-            content.append(entry(token.id, likely[token.id]) | {"top_logprobs": top})
-        return {"content": content, "refusal": None}
+        def content() -> Iterator[dict[str, Any]]:
+            for token, likely in listed:
+                top = [entry(other, value) for other, value in itertools.islice(likely.items(), self.top)]
+                yield entry(token, likely[token]) | {"top_logprobs": top}
+
+        listed = zip([token.id for token, _, _ in choice.tokens], choice.logprobs)
+        return {"content": content(), "refusal": None}
 
     def _completion_logprobs(self, choice: Choice) -> dict[str, Any]:
         ids, offsets, offset = [token.id for token, _, _ in choice.tokens], list[int](), choice.offset
@@ -334,10 +366,10 @@ class Completion:
             ids, offsets = choice.prompt + ids, (self._echoes[choice.index].offsets or []) + offsets
             likely = choice.prompt_logprobs + likely
         return {
-            "tokens": [self._vocabulary.text(token) for token in ids],
-            "token_logprobs": [None if each is None else _finite(each[token]) for token, each in zip(ids, likely)],
-            "top_logprobs": [self._named(token, each) for token, each in zip(ids, likely)] if self.top else None,
-            "text_offset": offsets,
+            "tokens": (self._vocabulary.text(token) for token in ids),
+            "token_logprobs": (None if each is None else _finite(each[token]) for token, each in zip(ids, likely)),
+            "top_logprobs": (self._named(token, each) for token, each in zip(ids, likely)) if self.top else None,
+            "text_offset": iter(offsets),
         }
 
     def _named(self, token: int, likely: dict[int, float] | None) -> dict[str, float] | None:

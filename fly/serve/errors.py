@@ -7,9 +7,12 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-from fly.serve.answers import error_body
+__all__ = ["ApiError", "Left", "Plain", "error_body"]
 
-__all__ = ["ApiError", "Left", "Plain"]
+
+def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """OpenAI's form of an error."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ApiError(Exception):
@@ -29,7 +32,7 @@ class ApiError(Exception):
     @property
     def kind(self) -> str:
         if self.status < 500:
-            return {401: "authentication_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
+            return {408: "timeout_error", 429: "rate_limit_error"}.get(self.status, "invalid_request_error")
         return {503: "service_unavailable_error", 504: "timeout_error"}.get(self.status, "server_error")
 
     def body(self) -> dict[str, Any]:
@@ -37,6 +40,8 @@ class ApiError(Exception):
 
     def response(self) -> JSONResponse:
         headers = {} if self.retry_after is None else {"retry-after": str(self.retry_after)}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
         return Plain(self.body(), self.status, headers)
 
 

@@ -7,7 +7,6 @@ A field that is not here is an error that names it.
 from __future__ import annotations
 
 import functools
-import json
 from collections import Counter
 from typing import Annotated, Any, Literal
 
@@ -15,7 +14,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
-from fly.errors import meant
+from fly.errors import meant, short
+from fly.serve.jsons import TooMuch, loads
 
 __all__ = [
     "MOST",
@@ -48,12 +48,12 @@ class Body(BaseModel):
         ):  # of which a body may have 100,000
             return data
         if unknown := [name for name in data if name not in known]:
-            shown = ", ".join(map(repr, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
+            shown = ", ".join(map(short, unknown[:5])) + (", ..." if len(unknown) > 5 else "")
             shown += meant(unknown[0], known) if len(unknown) == 1 and len(unknown[0]) < 100 else ""
             raise PydanticCustomError(
                 "unknown_parameter",
                 "unknown or unsupported: {shown}; known: {known}",
-                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])},
+                {"shown": shown, "known": ", ".join(known), "name": str(unknown[0])[:100]},
             )
         return data
 
@@ -119,7 +119,9 @@ def _readable(call: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
         return call
     try:
-        arguments = json.loads(text or "{}")
+        arguments = loads(text or "{}", once=False)
+    except TooMuch as error:
+        raise ValueError(f"arguments of a call: {error}") from None
     except ValueError:
         return call
     return {**call, "function": {**function, "arguments": arguments}} if isinstance(arguments, dict) else call

@@ -20,6 +20,7 @@ __all__ = ["Measured", "Metrics"]
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _COUNTS = (0, 1, 2, 3, 4, 5, 6, 8, 10, 12, 15, 20, 25, 32, 48, 64)
+_FRESH = 0.1  # seconds
 _MOST_CLAUSES = 100  # label values; a request composes its own clauses, and Prometheus keeps each for ever
 
 
@@ -30,6 +31,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model = model
         self.seconds = 1.0  # that a job took lately
+        self._text, self._written = b"", -1.0
         self._clauses: set[str] = set()
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -82,9 +84,13 @@ class Metrics:
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(model, reason)
 
-    def text(self) -> bytes:
-        """The exposition format."""
-        return generate_latest(self.registry)
+    def text(self, load: Load | None = None) -> bytes:
+        """The exposition format, with how full the engine is; of a moment ago if it was asked for then, since anybody
+        may ask for it."""
+        if time.monotonic() > self._written + _FRESH:
+            self._load(load or Load())
+            self._text, self._written = generate_latest(self.registry), time.monotonic()
+        return self._text
 
     def loaded(self, peaks: list[int]) -> None:
         """What loading took, rank by rank, in bytes."""
@@ -95,7 +101,7 @@ class Metrics:
         """A request got an error as its answer."""
         self._refused.labels(self._model, str(status)).inc()
 
-    def load(self, load: Load) -> None:
+    def _load(self, load: Load) -> None:
         """How full the engine is."""
         self._running.set(load.running)
         self._waiting.set(load.waiting)

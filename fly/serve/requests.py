@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from llguidance.gbnf_to_lark import any_to_lark
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from fly.serve.messages import MOST, Body, Conversation, Function, Messages, NamedTool, known_fields
+from fly.structured import LONGEST
 from fly.types import SamplingParams
 
 __all__ = [
@@ -27,12 +28,23 @@ __all__ = [
 
 # A limit of length has pydantic read it as Unicode, which half a surrogate pair is not.
 Word = Annotated[str, Field(min_length=0)]
+Stop = Annotated[str, Field(min_length=0, max_length=1024)]
 _LONGEST = 64 << 10  # characters of all bad words
 Finite = Annotated[float, Field(allow_inf_nan=False)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 # One error is enough: a list of a million wrong entries would make a million.
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True, min_length=1)]
 Texts = Annotated[list[str], Field(fail_fast=True, min_length=1, max_length=MOST)]
+
+
+def _few(value: Any) -> Any:
+    """Counted before anything else, since each wrong entry of a mapping is an error."""
+    if isinstance(value, dict) and len(value) > MOST:
+        raise ValueError(f"{len(value)} entries; at most {MOST} are read")
+    return value
+
+
+Few = BeforeValidator(_few)
 
 
 class SpeculationRequest(Body):
@@ -109,13 +121,13 @@ class Generation(Body):
     n: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=0, lt=2**31)
     min_tokens: int | None = Field(None, ge=0, lt=2**31)
-    stop: Word | Annotated[list[Word], Field(fail_fast=True, max_length=16)] | None = None
+    stop: Stop | Annotated[list[Stop], Field(fail_fast=True, max_length=16)] | None = None
     stop_token_ids: Annotated[list[TokenId], Field(fail_fast=True, max_length=MOST)] | None = None
     ignore_eos: bool | None = None
     presence_penalty: Finite | None = Field(None, ge=-2, le=2)
     frequency_penalty: Finite | None = Field(None, ge=-2, le=2)
     repetition_penalty: Finite | None = Field(None, gt=0)
-    logit_bias: dict[str, Annotated[Finite, Field(ge=-100, le=100)]] | None = None
+    logit_bias: Annotated[dict[str, Annotated[Finite, Field(ge=-100, le=100)]], Few] | None = None
     bad_words: Annotated[list[Word], Field(fail_fast=True, max_length=MOST)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -131,19 +143,12 @@ class Generation(Body):
     stream_options: StreamOptions | None = None
     speculation: SpeculationRequest | None = None
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], Few] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=256)] | None = None
     store: Literal[False] | None = None
     service_tier: Literal["auto", "default"] | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _few_biases(cls, data: Any) -> Any:
-        if isinstance(data, dict) and isinstance(bias := data.get("logit_bias"), dict) and len(bias) > MOST:
-            raise ValueError(f"logit_bias: {len(bias)} entries; at most {MOST} are read")
-        return data
 
     @model_validator(mode="after")
     def _not_too_much_is_bad(self) -> Generation:
@@ -197,6 +202,10 @@ class Generation(Body):
         if kind == "choice":
             return {"grammar": "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)}
         if kind == "grammar":
+            if len(value) > LONGEST:
+                raise ValueError(f"{name}: {len(value)} characters; at most {LONGEST} are compiled")
+            # Not even to tell its syntax, the library looks at each empty line together with all that follow it.
+            value = "\n".join(line for line in value.split("\n") if line.strip())
             try:
                 return {"grammar": any_to_lark(value)}
             except Exception as error:  # whatever the library raises
@@ -377,6 +386,14 @@ class TokenizeRequest(Conversation):
         if self.prompt is None and self.add_special_tokens:
             raise ValueError("add_special_tokens: the chat template puts what belongs before messages")
         return self
+
+    def texts(self) -> Iterator[str]:
+        """What is to be encoded."""
+        if self.prompt is not None:
+            yield self.prompt
+        yield from (json.dumps(tool.for_template()) for tool in self.tools or ())
+        yield from map(json.dumps, filter(None, [self.chat_template_kwargs]))
+        yield from (message.for_template()["content"] for message in self.messages or ())
 
 
 class DetokenizeRequest(Body):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from ipaddress import ip_network
+from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
@@ -35,6 +37,9 @@ class Settings(BaseModel):
     policies: tuple[str, ...] | None = None  # rules that requests may name (see ``Rules``); None is all installed ones
     require_lossless: bool = False  # whether a policy without that guarantee is refused
     api_keys: tuple[str, ...] = ()  # one of which requests must bear; none asks for none
+    api_keys_file: Path | None = None  # of further keys, one a line; read again when the server is told to
+    # Addresses and networks of proxies: who asks through them is who they say (X-Forwarded-For).
+    trusted_proxies: tuple[str, ...] = ()
     allowed_hosts: tuple[str, ...] = ()  # names to answer to besides its own: see ``Origins``
     cors_origins: tuple[str, ...] = ()  # pages from elsewhere that may send requests
     access_log: bool = False  # a line for every request
@@ -62,6 +67,16 @@ class Settings(BaseModel):
         for number, key in enumerate(value):
             if wrong := wrong_with_key(key):
                 raise ValueError(f"api_keys {number} {wrong}")
+        return value
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            try:
+                ip_network(network)
+            except ValueError as error:
+                raise ValueError(f"trusted_proxies: {error}; give an address or a network, as 10.0.0.0/8") from None
         return value
 
     @field_validator("allowed_hosts")

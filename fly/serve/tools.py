@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import re
 import secrets
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from fly.models.chat import Thinking
 from fly.models.tokenizer import Tokenizer
+from fly.serve.jsons import loads
 from fly.structured import BLANKS
 
-__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar"]
+__all__ = ["FORMATS", "CallDelta", "CallFormat", "CallReader", "format_of", "grammar", "wrong_with_tools"]
 
 _BLANKS = {"whitespace_pattern": BLANKS}
 _FENCE = "```json"
@@ -271,7 +272,7 @@ class CallReader:
 def _loaded(text: str) -> Any:
     """What the JSON says; None if it is none."""
     try:
-        return json.loads(text)
+        return loads(text, once=False)
     except ValueError:
         return None
 
@@ -351,6 +352,17 @@ def grammar(
         rules.append("BLANKS: /[ \\n]*/")
         rules.append("start: thought said" if thinking.begun else f"start: ({before} thought)? said")
     return "\n".join(rules)
+
+
+def wrong_with_tools(message: str, names: Sequence[str]) -> str:
+    """The library's error about a grammar of calls, without the grammar, which clients do not know. The grammar has one
+    line for each function, in order, so the line number in the error tells which function is meant."""
+    reason = message.partition(" cannot be used: ")[2]
+    found = re.match(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?(.*?) \d+ \| ", reason)
+    if found is None:
+        return f"tools: calls cannot be held to these functions: {reason or message}"
+    whose = f"parameters of {names[int(found[1]) - 1]!r}: " if int(found[1]) <= len(names) else ""
+    return f"tools: {whose}{found[2]}"
 
 
 def _marker(tokenizer: Tokenizer, text: str) -> str:
