@@ -6,17 +6,20 @@ import re
 import sys
 from array import array
 from collections.abc import Callable
+from ctypes import c_int32, c_int64, c_uint32
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
 
 from fly import SamplingParams
 from fly.backends import executor_of
 from fly.backends.cpu import CpuExecutor, available, library, why_not
 from fly.backends.cpu.head import CpuHead
-from fly.backends.cpu.library import Sampling, short
+from fly.backends.cpu.library import CRounds, Sampling, short
 from fly.backends.cpu.packed import PackedLlama
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, Eagle3Draft, NGramDraft, SingleDraft, TreeDraft
@@ -164,3 +167,37 @@ def test_memory_that_is_too_short_is_refused_by_name() -> None:
     checked = set(re.findall(r'holds(?:_or_none)?\("([^"]+)"', source))
     assert set.union(*(names for names, _ in found.values())) == checked, found
     assert set.union(*(labels for _, labels in found.values())) == WILL_DO, found
+
+
+@settings(max_examples=600)
+@given(data=st.data())
+def test_numbers_may_be_anything(data: st.DataObject) -> None:
+    """One number of what a call hands over is another one. It is refused, or may do; a sanitizer sees what it reads."""
+    library_, name = library.load(), data.draw(st.sampled_from(["fly_score", "fly_draft", "fly_rounds"]))
+    real = getattr(library_, name)
+    call = data.draw(st.sampled_from([each for each in CALLS if each not in ("packing", "decisions")]))
+
+    def changed(*arguments: Any) -> None:
+        structures = [each._obj for each in arguments if hasattr(each, "_obj")]
+        for structure in list(structures):
+            structures += [*vars(structure)["going"]] if isinstance(structure, CRounds) else []
+            structures += [structure.growth.contents] if isinstance(structure, CRounds) and structure.growth else []
+        structure = data.draw(st.sampled_from(structures))
+        kinds = {c_int32, c_int64, c_uint32}
+        names = [each for each, kind in structure._fields_ if kind in kinds and not each.endswith("_bytes")]
+        field = data.draw(st.sampled_from(names))
+        now = getattr(structure, field)
+        setattr(structure, field, data.draw(st.sampled_from([now - 1, now + 1, 0, -1, -(2**31), 7, 2**31 - 1])))
+        real(*arguments)
+        raise Over
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(library_, name, changed)
+        try:
+            CALLS[call]()
+        except (ValueError, IndexError, MemoryError, Over) as error:
+            event(f"{call}: {type(error).__name__}")
+
+
+class Over(Exception):
+    """Nothing is made of the result."""
