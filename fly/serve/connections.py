@@ -28,6 +28,9 @@ _AT_ONCE, _IN_ONE = 2**10, 2**16
 _READERS = 8  # connections, of those in the middle of a request, that are read from in one turn of the event loop
 _HEAD, _HEADERS = 2**15, 128  # bytes of a request's headers, how many these are,
 _BETWEEN = 2**12  # and besides as many as it has, of sizes and extensions of its body's chunks and of what follows them
+# What still comes of a refused request is thrown away, with one read in so many seconds: whoever sends such requests
+# again and again is held up meanwhile. The connection is kept for a while, so that no reset takes the answer with it.
+_PAUSE, _AFTER = 0.05, 2.0
 
 
 def room_for(wanted: int) -> tuple[int, int]:
@@ -128,6 +131,8 @@ class Connection(HttpToolsProtocol):
         self._begun = False  # whether anything of the awaited request has come in,
         self._headed = False  # all of its headers,
         self._whole = True  # all of it
+        self._chunked = False  # whether its body has no length
+        self._refused = False  # whether nothing more is read
         self._around, self._most = 0, _HEAD  # its bytes so far besides its body, and how many there may be
         self._parts: list[bytes] = []  # of a body, that one read brought: chunks may be many
         self._cycles: list[RequestResponseCycle] = []  # requests that are answered, or wait for it
@@ -151,6 +156,11 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self.transport.is_closing():
             return
+        if self._refused or self._is_unwanted():
+            self.transport.max_size = _IN_ONE  # type: ignore[attr-defined]
+            self.flow.rest()
+            self.loop.call_later(_PAUSE, self.flow.wake)
+            return
         if not self._begun and self in self._crowd.waiting:
             self._begun = True
             if self._clock is None:  # that of a new connection goes on
@@ -165,12 +175,16 @@ class Connection(HttpToolsProtocol):
             self.send_400_response("")
             return
         if self._around > self._most:
-            self._refuse(431, "Request Header Fields Too Large", "too many headers, or too small chunks")
+            self._refuse(431, "Request Header Fields Too Large", "too many headers, or too small chunks", _AFTER)
         elif self._whole:
             self._crowd.waiting.pop(self, None)
             self._stop_clock()
         else:
             self._crowd.rest(self)
+
+    def _is_unwanted(self) -> bool:
+        """Whether more of a body in chunks comes after the answer has begun: the request was refused before."""
+        return self._chunked and not self._whole and self.cycle is not None and self.cycle.response_started
 
     def _feed(self, data: bytes) -> None:
         try:
@@ -199,7 +213,8 @@ class Connection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self.parser.should_upgrade():
             self._headed, self._around, self._most = True, 0, _BETWEEN
-            if not any(name == b"transfer-encoding" for name, _ in self.headers):
+            self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
+            if not self._chunked:
                 self.transport.max_size = _IN_ONE  # type: ignore[attr-defined]
             super().on_headers_complete()
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
@@ -256,14 +271,22 @@ class Connection(HttpToolsProtocol):
             self.transport.close()
         # else the guard waits for a body, and says so when it is late
 
-    def _refuse(self, status: int, phrase: str, message: str) -> None:
-        """Answer with an error, unless another answer has begun, and close the connection."""
+    def _refuse(self, status: int, phrase: str, message: str, after: float = 0.0) -> None:
+        """Answer with an error, unless another answer has begun, and close the connection ``after`` some seconds."""
         if not self.pipeline and not any(each.response_started for each in self._cycles if not each.response_complete):
             body = json.dumps(error_body(message, "invalid_request_error")).encode()
             head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        else:
+            after = 0.0
         self._tell()
-        self.transport.close()
+        if after:
+            self._refused = True
+            self._stop_clock()
+            self.transport.write_eof()
+            self.loop.call_later(after, self.transport.close)
+        else:
+            self.transport.close()
 
     def _tell(self) -> None:
         """The application hears that nobody waits any more."""
