@@ -133,6 +133,7 @@ class Connection(HttpToolsProtocol):
         self._headed = False  # all of its headers,
         self._whole = True  # all of it
         self._chunked = False  # whether its body has no length
+        self._left = 0  # bytes that have to come of a body of known length
         self._wanted = False  # whether the application has been left to ask for that
         self._refused = False  # whether nothing more is read
         self._around, self._most = 0, _HEAD  # its bytes so far besides its body, and how many there may be
@@ -176,6 +177,8 @@ class Connection(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
             return
+        # No more than the rest of a body, behind which there may be a thousand requests.
+        self.transport.max_size = min(_IN_ONE, max(_AT_ONCE, self._left))  # type: ignore[attr-defined]
         if self._around > self._most:
             self._refused = True
             self._stop_clock()
@@ -211,7 +214,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._headed = self._whole = self._chunked = self._wanted = False
-        self._most, self.transport.max_size = _HEAD, _AT_ONCE  # type: ignore[attr-defined]
+        self._most = _HEAD
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headed:  # else it is a trailer
@@ -223,8 +226,7 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._headed, self._around, self._most = True, 0, _BETWEEN
             self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-            if not self._chunked:
-                self.transport.max_size = _IN_ONE  # type: ignore[attr-defined]
+            self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
             super().on_headers_complete()
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
 
@@ -236,12 +238,13 @@ class Connection(HttpToolsProtocol):
             body = b"".join(self._parts)
             self._parts.clear()
             self._around -= 2 * len(body)
+            self._left -= len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._hand_over()
         if self._headed:
-            self._whole, self._around = True, 0
+            self._whole, self._around, self._left = True, 0, 0
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
