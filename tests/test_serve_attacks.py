@@ -547,6 +547,25 @@ def test_a_body_in_chunks_of_a_byte_is_read_a_little_at_a_time(here: Running, mo
     assert eventually(lambda: sum(sizes) > 5000) and sum(sizes) < 20_000
 
 
+def test_no_read_brings_many_requests(here: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes its time. A body in one piece is read fast, but not what may come behind it."""
+    sizes: list[int] = []
+    parsed = Connection._feed
+    monkeypatch.setattr(Connection, "_feed", lambda self, data: (sizes.append(len(data)), parsed(self, data)))
+    many = b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500
+    body = json.dumps({"prompt": "a" * 200_000}).encode()
+    head = b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+    assert exchange(here.url, many + last).count(b"HTTP/1.1 200 ") == 501 and max(sizes) <= 1024
+    sizes.clear()
+    assert exchange(here.url, head % len(body) + body + many + last).count(b"HTTP/1.1 200 ") == 502
+    read = 0
+    for size in sizes:
+        assert size <= max(1024, len(body) - read + 200)
+        read += size
+    assert max(sizes) > 10_000
+
+
 def test_what_comes_after_a_refusal_is_not_even_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor read soon. The answer is there even so, and a connection that is wanted does not wait for it."""
     sizes: list[int] = []

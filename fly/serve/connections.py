@@ -20,7 +20,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 
 from fly.serve.errors import error_body
 
-__all__ = ["Connection", "Crowd", "room_for"]
+__all__ = ["HOLD", "Connection", "Crowd", "room_for"]
 
 _SPARE = 16  # connections that are for health checks and metrics alone
 # Bytes read at once: of headers and chunks, which may be many and small, and of a body in one piece.
@@ -28,9 +28,10 @@ _AT_ONCE, _IN_ONE = 2**10, 2**16
 _READERS = 8  # connections, of those in the middle of a request, that are read from in one turn of the event loop
 _HEAD, _HEADERS = 2**15, 128  # bytes of a request's headers, how many these are,
 _BETWEEN = 2**12  # and besides as many as it has, of sizes and extensions of its body's chunks and of what follows them
-# What still comes of a refused request is thrown away, with one read in so many seconds: whoever sends such requests
-# again and again is held up meanwhile. The connection is kept for a while, so that no reset takes the answer with it.
+# What still comes of a refused request is thrown away, with one read in so many seconds. The connection is kept for a
+# while, so that no reset takes the answer with it.
 _PAUSE, _AFTER = 0.05, 2.0
+HOLD = 0.5  # seconds until a body in chunks hears that it is refused: to send it again and again must not pay
 
 
 def room_for(wanted: int) -> tuple[int, int]:
@@ -132,6 +133,8 @@ class Connection(HttpToolsProtocol):
         self._headed = False  # all of its headers,
         self._whole = True  # all of it
         self._chunked = False  # whether its body has no length
+        self._left = 0  # bytes that have to come of a body of known length
+        self._wanted = False  # whether the application has been left to ask for that
         self._refused = False  # whether nothing more is read
         self._around, self._most = 0, _HEAD  # its bytes so far besides its body, and how many there may be
         self._parts: list[bytes] = []  # of a body, that one read brought: chunks may be many
@@ -174,11 +177,20 @@ class Connection(HttpToolsProtocol):
             self.logger.warning("Invalid HTTP request received.")
             self.send_400_response("")
             return
+        # No more than the rest of a body, behind which there may be a thousand requests.
+        self.transport.max_size = min(_IN_ONE, max(_AT_ONCE, self._left))  # type: ignore[attr-defined]
         if self._around > self._most:
-            self._refuse(431, "Request Header Fields Too Large", "too many headers, or too small chunks", _AFTER)
+            self._refused = True
+            self._stop_clock()
+            self._tell()
+            what = "Request Header Fields Too Large", "too many headers, or too small chunks"
+            self.loop.call_later(HOLD, self._refuse, 431, *what, _AFTER)
         elif self._whole:
             self._crowd.waiting.pop(self, None)
             self._stop_clock()
+        elif self._chunked and self._headed and not self._wanted:
+            self._wanted = True
+            self.flow.pause_reading()  # until the application asks for the body, and has found nothing wrong
         else:
             self._crowd.rest(self)
 
@@ -201,8 +213,8 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._headed = self._whole = False
-        self._most, self.transport.max_size = _HEAD, _AT_ONCE  # type: ignore[attr-defined]
+        self._headed = self._whole = self._chunked = self._wanted = False
+        self._most = _HEAD
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headed:  # else it is a trailer
@@ -214,8 +226,7 @@ class Connection(HttpToolsProtocol):
         if not self.parser.should_upgrade():
             self._headed, self._around, self._most = True, 0, _BETWEEN
             self._chunked = any(name == b"transfer-encoding" for name, _ in self.headers)
-            if not self._chunked:
-                self.transport.max_size = _IN_ONE  # type: ignore[attr-defined]
+            self._left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
             super().on_headers_complete()
             self._cycles = [*(each for each in self._cycles if not each.response_complete), self.cycle]
 
@@ -227,12 +238,13 @@ class Connection(HttpToolsProtocol):
             body = b"".join(self._parts)
             self._parts.clear()
             self._around -= 2 * len(body)
+            self._left -= len(body)
             super().on_body(body)
 
     def on_message_complete(self) -> None:
         self._hand_over()
         if self._headed:
-            self._whole, self._around = True, 0
+            self._whole, self._around, self._left = True, 0, 0
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -273,6 +285,8 @@ class Connection(HttpToolsProtocol):
 
     def _refuse(self, status: int, phrase: str, message: str, after: float = 0.0) -> None:
         """Answer with an error, unless another answer has begun, and close the connection ``after`` some seconds."""
+        if self.transport.is_closing():
+            return
         if not self.pipeline and not any(each.response_started for each in self._cycles if not each.response_complete):
             body = json.dumps(error_body(message, "invalid_request_error")).encode()
             head = f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
@@ -281,8 +295,6 @@ class Connection(HttpToolsProtocol):
             after = 0.0
         self._tell()
         if after:
-            self._refused = True
-            self._stop_clock()
             self.transport.write_eof()
             self.loop.call_later(after, self.transport.close)
         else:

@@ -13,6 +13,7 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fly.serve.clients import Client, Clients, Shares, wrong_with_headers
+from fly.serve.connections import HOLD
 from fly.serve.errors import ApiError
 from fly.serve.logs import escaped
 from fly.serve.origins import Origins
@@ -171,6 +172,8 @@ class Guard:
         that is closed before is reset, and with it the answer may be lost."""
         response = error.response()
         unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
+        if unread and _chunked(scope):
+            await asyncio.sleep(HOLD)
         if unread or error.status in (400, 408):  # where the next request begins may be a question of taste
             response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
