@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, sent, top
+from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
@@ -269,7 +269,7 @@ class Target:
     def probs_BKV(self) -> Tensor:
         """[B, K+1, V] the processed distribution; built on first use."""
         if self._probs is None:
-            self._probs = torch.zeros_like(self.logits_BKV).scatter_(-1, self.argmax_BK.unsqueeze(-1), 1.0)
+            self._probs = one_hot(self.logits_BKV, self.argmax_BK)
         elif not isinstance(self._probs, Tensor):
             self._probs = self._probs.dense()
         return self._probs

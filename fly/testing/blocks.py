@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
 from fly.sampling import BatchSampling
 from fly.testing.report import require
@@ -25,7 +26,6 @@ __all__ = [
     "block",
     "bound",
     "cases",
-    "one_hot",
     "require_equal",
     "rounded",
     "toy_vocabulary",
@@ -144,7 +144,7 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
     sampled = torch.multinomial(drawn_from.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
     tokens = torch.where(rand(rows, longest) < 0.6, logits[:, :-1].argmax(-1), sampled)
     # A drafted token always has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
-    certain = one_hot(tokens, drawn_from)
+    certain = one_hot(drawn_from, tokens)
     drawn_from = torch.where(sampling.greedy_B.view(-1, 1, 1), certain, 0.9 * drawn_from + 0.1 * certain)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     lengths[0] = longest
@@ -175,11 +175,6 @@ def require_equal(case: Case, how: str, expected: list[Outcome], other: str, fou
     """Raise ``ConformanceError`` at the first row with another outcome than expected."""
     for b, (one, two) in enumerate(zip(expected, found)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
-
-
-def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """The distributions [..., V] of tokens [...] that are certain, of the shape and dtype of ``like``."""
-    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def rounded(values: Tensor) -> str:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fly.ops import depths, pick
+from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, one_hot, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -106,7 +106,7 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
         unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
         flatter = draft
         if (probs_BKV := draft.probs_BKV) is not None:
-            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(draft.tokens_BK, probs_BKV))
+            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
 
         def apart(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
