@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from inspect import Parameter
+from itertools import chain, product
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -35,6 +36,7 @@ __all__ = [
     "Source",
     "Text",
     "check_types",
+    "grid",
     "hints_of",
 ]
 
@@ -225,6 +227,17 @@ class Text(Source):
             return match[0]
         self._words[name := f"_word_{len(self._words)}"] = word
         return name
+
+
+def grid(text: str) -> list[str]:
+    """The texts of all combinations of values in braces: ``fly(theta={0.1, 0.3}, window={2, 6})`` is four. Raises
+    ``ValueError`` for braces that hold nothing."""
+    parts = re.split(r"\{([^{}]*)\}", text)
+    choices = [[value.strip() for value in values.split(",")] for values in parts[1::2]]
+    if not all(all(values) for values in choices):
+        raise ValueError(f"{text!r}: a value is missing in braces, as in 'fly(theta={{0.1, 0.3}})'")
+    filled = product(*choices)
+    return ["".join(chain.from_iterable(zip(parts[::2], (*values, "")))) for values in filled]
 
 
 def _parse(text: str) -> ast.expr:

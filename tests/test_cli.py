@@ -10,8 +10,10 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
 from gguf import GGMLQuantizationType
 from typer.testing import CliRunner, Result
 
@@ -20,7 +22,10 @@ from fly import cli
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cli import show
-from fly.eval import Setting, compare
+from fly.cli.run import rules_of
+from fly.config import Config
+from fly.eval import Plan, Setting, compare
+from fly.expressions import grid
 from fly.policies import Exact, FLy
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
@@ -64,8 +69,30 @@ def test_the_commands_are_these() -> None:
 def test_help_shows_defaults_that_are_words() -> None:
     """In brackets they would be taken for markup, and left out."""
     shown = words(run("eval", "--help", env={"COLUMNS": "200"}).output)
-    assert "A rule to compare; repeatable. Default: fly." in shown
+    assert "The most tokens drafted in a round; repeatable. Default: 15." in shown
     assert "How many problems of each task. Default: 48; with a plan all." in shown
+
+
+def test_text_is_generated_by_the_exact_rule_unless_another_is_named() -> None:
+    app: Any = typer.main.get_command(cli.app)
+    named = {**app.commands, **{f"bench {name}": each for name, each in app.commands["bench"].commands.items()}}
+    rules = {name: p.default for name, each in named.items() for p in each.params if p.name == "policy"}
+    assert {name for name, rule in rules.items() if rule == "exact"} == {"generate", "chat", "serve", "bench drafts"}
+    assert {name for name, rule in rules.items() if rule == "fly"} == {"demo"}
+    assert not any(rule for name, rule in rules.items() if rule not in ("exact", "fly"))  # beside exact, no others
+    assert fly.LLM("fly-tiny").policy == Config().policy == Exact() and Plan().policies == ()
+    answer = json.loads(run("generate", QUESTION, "--json").output)
+    assert (answer["policy"], answer["guarantee"], answer["stats"]["relaxed"]) == ("exact", "lossless", 0)
+
+
+def test_values_in_braces_are_a_rule_each() -> None:
+    assert grid("exact") == ["exact"]
+    rules = rules_of(["exact | margin({1, 2.5}) & window({2,4})", "exact", "typical"])
+    pairs = [(1, 2), (1, 4), (2.5, 2), (2.5, 4)]
+    assert list(map(str, rules)) == ["exact", *(f"exact | margin({a}) & window({b})" for a, b in pairs), "typical"]
+    assert len(Plan.of({"policies": ["fly(theta={0.1, 0.3}, window={2, 6})", "exact"]}).policies) == 5
+    result = run("eval", "--policy", "fly(theta={0.1,})")
+    assert result.exit_code == 2 and "a value is missing in braces" in words(result.output)
 
 
 def test_generate_prints_plain_text_when_piped() -> None:
@@ -185,7 +212,7 @@ def test_sampling_options_reach_the_sampler() -> None:
 
 def test_generate_prints_every_completion() -> None:
     options = ["generate", QUESTION, "--temperature", "1.2", "--max-tokens", "30", "--seed", "1", "--n", "3"]
-    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    llm = fly.LLM("fly-target", "fly-draft")
     params = fly.SamplingParams(temperature=1.2, max_tokens=30, seed=1, n=3)
     first = llm.chat([{"role": "user", "content": QUESTION}], params)
     texts = [first.text, *(other.text for other in first.others)]

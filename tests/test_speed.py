@@ -438,7 +438,8 @@ def run(*arguments: Any) -> str:
 def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     record = tmp_path / "speed.json"
-    options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", tmp_path / "speed.png")
+    plot = tmp_path / "speed.png"
+    options = ("--policy", "fly", "--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", plot)
     text = run("bench", "speed", "--model", "fly-draft", "--draft", "model(fly-tiny)", "--shape", "64x1x100", *options)
     for heading in ("Limits", "Forwards of fly-draft", "Forwards of model(fly-tiny)", "Forwards of 64x1x100", "Rounds"):
         assert heading in text
@@ -482,7 +483,7 @@ def test_fly_bench_speed_counts_a_byte_for_each_weight_of_8_bits(quick_limits: N
 def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
     record = tmp_path / "twins.json"
     options = ("--pair", "0.3", "--k", 3, "--width", 2, "--problems", 1, "--json", record)
-    text = run("bench", "twins", "--model", "fly-draft", "--draft", "fly-tiny", *options)
+    text = run("bench", "twins", "--policy", "fly", "--model", "fly-draft", "--draft", "fly-tiny", *options)
     assert "decoding (twin)" in text and "every figure is a twin's" in " ".join(text.split())
     assert "…" not in text  # tables fit a terminal
     (figures,) = json.loads(record.read_text())
@@ -500,7 +501,7 @@ def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
 
 def test_a_draft_too_long_for_the_twins_is_refused_before_they_are_made(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="k 900 must be below 896"):
-        measure_twins("nobody", "nobody", 0.1, [3, 900], FLy(), 1, tmp_path)
+        measure_twins("nobody", "nobody", 0.1, [3, 900], [FLy()], 1, tmp_path)
 
 
 def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

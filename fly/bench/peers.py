@@ -28,14 +28,14 @@ from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Setting
 from fly.eval.compare import in_turns
-from fly.eval.plan import rule_name
+from fly.eval.plan import named
 from fly.llm import LLM
 from fly.models import LlamaConfig, load_model, save_model
 from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer, read_eos_ids
-from fly.policies import AcceptancePolicy, Exact
+from fly.policies import AcceptancePolicy
 from fly.types import Guarantee, SamplingParams
 
 __all__ = [
@@ -252,7 +252,7 @@ class Lineup:
 def line_up(
     model: str,
     draft: str,
-    policy: AcceptancePolicy,
+    rules: Sequence[AcceptancePolicy],
     k: int,
     directory: Path,
     shape: str | None = None,
@@ -297,7 +297,7 @@ def line_up(
     else:
         asked, prompts = asked_of(plain, model, count)
     if helper is not None:
-        settings += _speculation(plain, helper, policy, k, options)
+        settings += _speculation(plain, helper, rules, k, options)
     narrow = narrow_kernels(kernels)
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
     peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
@@ -312,23 +312,19 @@ def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
         raise ValueError(f"draft {helper} has another tokenizer than the model; peers need the same, or 'none'")
 
 
-def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, options: dict[str, Any]) -> list[Setting]:
+def _speculation(
+    plain: LLM, draft: Path, rules: Sequence[AcceptancePolicy], k: int, options: dict[str, Any]
+) -> list[Setting]:
     """fly's ways to speculate, all of ``plain``'s weights: a copy for each would drive the others from the caches of
     the processor."""
     levels, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
     fast = LLM(plain, SingleDraft(draft, reach=None, **options))
     surely = LLM(plain, SingleDraft(draft, confidence=SURE, **options))
     sure, most = f" (to {SURE})", max(k, MOST_SURE)
-    found = [
-        Setting("exact", fast, k),
-        Setting("exact, n-gram", lookup, k),
-        Setting("exact, multi-level", levels, k),
-        Setting("exact" + sure, surely, most),
-    ]
-    if policy != Exact():
-        name = rule_name(policy)
-        found += [Setting(name, fast, k, policy), Setting(f"{name}, multi-level", levels, k, policy)]
-        found.append(Setting(name + sure, surely, most, policy))
+    found = [Setting("exact, n-gram", lookup, k)]
+    for rule, name in named(rules).items():
+        found += [Setting(name, fast, k, rule), Setting(f"{name}, multi-level", levels, k, rule)]
+        found.append(Setting(name + sure, surely, most, rule))
     return found
 
 

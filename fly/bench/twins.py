@@ -20,6 +20,7 @@ from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as draw_problems
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
+from fly.eval.plan import named
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton
@@ -188,7 +189,7 @@ def measure_twins(
     draft: str,
     cost: float,
     lengths: Sequence[int],
-    policy: AcceptancePolicy,
+    rules: Sequence[AcceptancePolicy],
     problems: int,
     directory: Path,
     width: int = 4,
@@ -201,8 +202,8 @@ def measure_twins(
     """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
 
     Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
-    that ratio. Autoregressive decoding, and exact speculation and ``policy``, each also on a draft that prompt lookup
-    drafts for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
+    that ratio. Autoregressive decoding, and speculation by each of ``rules``, also on a draft that prompt lookup drafts
+    for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
     some ``confidence``. ``advance(name)`` is called after every completion; ``directory`` takes the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
@@ -224,7 +225,7 @@ def measure_twins(
     ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
     settings = [Setting("autoregressive", plain, 0)]
     for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:
-        for name, rule in (("exact", Exact()), (str(policy).split("(")[0], policy)):
+        for rule, name in named(rules).items():
             settings.append(Setting(f"{name}{how}", llm, k, rule))
     subjects = subjects_of(single, "target", "draft")
     target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)

@@ -31,10 +31,11 @@ from fly.cli.options import (
     Kernels,
     Model,
     Policy,
+    Rules,
     output,
 )
 from fly.cli.plan import bench_plan
-from fly.cli.run import alone, command, kernels_of, loaded, ranks_of
+from fly.cli.run import alone, command, kernels_of, loaded, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, print_list, print_named, progress, ratio, table, write_json
 from fly.cli.speed import bench_peers, bench_speed, bench_twins
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -46,7 +47,7 @@ from fly.types import SamplingParams
 
 @alone
 def bench_policy(
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; may be given several times.")] = None,
+    policy: Rules = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes B.")] = None,
     k: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths K.")] = None,
     vocab: Annotated[list[int] | None, typer.Option(min=16, help="Vocabulary sizes V.")] = None,
@@ -54,7 +55,7 @@ def bench_policy(
     device: Device = "auto",
 ) -> None:
     """What a decision costs, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
-    rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
+    rules = rules_of(policy)
     shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
     where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}
     lines = []
@@ -192,7 +193,7 @@ def bench_batch(
     requests: Annotated[
         int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
     ] = 64,
-    policy: Policy = "fly",
+    policy: Rules = None,
     draft: DraftOption = None,
     k: K = 15,
     model: Model = "fly-target",
@@ -204,10 +205,11 @@ def bench_batch(
     plot: Annotated[Path | None, output(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
     json_: Json = None,
 ) -> None:
-    """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
+    """Throughput, latency and memory for 1 to 64 requests at a time, autoregressive, by exact speculation and by other
+    rules."""
     with ranks_of(context) as ranks:
         check_plot(plot)
-        sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
+        sizes, rules = size or [1, 2, 4, 8, 16, 32, 64], rules_of(policy)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
         plain = LLM(model, **options)
@@ -215,7 +217,7 @@ def bench_batch(
         fast = LLM(plain, draft, **options)
         if ranks is not None:
             loaded(ranks)
-        settings = settings_of(plain, fast, k, [rule])
+        settings = settings_of(plain, fast, k, rules)
         each = [list(draw_problems(kind, "heldout", 0, -(-requests // len(KINDS)))) for kind in KINDS]
         asked = [problem for turn in zip(*each) for problem in turn][:requests]
         with progress(len(sizes) * len(settings) * len(asked), "batching") as advance:

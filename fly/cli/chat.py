@@ -38,7 +38,7 @@ def chat(
     ] = None,
     named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
     draft: DraftOption = None,
-    policy: Policy = "fly",
+    policy: Policy = "exact",
     k: K = 15,
     max_tokens: Annotated[
         int | None,

@@ -51,7 +51,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
     model: Model = "fly-target",
     draft: DraftOption = None,
-    policy: Policy = "fly",
+    policy: Policy = "exact",
     k: K = 15,
     max_tokens: Annotated[
         int | None,

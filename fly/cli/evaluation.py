@@ -17,7 +17,18 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
+from fly.cli.options import (
+    CollectiveTimeout,
+    Device,
+    Dtype,
+    Exits,
+    HeartbeatTimeout,
+    Json,
+    Kernels,
+    Model,
+    Rules,
+    output,
+)
 from fly.cli.run import alone, command, loaded, ranks_of, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
@@ -124,9 +135,7 @@ def evaluate(
         ),
     ] = None,
     task: _TaskOption = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="A rule to compare; repeatable. Default: fly.", show_default=False)
-    ] = None,
+    policy: Rules = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="A draft; repeatable. Default: fly-draft, or ngram for other models.", show_default=False),

@@ -12,11 +12,10 @@ from rich.markup import escape
 from fly.bench.gpu import SHAPES, cuda_device, measure_gpu_rounds, measure_transformers, random_executor
 from fly.bench.limits import measure_limits
 from fly.bench.shapes import forward_bytes
-from fly.cli.options import Device, Json
-from fly.cli.run import alone
+from fly.cli.options import Device, Json, Rules
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, table, write_json
 from fly.models.loading import resolve_dtype
-from fly.policies import parse_policy
 
 
 @alone
@@ -25,7 +24,7 @@ def bench_gpu(
     draft: Annotated[str, typer.Option(help="Shape of the draft model, likewise.")] = "1b",
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeatable.")] = None,
     k: Annotated[list[int] | None, typer.Option(min=0, help="Draft length; repeatable.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policy; repeatable.")] = None,
+    policy: Rules = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; repeatable.")] = None,
     peers: Annotated[bool, typer.Option(help="Decode with transformers too, if it is installed.")] = True,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -37,7 +36,7 @@ def bench_gpu(
     for name in (target, draft):
         if name not in SHAPES:
             raise ValueError(f"shape {name!r} is unknown; choices: {list(SHAPES)}")
-    rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
+    rules = rules_of(policy)
     where, kind = cuda_device(device), resolve_dtype(dtype, {})
     limits = measure_limits(where)
     console.print(

@@ -54,6 +54,13 @@ DraftOption = Annotated[
     ),
 ]
 Policy = Annotated[str, typer.Option(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
+        show_default=False,
+    ),
+]
 K = Annotated[int, typer.Option(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
 DraftLength = Annotated[int, typer.Option(min=1, help="The most tokens drafted in a round.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]

@@ -17,12 +17,12 @@ from fly.bench.plan import Device as Processor
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import CollectiveTimeout, HeartbeatTimeout, K, number
-from fly.cli.run import command, memory_in_words, ranks_of, typed_in
+from fly.cli.run import command, memory_in_words, ranks_of, rules_of, typed_in
 from fly.cli.show import console, note, print_list, progress, ratio
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
-from fly.policies import parse_policy
+from fly.policies import AcceptancePolicy, parse_policy
 
 
 @command
@@ -52,7 +52,8 @@ def bench_plan(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="With --recorded the rules (exact and fly), with --check the one rule (fly).", show_default=False
+            help="With --recorded a rule beside exact, repeatable; with --check the one rule. [default: exact]",
+            show_default=False,
         ),
     ] = None,
     dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
@@ -71,7 +72,7 @@ def bench_plan(
             pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
             if policy and len(policy) > 1:
                 raise ValueError(f"--check runs one rule, not {len(policy)} (--policy)")
-            rule = parse_policy((policy or ["fly"])[0], trusted=True)
+            rule = parse_policy((policy or ["exact"])[0], trusted=True)
             _show_check(check_here(*pair, rule, k, dtype, here, draft_placement), *pair)  # type: ignore[arg-type]
             return
         if device not in DEVICES:
@@ -93,7 +94,7 @@ def bench_plan(
             if small is None:
                 raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
             where = [(name, setting, Machines(DEVICES[device], count, per_node)) for name, setting, count, _ in plans]
-            _show_recorded(recorded, policy or ["exact", "fly"], where)
+            _show_recorded(recorded, rules_of(policy), where)
             return
         memory, headings, columns = DEVICES[device].memory, [Column()], []
         for name, setting, count, published in plans:
@@ -139,26 +140,25 @@ def _refuse_idle(typed: typer.Context, way: str | None) -> None:
             raise ValueError(f"{option} does nothing {'with ' + way if way else 'without --recorded or --check'}")
 
 
-def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Setting, Machines]]) -> None:
+def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[str, Setting, Machines]]) -> None:
     """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
-    rules = [parse_policy(text, trusted=True) for text in policies]
-    recorded, shown = load_blocks(run), False
+    recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, whose acceptance is wanted")
-    replayed: dict[tuple[str, str, str], list[Replay]] = {}
+    replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
-        for (key, blocks), (text, rule) in product(recorded.items(), zip(policies, rules)):
+        for (key, blocks), rule in product(recorded.items(), rules):
             try:
-                replayed[*key, text] = replays(blocks, rule, advance)
+                replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 for _ in lengths(blocks):
                     advance()
                 console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []
-        for text in policies:
-            if (found := replayed.get((task, way, text))) is None:
+        for rule in rules:
+            if (found := replayed.get((task, way, rule))) is None:
                 continue
             for name, setting, machines in plans:
                 for levels in (1, 2):
@@ -167,7 +167,7 @@ def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Settin
                     gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
                     lines.append(
                         [
-                            text,
+                            str(rule),
                             name,
                             f"{levels}",
                             f"{best.replay.drafted:.1f}, {stop}",
@@ -176,12 +176,9 @@ def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Settin
                         ]
                     )
         if lines:
-            shown = True
             columns = _right("levels", "drafted, stop", "τ", "gain")
             title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
-    if not shown:
-        raise ValueError("none of these rules can be replayed")
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
         f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length of those tried; "

@@ -21,7 +21,9 @@ from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors
 from fly.config import Config
 from fly.errors import explain, origin
+from fly.expressions import grid
 from fly.llm import LLM
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -107,6 +109,12 @@ def options_of(context: typer.Context, fields: Collection[str]) -> dict[str, Any
 def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingParams:
     """``default`` with what was given (which None is not). Raises ``ValidationError``."""
     return default.changed({name: value for name, value in given.items() if value is not None})
+
+
+def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
+    """What a comparison judges by: exact speculation, and then the rules that were named, each once."""
+    texts = [text for several in given or () for text in grid(several)]
+    return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
 
 
 def typed_in(context: typer.Context, name: str) -> bool:

@@ -33,13 +33,12 @@ from fly.bench.speed import (
 )
 from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
 from fly.bundled import usual_draft
-from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Policy, Turns, output
-from fly.cli.run import alone, kernels_of
+from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Rules, Turns, output
+from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
 from fly.llm import LLM
 from fly.models.loading import resolve_device
-from fly.policies import parse_policy
 from fly.types import SamplingParams
 
 SHAPE, NO_SHAPE = "768x12x32000", "none"
@@ -56,7 +55,7 @@ def bench_speed(
             show_default=False,
         ),
     ] = None,
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: DraftLength = 15,
     shape: Annotated[
         list[str] | None,
@@ -81,7 +80,7 @@ def bench_speed(
     """The machine's limits, and every forward and round compared with them."""
 
     check_plot(plot)
-    rule = parse_policy(policy, trusted=True)
+    rules = rules_of(policy)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
     if draft is None:
@@ -118,7 +117,7 @@ def bench_speed(
             note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
         console.print()
 
-    settings = settings_of(plain, fast, k, [rule])[: None if fast.draft is not None else 1]
+    settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
     count, tokens = usual_amount(matrix_parameters(target.config))
     _, asked = asked_of(plain, model, problems or min(count, 12))
     again = min(turns, 3)
@@ -275,7 +274,7 @@ def bench_peers(
             help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
         ),
     ] = None,
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: DraftLength = 15,
     shape: Annotated[
         str | None,
@@ -306,11 +305,11 @@ def bench_peers(
     On kernels of 8 bits (--kernels w8a8), llama.cpp gets its own of 8 bits, Q8_0.
     """
 
-    rule, cpu = parse_policy(policy, trusted=True), resolve_device("cpu")
+    rules, cpu = rules_of(policy), resolve_device("cpu")
     shape = None if shape == NO_SHAPE else shape
     with TemporaryDirectory() as temporary:
         draft = draft or usual_draft(model)
-        lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
+        lineup = line_up(model, draft, rules, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
         limits = measure_limits(cpu)
         with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
             matches, cut = lineup.measure(turns, advance)
@@ -416,7 +415,7 @@ def bench_twins(
     ] = None,
     model: Model = "fly-target",
     draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
@@ -433,14 +432,15 @@ def bench_twins(
     Acceptance and answers are those of the small pair; only the time is a larger pair's.
     """
 
-    rule = parse_policy(policy, trusted=True)
+    rules = rules_of(policy)
     records = []
     for name in pair or list(PAIRS):
         cost, published = parse_pair(name)
         lengths = k or [published]
-        with TemporaryDirectory() as temporary, progress((4 * len(lengths) + 3) * problems, "twins") as advance:
+        turns = 1 + len(rules) * (2 * len(lengths) + 1)
+        with TemporaryDirectory() as temporary, progress(turns * problems, "twins") as advance:
             twins = measure_twins(
-                *(model, draft, cost, lengths, rule, problems, Path(temporary), width),
+                *(model, draft, cost, lengths, rules, problems, Path(temporary), width),
                 *(dtype, device, kernels, SURE, advance),
             )
         console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))

@@ -252,16 +252,22 @@ def given(value: object) -> str:
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
+def is_ours(rule: object) -> bool:
+    """Whether a rule or condition comes with this package: its parameters and their defaults are known."""
+    return type(rule).__module__.startswith("fly.")
+
+
 def expression(instance: NamedDataclass, first: bool = False) -> str:
-    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``."""
+    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``. Of
+    a user's own class all parameters, by name: nobody else knows its defaults."""
     if not is_dataclass(instance):
         raise TypeError(f"{type(instance).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
-    shown = []
+    shown, ours = [], is_ours(instance)
     for number, parameter in enumerate(f for f in fields(instance) if f.init):
         value = getattr(instance, parameter.name)
-        if first and number == 0:
+        if ours and first and number == 0:
             shown.append(_literal(value))
-        elif value != parameter.default:
+        elif not ours or value != parameter.default:
             shown.append(f"{parameter.name}={_literal(value)}")
     return f"{instance.name}({', '.join(shown)})" if shown else instance.name
 
