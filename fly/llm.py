@@ -70,7 +70,9 @@ class LLM(Calls):
             preset (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is
             imported.
         k: the most tokens that are drafted in a round.
-        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; also for a draft given by its path.
+        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32. A draft that is loaded by its name
+            has the target's dtype, device and kernels, unless this call (with a loaded ``model``) or the draft's own
+            text says otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
         device: ``"auto"`` or any torch device.
         deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
             drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of autoregressive
@@ -90,9 +92,8 @@ class LLM(Calls):
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.backends.cpu.chosen``). Also for a draft given by its path, unless it says otherwise, as
-            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
-            puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
+            (``fly.backends.cpu.chosen``). A loaded model is used as it is (``fly.backends.executor_of`` puts
+            it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
             they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
             what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
@@ -201,7 +202,7 @@ class LLM(Calls):
                 made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
             if made is None:
                 return None
-            made.resolve(partial(load_model, by=by, context=max_context))
+            made.resolve(partial(load_model, by=by, context=max_context, like=executor))
             made = translated(made, self.tokenizer, config.vocab_size)
             made.bind(vocabulary)
             return made
@@ -240,7 +241,15 @@ class LLM(Calls):
         return self.engine.strategy
 
     def __repr__(self) -> str:
-        return "LLM({}, draft={}, policy={!r}, k={})".format(*self._named, str(self.policy), self.k)
+        own, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)
+        runs = f", runs={own!r}" + (f", draft_runs={' + '.join(drafts)!r}" if drafts else "")
+        return "LLM({}, draft={}, policy={!r}, k={}{})".format(*self._named, str(self.policy), self.k, runs)
+
+    @property
+    def computed(self) -> list[tuple[str, str]]:
+        """Kernels and dtype of the target, and then of each model that drafts."""
+        executors = [self.engine.runner.executor, *((self.draft and self.draft.executors()) or [])]
+        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
 
     def lead(self) -> None:
         """For the first of several ranks: from now on calls come to it alone, from any thread, and the others

@@ -267,9 +267,11 @@ def test_outputs_are_written_short(llm: LLM) -> None:
     assert f"{len(out.token_ids)} tokens, {out.finish_reason}, fly (heuristic)" in repr(out)
     [ids] = LLM(MODEL).generate([[1, 2]], max_tokens=3)
     assert repr(ids) == f"Output(token_ids={ids.token_ids}, 3 tokens, length, exact (lossless))"
-    assert repr(llm) == "LLM('fly-tiny', draft='ngram', policy='fly', k=4)"
-    assert repr(LLM(llm, CascadeDraft([NGramDraft()]))) == "LLM('fly-tiny', draft=CascadeDraft, policy='exact', k=15)"
-    assert repr(LLM(MODEL)) == "LLM(Llama, draft=None, policy='exact', k=15)"
+    runs = "{} in {}".format(*llm.computed[0])
+    assert repr(llm) == f"LLM('fly-tiny', draft='ngram', policy='fly', k=4, runs={runs!r})"
+    cascade = LLM(llm, CascadeDraft([NGramDraft()]))
+    assert repr(cascade) == f"LLM('fly-tiny', draft=CascadeDraft, policy='exact', k=15, runs={runs!r})"
+    assert repr(LLM(MODEL)) == "LLM(Llama, draft=None, policy='exact', k=15, runs='torch in float32')"
     assert repr(SamplingParams()) == "SamplingParams()"
     assert repr(SamplingParams(temperature=0.0, stop="a")) == "SamplingParams(temperature=0.0, stop=('a',))"
     assert repr(StructuredOutput(regex="a|b")) == "StructuredOutput(regex='a|b')"

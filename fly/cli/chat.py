@@ -18,7 +18,7 @@ from rich.markup import escape
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
 from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
-from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
+from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
 from fly.errors import explain, meant
@@ -123,7 +123,7 @@ class Conversation:
 
     def run(self) -> None:
         """Read, answer, until there is no more to read."""
-        self._tell(f"{self.setup.model} · {self._settings()} · kernels {kernels_of(self.llm)} · /help lists commands")
+        self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
         while True:
             try:
                 line = _read("» ").strip()

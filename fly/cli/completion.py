@@ -27,7 +27,7 @@ from fly.cli.options import (
     Model,
     Policy,
 )
-from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.run import command, computed, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Piece
@@ -237,4 +237,4 @@ def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         for name, gate in stats.gates.items()
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
-    note(" · ".join([*parts, f"kernels {kernels_of(llm)}"]))
+    note(" · ".join([*parts, computed(llm)]))

@@ -158,3 +158,10 @@ def kernels_of(llm: LLM) -> str:
         return executor.kernels
     reason = why_not() if executor.device.type == "cpu" else ""
     return f"torch ({reason})" if reason else "torch"
+
+
+def computed(llm: LLM) -> str:
+    """By what kernels and in which dtype the target runs, and the draft."""
+    (_, dtype), *drafts = llm.computed
+    said = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
+    return f"kernels {kernels_of(llm)} in {dtype}{said}"

@@ -23,7 +23,7 @@ from fly.cli.options import (
     Model,
     number,
 )
-from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, setup_of
+from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
 
@@ -139,7 +139,7 @@ def serve(
             llm.lead()
         services.append(service := Service(llm, settings, draft=setup.draft, name=setup.model))
         by = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
-        typer.echo(f"{service.name} · {by} · context {service.context} · kernels {kernels_of(llm)}", err=True)
+        typer.echo(f"{service.name} · {by} · context {service.context} · {computed(llm)}", err=True)
         services[0].metrics.loaded([of_rank["peak"] for of_rank in memory])
         server = Server(services[0])
         server.obey()
