@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -10,6 +11,7 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +95,25 @@ def test_values_in_braces_are_a_rule_each() -> None:
     assert len(Plan.of({"policies": ["fly(theta={0.1, 0.3}, window={2, 6})", "exact"]}).policies) == 5
     result = run("eval", "--policy", "fly(theta={0.1,})")
     assert result.exit_code == 2 and "a value is missing in braces" in words(result.output)
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seconds = itertools.count(0, 40)
+    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    made = CliRunner().invoke(cli.app, ["eval", "--model", "fly-tiny", "--problems", "2", "--max-tokens", "4"])
+    said = [line for line in made.stderr.splitlines() if line.startswith("decoding: ")]
+    # 4 completions 40 seconds apart: a line at the first, and then at most one a minute
+    assert len(said) == 2 and said[0].startswith("decoding: 1 of 4 after 0:00:40, about 0:02:00 left · bundled-middle")
+    assert said[1].startswith("decoding: 3 of 4 after 0:02:00, about 0:00:40 left") and "4 tokens" in said[1]
+    head = ["train-head", str(tmp_path / "head"), "--model", "fly-tiny", "--task", "arithmetic", "--count", "2"]
+    head += ["--steps", "4", "--batch", "1", "--max-tokens", "8", "--width", "32"]
+    trained = CliRunner().invoke(cli.app, head)
+    assert trained.exit_code == 0, trained.output
+    assert "training: 1 of 4 after" in trained.stderr and "· loss" in trained.stderr
+
+
+def test_what_is_over_soon_says_nothing_on_the_way() -> None:
+    assert run("check", "exact", "--problems", "0").stderr == ""
 
 
 def test_generate_prints_plain_text_when_piped() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -243,7 +243,7 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
 
 @contextmanager
 def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """While this lasts, a bar over all completions and the figures so far, on a terminal."""
+    """While this lasts, a bar over all completions and the figures so far on a terminal, elsewhere lines."""
     columns_ = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns_, console=console)
     whole = len(todo) + len(records.completions)
@@ -274,16 +274,18 @@ def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Cal
         )
         return Group(made, bar)
 
-    with ExitStack() as stack:
-        live = None
-        if console.is_terminal:
-            live = stack.enter_context(Live(so_far(), console=console, transient=True, refresh_per_second=2))
+    if not console.is_terminal:
+        with progress(whole, "decoding", whole - len(todo)) as step:
+            yield lambda record: step(
+                f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens"
+            )
+        return
+    with Live(so_far(), console=console, transient=True, refresh_per_second=2) as live:
 
         def advance(record: dict[str, Any]) -> None:
             count(record)
             bar.advance(number)
-            if live is not None:
-                live.update(so_far())
+            live.update(so_far())
 
         yield advance
 
