@@ -188,7 +188,7 @@ class LLM(Calls):
         config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        vocabulary = _vocabulary(self.tokenizer, config.vocab_size, executor.device)
+        vocabulary = self._means(config.vocab_size, executor.device)
         # Equal policies are one object: rows of one policy are decided together.
         self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
@@ -250,6 +250,10 @@ class LLM(Calls):
         """Kernels and dtype of the target, and then of each model that drafts."""
         executors = [self.engine.runner.executor, *((self.draft and self.draft.executors()) or [])]
         return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
+
+    def _means(self, size: int, device: torch.device) -> Vocabulary:
+        """What the target's ids stand for."""
+        return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
 
     def lead(self) -> None:
         """For the first of several ranks: from now on calls come to it alone, from any thread, and the others
@@ -383,10 +387,6 @@ class LLM(Calls):
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """The matcher of a request's grammar, if it has one."""
         return None if params.structured is None else self.grammars.matcher(params)
-
-
-def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:
-    return Vocabulary(size, device=device) if tokenizer is None else tokenizer.vocabulary(size, device)
 
 
 def _check_k(k: int) -> int:
