@@ -26,7 +26,7 @@ from fly.drafts.translate import translated
 from fly.engine import Engine
 from fly.errors import meant, short
 from fly.job import Request, read_along
-from fly.memory import cache_size
+from fly.memory import cache_size, room_for
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
@@ -219,7 +219,10 @@ class LLM(Calls):
             cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
             draft.reserve(cache_tokens)
-        cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
+        needed = PagedKVCache.bytes_per_token(config, executor.dtype) * cache_tokens
+        advice = "cache_bytes, cache_tokens or max_context makes it smaller"
+        with room_for(f"a cache of {cache_tokens} tokens", needed, executor.device, advice):
+            cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
         # An error on one rank alone is not a request's fault: the other ranks would wait for it.

@@ -23,10 +23,13 @@ from fly.bundled import open_model
 from fly.drafts.base import Loaded
 from fly.errors import short
 from fly.executor import Executor, Wrapped
+from fly.memory import room_for
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
+from fly.models.directory import Directory
 from fly.models.eagle import Eagle3Head, is_head, load_head
 from fly.models.exits import load_exits
+from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
 from fly.models.tokenizer import Tokenizer, read_eos_ids
 
@@ -169,9 +172,24 @@ def load(
         compiled = variant != TORCH and head_refusal(head) is None
         return Loaded(CpuHead(head, variant) if compiled else _head_on_torch(head))
     checkpoint.limit(context)
-    executor, tokenizer = by(checkpoint, dtype, device, kernels=kernels), Tokenizer.load(checkpoint)
+    with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
+        executor = by(checkpoint, dtype, device, kernels=kernels)
+    tokenizer = Tokenizer.load(checkpoint)
     control_ids = read_eos_ids(checkpoint, executor.config.vocab_size)
     return Loaded(executor, tokenizer, control_ids | (tokenizer.control_ids if tokenizer else frozenset()))
+
+
+def _room_for(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, kernels: str
+) -> AbstractContextManager[None]:
+    """Around loading a checkpoint: what it needs, and what to do where there is not so much."""
+    narrow = "8" in kernels.rpartition("-")[2]
+    needed, least = (weight_bytes(checkpoint.config, dtype.itemsize, small) for small in (narrow, True))
+    rounding = "" if narrow else f"kernels='w8a8' (or 'int8') needs {least / 1e9:.2f} GB; otherwise "
+    advice = f"{rounding}close other programs, raise the limit (ulimit -v, the container's), or take a smaller model"
+    files = checkpoint.weight_files() if isinstance(checkpoint, Directory) else []
+    mapped = max((file.stat().st_size for file in files), default=0)  # when its header is read
+    return room_for(f"loading {checkpoint.path}", needed, device, advice, mapped)
 
 
 def _kernels_like(target: Executor, device: str | torch.device) -> str:

@@ -54,7 +54,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
         except KeyboardInterrupt:
             errors.print("interrupted")
             raise typer.Exit(130) from None
-        except (ValueError, OSError, OutOfBlocks) as error:
+        except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
             message = explain(error) if isinstance(error, ValidationError) else str(error)
         except Exception as error:
             place = origin(error)

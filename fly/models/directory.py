@@ -92,7 +92,7 @@ class Directory(Checkpoint):
 def _tensors(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, which the library checks: they lie within it, one after another."""
     try:
-        with safe_open(file, framework="pt"), open(file, "rb") as stream:
+        with safe_open(file, framework="np"), open(file, "rb") as stream:  # torch would map the file once more
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
     except (SafetensorError, OSError) as error:

@@ -362,6 +362,15 @@ def skeleton(config: LlamaConfig) -> Llama:
         return Llama(config)
 
 
+def weight_bytes(config: LlamaConfig, itemsize: int, narrow: bool = False) -> int:
+    """Bytes of a model's weights in memory. ``narrow``: its matrices are rounded to 8 bits; an embedding that is not
+    the head as well stays as it is."""
+    count = sum(parameter.numel() for parameter in skeleton(config).parameters())
+    if not narrow:
+        return count * itemsize
+    return count + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * (itemsize - 1))
+
+
 def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:
     """Give a skeleton's parameters memory, with no values yet. One that has two names stays one parameter.
 
