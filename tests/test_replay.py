@@ -27,22 +27,33 @@ from fly.backends.torch import TorchExecutor
 from fly.bench.plan import DEVICES, MODELS, Machines, Setting, forecast
 from fly.bench.scale import REACHES, lengths, replays, scaled
 from fly.drafts import NGramDraft, SingleDraft
-from fly.drafts.ngram import Index
+from fly.drafts.ngram import Index, lookup_forwards
 from fly.eval import Plan, check_folder, decode_run, recording, remaining, score_run
 from fly.eval.beside import beside
 from fly.eval.known import Known, Unknown
 from fly.eval.recording import LIKELIEST, Recorder, Recording, Said
 from fly.eval.records import read_records
-from fly.eval.replay import Blocks, load_blocks, lookup_forwards
+from fly.eval.replay import Blocks, load_blocks
 from fly.eval.replay import replay as replay_run
 from fly.eval.report import report
 from fly.executor import Scores
 from fly.ops import Stream, argmax, entropy, log_mass, pick, top, uniforms
-from fly.policies import AcceptancePolicy, Block, Condition, Exact, gate_distribution, parse_policy, verify
+from fly.policies import (
+    AcceptancePolicy,
+    Block,
+    Condition,
+    Exact,
+    LogMargin,
+    NatsBudget,
+    gate_distribution,
+    parse_policy,
+    verify,
+)
 from fly.types import Decision, Draft, Noise, Target, Why
 from tests.test_cli import run as command
 from tests.test_cli import words
 from tests.test_drafts import make_row
+from tests.test_schedule import Nats
 from tests.toys import random_llama
 
 RULES = [
@@ -281,7 +292,7 @@ def test_every_block_is_judged_as_with_full_logits(text: str, run: tuple[Path, d
             chain = known.chain(row_B, at_B, known.k, go_on=False)
             assert known.token_P[chain.place_BJ[0, : len(drafted)]].tolist() == drafted
             relaxed_B, nats_B = torch.tensor([at % 3]), torch.tensor([0.5 * (at % 4)])
-            accepted_B, relaxes_BK = known.judged(rule, row_B, at_B, chain, relaxed_B, nats_B)
+            accepted_B, relaxes_BK, _ = known.judged(rule, row_B, at_B, chain, relaxed_B, nats_B)
             target = Target(
                 logits_JV.unsqueeze(0),
                 control_V=known.control_V,
@@ -321,6 +332,11 @@ def test_the_state_of_a_row_is_carried_from_block_to_block(blocks: Blocks) -> No
     assert free.relaxed * free.tau.value * free.rounds > 2 * rounds
     assert round(kept.relaxed * kept.tau.value * kept.rounds) <= rounds
     assert free.tau.value > kept.tau.value >= kept.exact
+
+
+def test_a_budget_of_a_user_s_own_is_kept_account_of(blocks: Blocks) -> None:
+    ours, mine = (blocks.replay(Exact() | LogMargin(6) & budget) for budget in (NatsBudget(5), Nats(5)))
+    assert (mine.tau, mine.relaxed, mine.nats) == (ours.tau, ours.relaxed, ours.nats) and ours.relaxed > 0
 
 
 def test_a_looser_rule_keeps_more(blocks: Blocks) -> None:

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -108,6 +108,11 @@ class Condition(Bindable, ABC):
         """The conditions whose answers it notes under their labels."""
         return (self,)
 
+    @property
+    def budgets(self) -> tuple[Any, ...]:
+        """The conditions among it that keep account of what relaxed tokens cost (``CostBudget``)."""
+        return ()
+
     def decide(self, held: Mapping[str, bool]) -> bool:
         """Its answer at one position, from the answers of its clauses there."""
         return held[self.label]
@@ -182,6 +187,10 @@ class _Chain(_Composite):
     def clauses(self) -> tuple[Condition, ...]:
         return tuple(clause for part in self.parts for clause in part.clauses)
 
+    @cached_property
+    def budgets(self) -> tuple[Any, ...]:
+        return tuple(budget for part in self.parts for budget in part.budgets)
+
 
 @dataclass(frozen=True)
 class All(_Chain):
@@ -239,6 +248,10 @@ class Not(Condition):
     @property
     def clauses(self) -> tuple[Condition, ...]:
         return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
+
+    @property
+    def budgets(self) -> tuple[Any, ...]:
+        return self.part.budgets
 
     def decide(self, held: Mapping[str, bool]) -> bool:
         return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
