@@ -387,6 +387,13 @@ def _worst(error: RequestValidationError) -> tuple[Any, list[str]]:
     return first, list(map(str, path(first)))
 
 
+# Of OpenAI's interface, with what there is instead.
+_ABSENT = {
+    "responses": " (this server has no Responses API; /v1/chat/completions answers conversations, tools included)",
+    "embeddings": " (this server generates text, and gives no embeddings)",
+}
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
@@ -426,7 +433,8 @@ def _add_errors(app: FastAPI) -> None:
             message = f"the body cannot be read as JSON: {cause}"
         if error.status_code == 404:
             paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, StrictRoute)))
-            message = f"there is nothing at {request.url.path!r}; paths: {paths}"
+            absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
+            message = f"there is nothing at {request.url.path!r}{absent}; paths: {paths}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response
