@@ -24,7 +24,7 @@ from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_typ
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from fly.errors import explain, meant
+from fly.errors import explain, instead, meant
 
 __all__ = [
     "CLASS_PATH",
@@ -142,7 +142,7 @@ class Source:
         choices = self.registry.choices()
         close = meant(name, [known for names in choices.values() for known in names])
         listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
-        raise self.error(f"{name!r} is unknown{close}; {listed}{self.registry.more}")
+        raise self.error(f"{name!r} is unknown{close or f'; {listed}{self.registry.more}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
         """The value of an argument whose parameter has the annotation ``hint``."""
@@ -162,7 +162,7 @@ class Source:
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
+            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}")
         try:
             bound = signature.bind(*arguments, **options)
             for parameter, given in bound.arguments.items():

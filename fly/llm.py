@@ -24,7 +24,7 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
-from fly.errors import meant, short
+from fly.errors import instead, short
 from fly.job import Request, read_along
 from fly.memory import cache_size, room_for
 from fly.models.chat import ChatPrompt
@@ -149,7 +149,7 @@ class LLM(Calls):
         if unknown:
             known = [name for name in signature(LLM).parameters if name != "unknown"]
             name = next(iter(unknown))
-            raise TypeError(f"{name!r} is no option of LLM{meant(name, known)}; choices: {known}")
+            raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")

@@ -129,6 +129,59 @@ def test_generate_reads_standard_input() -> None:
     assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
 
 
+@pytest.mark.parametrize(
+    ("arguments", "told", "silent"),
+    [
+        (
+            ("generate", "a", "--policy", "fly(tetha=1)"),
+            "fly has no parameter 'tetha' (did you mean 'theta'?)",
+            "choices",
+        ),
+        (
+            ("generate", "a", "--draft", "model(fly-tiny, raech=1)"),
+            "no parameter 'raech' (did you mean 'reach'?)",
+            "choi",
+        ),
+        (("generate", "a", "--policy", "typical(zzz=1)"), "parameter 'zzz'; choices: ['eps', 'delta']", "did you"),
+        (("generate", "a", "--policy", "flyy"), "'flyy' is unknown (did you mean 'fly'?)", "policies"),
+        (("eval", "PLAN", "limt: 3"), "limt: there is no such field (did you mean 'limit'?)", "fields:"),
+        (("eval", "PLAN", "tasks: [{task: safety, limt: 3}]"), "no such field (did you mean 'limit'?)", "fields:"),
+        (("eval", "PLAN", "zzz: 3"), "zzz: there is no such field; fields: ['model', 'drafts'", "did you"),
+        (("generate", "a", "--config", "PLAN", "polcy: fly"), "no such field (did you mean 'policy'?)", "fields:"),
+        (("tasks", "PLAN", "promt: a"), "promt: there is no such field (did you mean 'prompt'?)", "fields:"),
+        (("tasks", "gsm8"), "unknown task 'gsm8' (did you mean 'gsm8k'?)", "humaneval"),
+        (("eval", "--problems", "safty=3", "--task", "safety"), "no such task (did you mean 'safety'?)", "choices"),
+        (("eval", "--problems", "many"), "--problems 'many' must be a number of at least 1, or TASK=NUMBER", "choices"),
+    ],
+)
+def test_a_wrong_word_is_answered_by_the_right_one_and_by_a_list_only_without_one(
+    arguments: tuple[str, ...], told: str, silent: str, tmp_path: Path
+) -> None:
+    if "PLAN" in arguments:
+        *given, text = arguments
+        (tmp_path / "plan.yaml").write_text(text)
+        arguments = tuple(str(tmp_path / "plan.yaml") if word == "PLAN" else word for word in given)
+    result = run(*arguments)
+    assert result.exit_code == 2 and told in words(result.output), result.output
+    assert silent not in words(result.output)
+
+
+def test_the_number_of_problems_may_differ_by_task() -> None:
+    tasks = ("--task", "bundled-middle", "--task", "bundled-heldout")
+    options = ("--model", "fly-tiny", "--max-tokens", "4", "--problems", "1", "--problems", "bundled-heldout=2")
+    said = words(run("eval", *tasks, *options).output)
+    assert "bundled-middle · temperature 0 · 1 problems" in said
+    assert "bundled-heldout · temperature 0 · 2 problems" in said
+
+
+def test_options_that_other_servers_have() -> None:
+    said = run("generate", "a", "--cache-bytes", "3").output
+    assert "cache_bytes 3 hold no page" in words(said)
+    app: Any = typer.main.get_command(cli.app)
+    (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
+    assert name.opts == ["--name", "--served-model-name"]
+
+
 def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> None:
     (tmp_path / "fly.yaml").write_text("model: fly-tiny\nheartbeat_timeout: 9")
     options = ("--config", str(tmp_path / "fly.yaml"), "--heartbeat-timeout", "20", "--max-tokens", "3")

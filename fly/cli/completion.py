@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from fly.cli.options import (
+    CacheBytes,
     CollectiveTimeout,
     ConfigFile,
     Device,
@@ -101,6 +102,7 @@ def generate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    cache_bytes: CacheBytes = None,
     exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")

@@ -32,6 +32,7 @@ from fly.cli.options import (
 from fly.cli.run import alone, command, loaded, ranks_of, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import Records, read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
@@ -152,8 +153,12 @@ def evaluate(
         typer.Option(help="Seed of sampling, above temperature 0; repeatable. Default: 0.", show_default=False),
     ] = None,
     problems: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many problems of each task. Default: 48; with a plan all.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            help="How many problems of each task, or of one, TASK=N; repeatable. Default: 48; with a plan all.",
+            metavar="[TASK=]N",
+            show_default=False,
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
@@ -180,6 +185,7 @@ def evaluate(
     json_: Json = None,
 ) -> None:
     """Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
+    limit, limits = _limits(problems or [])
     given = {
         "tasks": task,
         "policies": policy,
@@ -189,7 +195,7 @@ def evaluate(
         "seeds": seed,
         "max_tokens": max_tokens,
         "together": together,
-        "limit": problems or (48 if plan is None else None),
+        "limit": limit or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,
         **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
@@ -201,12 +207,36 @@ def evaluate(
         out = plan
     wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(wanted, folder, ranks)
+        found = run_plan(_limited(wanted, limits), folder, ranks)
         if ranks is None or ranks.leads:
             show_report(found)
             write_json(json_, as_json(found))
             if out is not None:
                 note(escape(f"for a page with plots and the texts side by side: fly report {out} --html report.html"))
+
+
+def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
+    """What ``--problems`` says: how many of each task, and of tasks by their names."""
+    limit, limits = None, {}
+    for text in problems:
+        name, _, count = text.rpartition("=")
+        if not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--problems {text!r} must be a number of at least 1, or TASK=NUMBER")
+        if name:
+            limits[name] = int(count)
+        else:
+            limit = int(count)
+    return limit, limits
+
+
+def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
+    """A plan with so many problems of some tasks. Raises ``ValueError`` for one that it has not."""
+    names = [asked.load().name for asked in plan.tasks]
+    if unknown := next((name for name in limits if name not in names), None):
+        raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
+    both = zip(names, plan.tasks)
+    tasks = [asked.model_copy(update={"limit": limits.get(name, asked.limit)}) for name, asked in both]
+    return plan.model_copy(update={"tasks": tuple(tasks)})
 
 
 @contextmanager

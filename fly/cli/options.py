@@ -46,6 +46,10 @@ MaxContext = Annotated[
         min=1, help="The most tokens of a text, prompt and answer; takes less memory than the model's own context."
     ),
 ]
+CacheBytes = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
+]
 DraftOption = Annotated[
     str | None,
     typer.Option(

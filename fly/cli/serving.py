@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fly.cli.options import (
+    CacheBytes,
     CollectiveTimeout,
     ConfigFile,
     Device,
@@ -39,7 +40,10 @@ def serve(
         str, typer.Option(help="The address to listen on; 0.0.0.0 is reachable from other machines.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: its path.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "--served-model-name", help="The model's name for clients. Default: its path."),
+    ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
@@ -79,10 +83,7 @@ def serve(
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV caches hold. Default: eight full contexts.")
     ] = None,
-    cache_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
-    ] = None,
+    cache_bytes: CacheBytes = None,
     share_prefixes: Annotated[
         Literal["key", "all"],
         typer.Option(help="Which requests share cached beginnings: those of one API key ('key'), or all."),

@@ -238,7 +238,7 @@ class Plan(BaseModel):
         try:
             return Plan.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{where}{explain(error)}; fields: {list(Plan.model_fields)}") from error
+            raise ValueError(f"{where}{explain(error, Plan.model_fields)}") from error
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any]:
