@@ -55,7 +55,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
     layers = config.num_hidden_layers if layers is None else layers
     if width < 1:
         raise ValueError(f"width {width} must be at least 1")
-    if width > 1 and (config.traits.query_norm or config.traits.scaled_embedding):
+    if width > 1 and (config.traits.query_norm != "none" or config.traits.scaled_embedding):
         raise ValueError(f"a model of family {config.family!r} has no wider twin; width must be 1")
     if layers < config.num_hidden_layers:
         raise ValueError(f"layers {layers} are fewer than the model's {config.num_hidden_layers}")
