@@ -106,12 +106,14 @@ def _written(method: object) -> Iterator[str]:
 
 def bound(policy: P, target: Target) -> P:
     """``policy``, bound to a vocabulary as large as the target's that has its markers."""
-    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], _markers(policy)))
+    try:
+        markers = _markers(policy)
+    except TypeError:  # of one that holds a list, and cannot be hashed
+        markers = markers_of(policy)
+    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], markers))
 
 
-@lru_cache
-def _markers(policy: AcceptancePolicy) -> tuple[str, ...]:
-    return markers_of(policy)
+_markers = lru_cache(markers_of)
 
 
 @dataclass(frozen=True)
