@@ -22,6 +22,16 @@ format: $(VENV)/.installed-dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+.PHONY: sanitize soak
+# Compiled code under AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer, some minutes.
+sanitize: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.sanitizers
+
+# Mixed load against LLM and a server: make soak SECONDS=120 takes two minutes.
+SECONDS = 1200
+soak: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.soak --seconds $(SECONDS)
+
 # The reference, from the docstrings and without a network: open build/docs/index.html.
 REFERENCE := fly $(addprefix fly.,policies policies.registry drafts drafts.base testing types params request output \
 	ops sampling constraints structured cache models executor runner engine scheduler backends backends.cpu \
@@ -32,7 +42,7 @@ docs: $(VENV)/.installed-dev
 
 # Everything that docs/results shows, measured again here: about thirty-five minutes on a machine that does nothing else.
 results: $(VENV)/.installed-peers
-	docs/results/measure.sh $(BIN)/fly
+	benchmarks/measure.sh $(abspath $(BIN)/python)
 
 # The constraints come first: they pin torch to one exact build before anything asks for a range of it.
 $(VENV)/.installed: pyproject.toml constraints.txt setup.py $(wildcard fly/backends/cpu/src/*)
@@ -46,7 +56,7 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	touch $@
 
 $(VENV)/.installed-peers: $(VENV)/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers,plots]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[peers]'
 	touch $@
 
 clean:

@@ -49,10 +49,10 @@ class BuildKernels(build_ext):
             note.write_text(f"{compiler} failed to build them; install a C++17 compiler and then this package again\n")
 
 
-extensions = []
-if sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64"):
-    extensions.append(
-        Extension("fly.backends.cpu._library", list(SOURCES), depends=HEADERS, language="c++", optional=True)
-    )
-
-setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})
+if __name__ == "__main__":
+    extensions = []
+    if sys.platform != "win32" and platform.machine().lower() in ("x86_64", "amd64"):
+        extensions.append(
+            Extension("fly.backends.cpu._library", list(SOURCES), depends=HEADERS, language="c++", optional=True)
+        )
+    setup(ext_modules=extensions, cmdclass={"build_ext": BuildKernels})

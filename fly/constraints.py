@@ -15,19 +15,15 @@ from torch import Tensor
 
 from fly.request import Sequence
 
-__all__ = ["asks", "constrain", "constrains"]
+__all__ = ["constrain", "constrains"]
 
 Numbers = Callable[[list[int] | Tensor], Tensor]
 
 
-def asks(row: Sequence) -> bool:
-    """Whether a row asks something of single tokens, by the text before them: now or later in its draft."""
-    return row.params.penalises or (bool(row.stop_ids) and row.generated < row.params.min_tokens)
-
-
 def constrains(row: Sequence) -> bool:
     """Whether ``constrain`` may change anything for a row, now or later in its draft."""
-    return asks(row) or row.matcher is not None
+    ends_too_early = bool(row.stop_ids) and row.generated < row.params.min_tokens
+    return row.params.penalises or ends_too_early or row.matcher is not None
 
 
 def constrain(

@@ -27,9 +27,9 @@ from fly.models.eagle import HeadConfig
 from fly.ops import Stream, sent, uniforms, upload
 from fly.policies.base import AcceptancePolicy, accepts_exactly
 from fly.policies.verification import decide
-from fly.request import BadWords, Sequence, by_policy
+from fly.request import Sequence, by_policy
 from fly.sampling import BatchSampling, ProcessedDistribution
-from fly.types import Decision, Draft, Noise, SamplingParams, Target
+from fly.types import Decision, Draft, Noise, Target
 
 __all__ = [
     "Answer",
@@ -189,9 +189,6 @@ class RoundRow:
     generated: int = 0  # tokens it has emitted so far
     relaxed: int = 0  # how many of them were relaxed
     nats: float = 0.0  # the sum of -ln target(token) over those
-    prompt_length: int = 0
-    params: SamplingParams | None = None  # if it asks something of its text (``Executor.may_round``)
-    bad: BadWords = field(default_factory=BadWords)
 
 
 class Given(NamedTuple):

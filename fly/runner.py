@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
-from fly.constraints import constrain, constrains
+from fly.constraints import constrain
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
 from fly.ops import depths, sent, tree_mask, upload
 from fly.policies.verification import priced
@@ -112,6 +112,8 @@ class Runner:
         shared until one of them writes to it."""
         cached = self._cached[parent.id]
         shared = min(common_prefix(cached, child.tokens), len(child.tokens) - 1)
+        if not shared:  # the parent lost its pages, and begins again
+            return
         self.cache.allocator.fork(parent.id, child.id)
         self.cache.resize(child.id, shared)
         self._cached[child.id] = cached[:shared]
@@ -446,8 +448,7 @@ class Runner:
 
 def _round_row(row: Sequence, left: int, k: int) -> RoundRow:
     counts = row.generated, row.stats.relaxed, row.stats.nats
-    asked = row.prompt_length, row.params if constrains(row) else None, row.bad
-    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts, *asked)
+    return RoundRow(row.tokens, left, k, row.stop_ids, row.policy, row.seed, row.greedy, *counts)
 
 
 def _descend(tokens: list[int], parents: list[int], text: list[int]) -> list[int]:

@@ -8,18 +8,30 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from fly.backends.cpu import library
+
 # Forwards of tiny models take milliseconds, but their time is no property: no deadline anywhere.
 _QUIET = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 settings.register_profile("local", deadline=None, max_examples=60, suppress_health_check=_QUIET)
 settings.register_profile("ci", parent=settings.get_profile("local"), derandomize=True, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI", "").lower() in ("1", "true") else "local")
 
+# Of ``make sanitize``: compiled code is that of the build under a sanitizer, which takes many times as long.
+SANITIZER = os.environ.get("FLY_SANITIZER", "")
+if SANITIZER:
+    from tests.sanitizers import BUILT
+
+    library._file = lambda: BUILT / SANITIZER / "library.so"
+
 # Tiny tensors: a second thread only waits for the first. Two test processes run side by side instead.
 torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests marked ``gpu`` run where a CUDA device is."""
+    """Tests marked ``gpu`` run where a CUDA device is; of examples there are fewer under a sanitizer."""
+    for test in {getattr(item, "obj", None) for item in items} if SANITIZER else ():
+        if (own := getattr(test, "_hypothesis_internal_use_settings", None)) is not None:
+            test._hypothesis_internal_use_settings = settings(own, max_examples=own.max_examples // 10 + 1)
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

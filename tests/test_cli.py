@@ -34,7 +34,7 @@ from tests.toys import random_llama
 
 QUESTION = "Take the list 4 9 5 7. Reverse the list, then sort from low to high."
 COMMANDS = {"generate", "chat", "serve", "models", "policies", "drafts", "tasks", "check", "demo", "bench", "eval"}
-COMMANDS |= {"report", "harness", "replay"}
+COMMANDS |= {"report", "harness", "replay", "audit"}
 
 
 def run(*arguments: str, **options: object) -> Result:
@@ -43,6 +43,11 @@ def run(*arguments: str, **options: object) -> Result:
 
 def words(text: str) -> str:
     return " ".join(text.split())
+
+
+def plain(text: str) -> str:
+    """Words without the frame of an error."""
+    return " ".join(text.replace("│", " ").split())
 
 
 def test_it_says_its_version() -> None:
@@ -191,12 +196,33 @@ def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "command",
-    ["eval", "bench batch", "bench speed", "bench peers", "bench twins", "bench batch --plot", "bench speed --plot"],
+    ["eval", "bench speed", "bench speed --plot"],
 )
 def test_where_figures_go_is_looked_at_before_they_are_measured(command: str, tmp_path: Path) -> None:
     arguments = command.split() if "--plot" in command else [*command.split(), "--json"]
-    result = run(*arguments, str(tmp_path / "not_there" / "x.png"))
+    result = run(*arguments, str(tmp_path / "not_there" / "x.svg"))
     assert result.exit_code == 2 and "there is no directory" in words(result.output), result.output
+
+
+@pytest.mark.parametrize("command", ["bench speed", "replay runs/none --policy fly"])
+def test_a_plot_is_svg(command: str, tmp_path: Path) -> None:
+    result = run(*command.split(), "--plot", str(tmp_path / "x.png"))
+    assert result.exit_code == 2 and "must end in '.svg'" in plain(result.output), result.output
+
+
+@pytest.mark.parametrize(
+    ("command", "told"),
+    [
+        *((f"bench {name} --turns 5", f"python -m benchmarks.{name}") for name in ("peers", "twins", "batch")),
+        *((f"bench {name}", f"python -m benchmarks.{name}") for name in ("policy", "gpu")),
+        ("bench plan --check", "python -m benchmarks.calibrate"),
+        ("demo --seed 3", "the problems are those of seed 0"),
+    ],
+)
+def test_what_was_deleted_says_what_to_use_instead(command: str, told: str) -> None:
+    result = run(*command.split())
+    assert result.exit_code == 2 and told in plain(result.output), result.output
+    assert command.split()[1] not in run(command.split()[0], "--help").output or "plan" in command
 
 
 @pytest.mark.parametrize(
@@ -491,7 +517,7 @@ def test_a_table_of_many_rules_fits_a_terminal() -> None:
 
 def test_compare_counts_what_happened() -> None:
     llm = fly.LLM("fly-target", "fly-draft", dtype="float32")
-    questions = list(problems(None, "heldout", 3, 3))
+    questions = problems(None, "heldout", n=9)[-3:]
     settings = [Setting("plain", llm, 0), Setting("exact", llm, 7), Setting("fly", llm, 15, FLy())]
     seen: list[str] = []
     plain, exact, loose = compare(settings, questions, fly.SamplingParams(temperature=0, max_tokens=200), seen.append)
@@ -504,12 +530,6 @@ def test_compare_counts_what_happened() -> None:
     assert exact.setting.policy == Exact()
     with pytest.raises(ValueError, match="at least one"):
         compare([], questions, fly.SamplingParams())
-
-
-def test_bench_policy_prints_a_row_for_each_shape() -> None:
-    result = run("bench", "policy", "--policy", "fly", "--vocab", "64", "--rows", "1", "--rows", "2", "--k", "3")
-    assert result.exit_code == 0, result.output
-    assert result.output.count("fly") >= 2 and "%" in result.output
 
 
 def test_drafts_are_listed_checked_and_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,12 @@ def commands(text: str) -> list[list[str]]:
     ]
 
 
+def benches(text: str) -> list[tuple[str, list[str]]]:
+    """The benches of a checkout that a shell block runs, and the words after each."""
+    found = re.findall(r"-m benchmarks\.(\w+)([^\n|>]*)", text.replace("\\\n", " "))
+    return [(module, shlex.split(rest, comments=True)) for module, rest in found]
+
+
 def save(block: Code) -> None:
     """Write a block into its file, after what the file holds already; a module must also import."""
     path = Path(str(block.file))
@@ -180,12 +186,25 @@ def test_the_page_names_only_commands_and_options_that_exist(page: Path) -> None
 
     for words in commands("\n".join(blocks(page, "sh", "bash"))):
         command: Any = get_command(app)
-        while known := getattr(command, "commands", None):
+        while all_of_them := getattr(command, "commands", None):
+            known = {name: each for name, each in all_of_them.items() if not each.hidden}
             assert words and words[0] in known, f"{words}; known: {sorted(known)}"
             command, words = known[words[0]], words[1:]
         options = {"--help"}.union(*([*param.opts, *param.secondary_opts] for param in command.params))
         unknown = {word.partition("=")[0] for word in words if word.startswith("-")} - options
         assert not unknown or command.context_settings.get("ignore_unknown_options"), f"{command.name}: {unknown}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, *RESULTS], ids=name)
+def test_the_page_names_only_benches_and_options_that_exist(page: Path) -> None:
+    from typer.main import get_command
+
+    for module, words in benches("\n".join(blocks(page, "sh", "bash"))):
+        assert (ROOT / "benchmarks" / f"{module}.py").exists(), module
+        if module not in ("start", "costs"):  # scripts without options
+            command = get_command(importlib.import_module(f"benchmarks.{module}").app)
+            options = {option for param in command.params for option in param.opts}
+            assert {word for word in words if word.startswith("-")} <= options, f"{module}: {words}"
 
 
 @pytest.mark.parametrize("page", LINKED, ids=name)

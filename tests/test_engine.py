@@ -771,7 +771,7 @@ def trained() -> LLM:
 
 @pytest.fixture(scope="module")
 def questions(trained: LLM) -> list[list[int]]:
-    return [trained.chat_prompt(problem.prompt) for problem in tasks.problems(None, "heldout", 5, 6)]
+    return [trained.chat_prompt(problem.prompt) for problem in tasks.problems(None, "heldout")[-6:]]
 
 
 def test_trained_speculation_is_invisible_and_pays(trained: LLM, questions: list[list[int]]) -> None:

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import yaml
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from fly.bundled import jail
 from fly.drafts.stops import REACH, REACH_EXCUSED
-from fly.eval import Plan, Task, check_folder, decode_run, load_task, remaining, report, score_run, task_names
+from fly.eval import Plan, Task, check_folder, decode_run, jail, load_task, remaining, report, score_run, task_names
 from fly.eval.plan import AUTOREGRESSIVE
-from fly.eval.plots import Point, front
+from fly.eval.plots import Point, front, save_lines
 from fly.eval.records import Appender, Records, read_lines, read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, round_lengths, write_spec_bench
 from fly.eval.report import Costs, Report, _notes, first_difference, neutral_speed, pieces_of
@@ -652,6 +652,34 @@ def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
             "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
         ) == bool(others)
     assert "cut" in columns(table)["Answers"] and "no entropy gate" in LEGEND
+
+
+@given(
+    lines=st.dictionaries(
+        st.text("ab <>&\"'é|", max_size=20),
+        st.lists(st.tuples(st.integers(1, 9999), st.integers(0, 9999)), min_size=1),
+        min_size=1,
+    ),
+    log_x=st.booleans(),
+    from_zero=st.booleans(),
+)
+def test_a_plot_is_a_picture_of_its_own(
+    lines: dict[str, list[tuple[int, int]]], log_x: bool, from_zero: bool, tmp_path: Path
+) -> None:
+    """Well-formed whatever names hold, points within the frame, left to right and up as their numbers are."""
+    points = [point for each in lines.values() for point in each]
+    assume(not from_zero or max(height for _, height in points) > 0)
+    save_lines(tmp_path / "plot.svg", "<title> & more", "x", "y", lines, log_x, from_zero)
+    root = ElementTree.parse(tmp_path / "plot.svg").getroot()
+    space = "{http://www.w3.org/2000/svg}"
+    dots = [each for each in root.iter(f"{space}circle") if each.find(f"{space}title") is not None]
+    at = [(float(each.attrib["cx"]), float(each.attrib["cy"])) for each in dots]
+    assert len(at) == len(points) and all(64 <= x <= 624 and 16 <= y <= 312 for x, y in at)
+    for (x1, y1), (p1, q1) in zip(at, points):
+        for (x2, y2), (p2, q2) in zip(at[:3], points[:3]):
+            assert (x1 <= x2 or p1 >= p2) and (y1 <= y2 or q1 <= q2)
+    texts = [each.text or "" for each in root.iter(f"{space}text")]
+    assert {"<title> & more", "x", "y"} <= {*texts}
 
 
 def test_answers_as_spec_bench_reads_them(whole: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from fly.bundled.tasks import problems
 from fly.eval.harness import Fly
 from tests.serving import MODEL, running
 
-PROBLEMS = list(problems("arithmetic", "heldout", 0, 6))
+PROBLEMS = problems("arithmetic", "heldout", n=6)
 
 
 def instances(kind: Any, *arguments: tuple[Any, ...]) -> list[Instance]:

@@ -218,7 +218,7 @@ def test_a_draft_of_another_vocabulary_is_translated(speaker: Path, tmp_path_fac
     (other / "tokenizer.json").write_text(json.dumps(raw))
     params = GREEDY.model_copy(update={"ignore_eos": True})
     plain = LLM(speaker, dtype="float32").generate(["Hello"], params)[0].token_ids
-    for draft, mode in ((other, "tokens"), (f"ngram+{other}", "tokens"), (speaker, None)):
+    for draft, mode in ((other, "text"), (f"ngram+{other}", "text"), (speaker, None)):
         llm = LLM(speaker, draft, dtype="float32")
         assert getattr(llm.draft, "mode", None) == mode
         assert llm.generate(["Hello"], params)[0].token_ids == plain

@@ -613,10 +613,8 @@ def test_the_acceptance_of_a_run_gives_the_gain_of_large_models(run: tuple[Path,
     said = words(result.output)
     assert "405B : 8B" in said and "cannot be replayed" in said and f"{gains['exact'][0].gain.value:.2f}×" in said
     for options, reason in (
-        (["--check", "--policy", "exact", "--policy", "fly"], "--check runs one rule, not 2"),
-        (["--check", "--recorded", str(run[0])], "--recorded does nothing with --check"),
         (["--recorded", str(run[0]), "--tau", "3"], "--tau does nothing with --recorded"),
-        (["--policy", "fly"], "--policy does nothing without --recorded or --check"),
+        (["--policy", "fly"], "--policy does nothing without --recorded"),
         (["--recorded", str(run[0]), "--draft", "none"], "'--draft none' has not"),
     ):
         result = command("bench", "plan", *options)

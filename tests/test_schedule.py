@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fly
-from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.waits import find_wait
 from fly.drafts import DraftStrategy, SingleDraft, TreeDraft
 from fly.policies import (
     AboveContext,
@@ -219,7 +219,7 @@ def test_a_budget_of_any_quantity_holds_over_a_whole_generation(draft: DraftStra
 
 def test_a_graph_keeps_no_account_and_the_kit_varies_it() -> None:
     rule = Exact() | (Always() & Regret(0.3))
-    assert "keeps account of what relaxed tokens cost" in str(host_wait(rule.bind(toy_vocabulary(32))))
+    assert "keeps account of what relaxed tokens cost" in str(find_wait(rule.bind(toy_vocabulary(32))))
     check_row_alone_equals_row_in_batch(rule)
 
 

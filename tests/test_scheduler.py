@@ -400,6 +400,19 @@ def test_samples_of_one_prompt_share_its_pages_to_the_last_token() -> None:
     assert len({tuple(row.tokens) for row in rows}) > 1 and whole(scheduler)
 
 
+def test_a_sample_of_a_request_that_lost_its_pages_begins_without_them() -> None:
+    """Where pages are not shared, a request that made room and joins again holds nothing yet."""
+    runner = Runner(TARGET, PagedKVCache(TARGET.config, 34, 1), share=False)
+    scheduler = Scheduler(Engine(runner, STRATEGIES["model"](34, 1)))
+    batch = [Asked((*range(2, 14), number), max_tokens=9) for number in range(4)]
+    rows = [row for asked in batch for first in [asked.row()] for row in (first, first.sample(first.seed))]
+    for row in rows:
+        scheduler.add(row)
+    run(scheduler)
+    assert [tuple(row.tokens[13:]) for row in rows] == [alone("model", asked)[0] for asked in batch for _ in range(2)]
+    assert sum(row.stats.preempted for row in rows) > 0 and whole(scheduler)
+
+
 def test_out_of_blocks_in_the_middle_of_a_step_is_no_error_of_anybody() -> None:
     """A strategy that takes more room than it says: the latest makes room, none is lost."""
 

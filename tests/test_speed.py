@@ -1,9 +1,8 @@
-"""The bench's arithmetic, its clocks, and peers that say what we say. No figure is judged here."""
+"""The bench's arithmetic and its clocks. No figure is judged here."""
 
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
@@ -20,24 +19,20 @@ from fly import LLM, SamplingParams, cli
 from fly.backends.cpu import available, why_not
 from fly.backends.torch import TorchExecutor
 from fly.bench import limits as limits_module
-from fly.bench.calibrate import _Slips
 from fly.bench.clock import Timing, take_turns
 from fly.bench.limits import Limits
-from fly.bench.llama_cpp import write_gguf
-from fly.bench.peers import Contender, Match, fly_contender, load_peers, measure_matches, usual_amount
+from fly.bench.prompts import PROMPTS, asked_of, usual_amount
 from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameters, random_model, shape_config
 from fly.bench.speed import Forward, Forwards, Rounds, Shape, context_slope, measure_rounds, predict
-from fly.bench.twins import PAIRS, measure_twins, parse_pair
-from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cache import PagedKVCache
-from fly.drafts import Eagle3Draft, NGramDraft, SingleDraft
+from fly.drafts import Eagle3Draft, NGramDraft
 from fly.eval import Setting, compare, decode
 from fly.eval.compare import in_turns
 from fly.eval.timed import Clock, Times, draft_runners, timed
 from fly.executor import Batch, Drafted, DraftSpec, Executor
 from fly.models import LlamaConfig, load_model, save_model
-from fly.policies import Exact, FLy
+from fly.policies import FLy
 from fly.request import Stats
 from tests.test_drafts import make_row
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
@@ -224,12 +219,6 @@ def test_a_clock_changes_nothing_but_the_time_it_notes() -> None:
     assert drafting.extend(batch, DraftSpec(), rows, [2]) == Drafted([[3, 3]]) and drafting.seconds > 0
 
 
-def test_a_draft_that_slips_is_wrong_from_the_middle_on() -> None:
-    model, row = random_llama(), make_row([1, 2, 3])
-    right, wrong = (kind(TorchExecutor(model)).propose([row], [6]).chains[0] for kind in (SingleDraft, _Slips))
-    assert wrong[:3] == right[:3] and all(a != b for a, b in zip(wrong[3:], right[3:], strict=True))
-
-
 def test_the_models_of_a_draft() -> None:
     assert [len(draft_runners(strategy_of(name).draft)) for name in ("ngram", "fly-draft", "ngram+fly-draft")] == [
         0,
@@ -246,7 +235,7 @@ def test_the_models_of_a_draft() -> None:
     "draft", ["fly-draft", "choose(a=fly-draft, b=ngram)", "fly-eagle3", "eagle3(fly-eagle3, nodes=8)"]
 )
 def test_rounds_are_the_same_with_clocks_and_their_parts_are_the_whole(draft: str) -> None:
-    asked = list(problems(None, "heldout", 0, 1))
+    asked = problems(None, "heldout", n=1)
     llm = strategy_of(draft)
     settings = [Setting("autoregressive", llm, 0), Setting("fly", llm, 5, FLy())]
 
@@ -325,104 +314,6 @@ def test_the_prediction_is_the_formula() -> None:
         predict(rounds, forwards[:2], draft)
 
 
-def test_agreement_counts_tokens_before_the_first_that_differs() -> None:
-    someone = Contender("x", "y", False, lambda ids, most: [])
-    truth, other = Match(someone, [[1, 2, 3], [4, 5]], [1.0, 2.0]), Match(someone, [[1, 9, 3], [4, 5]], [1.0])
-    assert other.agreement(truth) == (1, 3 / 5)
-    assert truth.agreement(truth) == (2, 1.0)
-    assert truth.tokens_per_second().times == (5.0, 2.5)
-
-
-def test_contenders_take_turns_and_give_their_first_outputs() -> None:
-    calls: list[tuple[str, int]] = []
-
-    def contender(name: str) -> Contender:
-        def decode(prompt: list[int], most: int) -> list[int]:
-            calls.append((name, prompt[0]))
-            return [len(calls)] * most
-
-        return Contender(name, "toy", False, decode)
-
-    matches = measure_matches([contender("a"), contender("b")], [[n] for n in range(10)], 2, turns=2)
-    turn = [(name, n) for part in (range(8), range(8, 10)) for name in "ab" for n in part]
-    assert calls == [("a", 0), ("b", 0)] + turn * 2
-    for match, name in zip(matches, "ab"):
-        assert match.outputs == [[3 + turn.index((name, n))] * 2 for n in range(10)]
-        assert len(match.seconds) == 2
-    with pytest.raises(ValueError, match="need contenders"):
-        measure_matches([contender("a")], [], 2)
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    llm = LLM("fly-target", dtype="float32", kernels="torch")
-    return [llm.chat_prompt(problem.prompt) for problem in problems(None, "heldout", 3, 2)]
-
-
-def same_as_ours(
-    monkeypatch: pytest.MonkeyPatch, directory: Path, prompts: list[list[int]], without: str
-) -> tuple[list[Contender], list[str]]:
-    """Peers, each of which says what we say, in float32."""
-    monkeypatch.setitem(sys.modules, without, None)
-    paths = resolve_checkpoint("fly-target"), resolve_checkpoint("fly-draft")
-    peers, skipped = load_peers(*paths, 4, torch.float32, directory, False, rows=2)
-    ours = fly_contender(Setting("autoregressive", LLM("fly-target", dtype="float32", kernels="torch"), 0), False)
-    for prompt in prompts:
-        wanted = ours.decode(prompt, 20)
-        for peer in peers:
-            assert peer.decode(list(prompt), 20) == wanted, peer.name
-    alone = [ours.decode(prompt, 20) for prompt in prompts]
-    together = [peer.together for peer in [ours, *peers] if peer.together is not None]
-    assert len(together) == 2 and all(decode([*map(list, prompts)], 20) == alone for decode in together)
-    return peers, skipped
-
-
-def test_transformers_says_what_we_say_and_a_missing_peer_is_named(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: list[list[int]]
-) -> None:
-    pytest.importorskip("transformers")
-    peers, skipped = same_as_ours(monkeypatch, tmp_path, prompts, without="llama_cpp")
-    assert [(peer.name, peer.speculative) for peer in peers] == [
-        ("generate", False),
-        ("prompt lookup", True),
-        ("assisted", True),
-        ("assisted (own K)", True),
-    ]
-    assert len(skipped) == 1 and "llama.cpp is skipped" in skipped[0] and "flyspec[peers]" in skipped[0]
-
-
-def test_llama_cpp_says_what_we_say(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, prompts: list[list[int]]) -> None:
-    pytest.importorskip("llama_cpp")
-    pytest.importorskip("gguf")
-    peers, skipped = same_as_ours(monkeypatch, tmp_path, prompts, without="transformers")
-    assert [(peer.name, peer.speculative) for peer in peers] == [("decode", False), ("speculative", True)]
-    assert len(skipped) == 1 and "transformers is skipped" in skipped[0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_gguf_holds_every_tensor(tmp_path: Path, dtype: torch.dtype) -> None:
-    gguf = pytest.importorskip("gguf")
-    model = random_llama(kv_heads=2, tied=True).to(dtype)
-    write_gguf(model, tmp_path / "model.gguf")
-    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
-    assert "output.weight" not in tensors  # shared with the embedding
-    assert sum(int(tensor.n_elements) for tensor in tensors.values()) == sum(p.numel() for p in model.parameters())
-    assert tensors["blk.1.ffn_norm.weight"].tensor_type == gguf.GGMLQuantizationType.F32
-    stored = torch.from_numpy(tensors["blk.0.attn_q.weight"].data.copy())
-    rows = stored.view(torch.bfloat16) if dtype == torch.bfloat16 else stored
-    head = model.config.head_dim
-    own = model.layers[0].self_attn.qkv_proj.weight[:head]  # type: ignore[union-attr]
-    assert torch.equal(rows[:head], own[[n // 2 + n % 2 * head // 2 for n in range(head)]])
-
-
-def test_pairs() -> None:
-    assert parse_pair("70b:8b") == PAIRS["70b:8b"]
-    assert parse_pair("0.05") == (0.05, 15)
-    for wrong in ("8b", "0", "1.5"):
-        with pytest.raises(ValueError, match="neither a cost ratio"):
-            parse_pair(wrong)
-
-
 @pytest.fixture
 def quick_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits_module, "_SIZES", (2**20, 2**24))
@@ -436,9 +327,8 @@ def run(*arguments: Any) -> str:
 
 
 def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     record = tmp_path / "speed.json"
-    plot = tmp_path / "speed.png"
+    plot = tmp_path / "speed.svg"
     options = ("--policy", "fly", "--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", plot)
     text = run("bench", "speed", "--model", "fly-draft", "--draft", "model(fly-tiny)", "--shape", "64x1x100", *options)
     for heading in ("Limits", "Forwards of fly-draft", "Forwards of model(fly-tiny)", "Forwards of 64x1x100", "Rounds"):
@@ -448,8 +338,9 @@ def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path
     assert figures["limits"]["read 16 MB"]["best"] > 0
     assert [rounds["decoding"] for rounds in figures["rounds"]] == ["autoregressive", "exact", "fly"]
     assert all(rounds["predicted"] > 0 for rounds in figures["rounds"])
-    drawn = {path.name for path in tmp_path.glob("*.png")}
-    assert drawn == {f"speed-{sweep}.png" for sweep in ("k", "context", "rows", "size")}
+    drawn = {path.name for path in tmp_path.glob("*.svg")}
+    assert drawn == {f"speed-{sweep}.svg" for sweep in ("k", "context", "rows", "size")}
+    assert all("64x1x100" in (tmp_path / f"speed-{sweep}.svg").read_text() for sweep in ("k", "context", "rows"))
 
 
 @pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
@@ -480,85 +371,21 @@ def test_fly_bench_speed_counts_a_byte_for_each_weight_of_8_bits(quick_limits: N
     assert [each["products"] for each in (plain, *narrow)] == ["bfloat16", "bfloat16", "int8"]
 
 
-def test_fly_bench_twins_labels_its_figures(tmp_path: Path) -> None:
-    record = tmp_path / "twins.json"
-    options = ("--pair", "0.3", "--k", 3, "--width", 2, "--problems", 1, "--json", record)
-    text = run("bench", "twins", "--policy", "fly", "--model", "fly-draft", "--draft", "fly-tiny", *options)
-    assert "decoding (twin)" in text and "every figure is a twin's" in " ".join(text.split())
-    assert "…" not in text  # tables fit a terminal
-    (figures,) = json.loads(record.read_text())
-    names = [result["decoding"] for result in figures["results"]]
-    assert names == [
-        *("autoregressive", "exact", "fly", "exact, multi-level", "fly, multi-level"),
-        *("exact (to 0.4)", "fly (to 0.4)"),
-    ]
-    assert [result["predicted"] is not None for result in figures["results"]] == [False, True, True, *[False] * 4]
-    for result in figures["results"]:
-        assert result["tokens_per_second"] > result["tokens_per_second_with_prompts"] > 0
-        assert 0 < result["overhead"] < 1
-    assert figures["lengths"]["3"]["c"] > 0 and figures["problems"] == 1
+def test_a_saved_random_model_loads(tmp_path: Path) -> None:
+    save_model(random_model(shape_config("64x1x100"), torch.bfloat16), tmp_path, torch.bfloat16)
+    assert load_model(tmp_path).config == shape_config("64x1x100")
 
 
-def test_a_draft_too_long_for_the_twins_is_refused_before_they_are_made(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="k 900 must be below 896"):
-        measure_twins("nobody", "nobody", 0.1, [3, 900], [FLy()], 1, tmp_path)
-
-
-def test_fly_bench_peers_compares(quick_limits: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    record = tmp_path / "peers.json"
-    options = ("--problems", 1, "--tokens", 8, "--turns", 1, "--json", record)
-    text = run("bench", "peers", "--model", "fly-draft", "--draft", "fly-tiny", *options)
-    assert "transformers is skipped" in " ".join(text.split())
-    assert "…" not in text  # tables fit a terminal
-    figures = json.loads(record.read_text())
-    assert len(figures["skipped"]) == 2
-    first = figures["contenders"][0]
-    assert (first["library"], first["same_outputs"], first["agreement"]) == ("fly", 1, 1.0)
-    assert first["right"] is None and "answers are not checked, as 8 tokens are too few" in " ".join(text.split())
-    whole = ("--shape", "none", "--problems", 1, "--turns", 1, "--json", record)
-    text = run("bench", "peers", "--model", "fly-draft", "--draft", "fly-tiny", *whole)
-    assert json.loads(record.read_text())["contenders"][0]["right"] in (0, 1) and "not checked" not in text
-    run("bench", "peers", "--shape", "64x1x100", "--problems", 1, "--tokens", 4, "--turns", 1, "--json", record)
-    (only,) = json.loads(record.read_text())["contenders"]
-    assert only["right"] is None
-
-
-def test_a_large_shape_has_fewer_prompts_and_tokens_by_default(
-    quick_limits: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_has_fewer_prompts_and_tokens_by_default() -> None:
     assert usual_amount(99_999_999) == (24, 400)
     assert usual_amount(matrix_parameters(shape_config("768x12x32000"))) == (8, 160)
     amounts = [usual_amount(size * 10**8)[1] for size in range(1, 99)]
     assert amounts == sorted(amounts, reverse=True) and amounts[-1] == 64
-    asked: list[tuple[int, int]] = []
-
-    def noted(contenders: Any, prompts: Any, tokens: int, *others: Any) -> Any:
-        asked.append((len(prompts), tokens))
-        return measure_matches(contenders, prompts[:1], 2, *others)
-
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    monkeypatch.setattr("fly.bench.peers.measure_matches", noted)
-    for parameters, options, wanted in (
-        (10**8, (), (8, 175)),
-        (10**8, ("--problems", 3), (3, 175)),
-        (10**9, ("--tokens", 9), (8, 9)),
-        (10**7, (), (24, 400)),
-    ):
-        monkeypatch.setattr("fly.bench.peers.matrix_parameters", lambda config, n=parameters: n)
-        text = run("bench", "peers", "--shape", "64x1x100", "--turns", 1, *options)
-        assert asked[-1] == wanted
-        assert f"{wanted[0]} prompts, at most {wanted[1]} tokens each" in " ".join(text.split())
 
 
-def test_exact_is_lossless_and_fly_is_not() -> None:
+def test_bundled_models_are_asked_problems_and_others_prompts() -> None:
     llm = strategy_of("ngram")
-    assert not fly_contender(Setting("exact", llm, 3, Exact()), False).lossy
-    assert fly_contender(Setting("fly", llm, 3, FLy()), False).lossy
-
-
-def test_a_saved_random_model_loads(tmp_path: Path) -> None:
-    save_model(random_model(shape_config("64x1x100"), torch.bfloat16), tmp_path, torch.bfloat16)
-    assert load_model(tmp_path).config == shape_config("64x1x100")
+    asked, prompts = asked_of(llm, "fly-target", 2)
+    assert asked == problems(None, "heldout", 0, 2) and prompts == [llm.chat_prompt(each.prompt) for each in asked]
+    assert asked_of(llm, "a/checkpoint", 9)[1] == [llm.chat_prompt(text) for text in (*PROMPTS, PROMPTS[0])]
+    assert all(len(prompt) == 32 for prompt in asked_of(LLM(random_llama()), "a/checkpoint", 2)[1])

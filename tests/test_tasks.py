@@ -1,4 +1,4 @@
-"""The task generators, the sandbox that checks programs, and the bundled tokenizer."""
+"""The bundled problems and their generators, the sandbox that checks programs, and the bundled tokenizer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
+from typer.testing import CliRunner
 
-from fly.bundled import CHECKPOINTS, jail, sandbox
-from fly.bundled.tasks import KINDS, SPLITS, Problem, check, check_many, problems
+from fly.bundled import CHECKPOINTS
+from fly.bundled.tasks import FROZEN, KINDS, SPLITS, Problem, problems
+from fly.eval import jail
+from fly.eval.sandbox import Language, Refused, Result, Sandbox
+from fly.eval.scorers import Programs, check_many
+from fly.eval.task import load_task
 from fly.models import load_model
+from tools import problems as tools_problems
 from tools import train as training
+from tools.problems import FROZEN_COUNTS, generate
 from tools.train import Round
 
 NAMES = ("fly-target", "fly-draft", "fly-tiny")
 
 seeds = st.integers(0, 2**32)
+
+
+def check(problem: Problem, completion: str) -> bool:
+    return check_many([(problem, completion)])[0]
 
 
 # --- generators ------------------------------------------------------------------------------------------
@@ -32,23 +43,23 @@ seeds = st.integers(0, 2**32)
 @settings(max_examples=30, deadline=None)
 @given(st.sampled_from([*KINDS, "all", None]), st.sampled_from(SPLITS), seeds)
 def test_the_same_seed_gives_the_same_problems(kind: str | None, split: str, seed: int) -> None:
-    first = list(problems(kind, split, seed, 6))
-    assert first == list(problems(kind, split, seed, 6))
-    assert first == list(islice(problems(kind, split, seed), 6))
-    assert first != list(problems(kind, split, seed + 1, 6))
+    first = list(generate(kind, split, seed, 6))
+    assert first == list(generate(kind, split, seed, 6))
+    assert first == list(islice(generate(kind, split, seed), 6))
+    assert first != list(generate(kind, split, seed + 1, 6))
 
 
 @pytest.mark.parametrize("split", SPLITS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_reference_solutions_pass(kind: str, split: str) -> None:
-    batch = list(problems(kind, split, 11, 150))
+    batch = list(generate(kind, split, 11, 150))
     assert {p.kind for p in batch} == {kind}
     assert [p for p, ok in zip(batch, check_many([(p, p.solution) for p in batch])) if not ok] == []
 
 
 @pytest.mark.parametrize("kind", ["arithmetic", "text"])
 def test_a_wrong_last_line_fails(kind: str) -> None:
-    for p in problems(kind, "heldout", 3, 100):
+    for p in problems(kind, "heldout", n=100):
         steps, _, _ = p.solution.rpartition("####")
         assert check(p, f"{steps}#### {p.answer}\n")
         assert not check(p, f"{steps}#### {p.answer}1")
@@ -64,7 +75,7 @@ def test_changed_programs_fail() -> None:
         ("starts", "ends"), ("ends", "starts"), (" in ", " not in "),
     )  # fmt: skip
     pairs = []
-    for p in problems("code", "heldout", 5, 100):
+    for p in problems("code", "heldout", n=100):
         head, fence, program = p.solution.partition("```python\n")
         signature, _, body = program.partition(":\n")
         comment, _, body = body.partition("\n")
@@ -85,14 +96,14 @@ def test_changed_programs_fail() -> None:
 @given(st.sampled_from(KINDS), seeds, seeds)
 def test_splits_share_no_prompt(kind: str, seed: int, other: int) -> None:
     prompts = {
-        split: {p.prompt for p in problems(kind, split, s, 300)} for split, s in zip(SPLITS, (seed, other, other, seed))
+        split: {p.prompt for p in generate(kind, split, s, 300)} for split, s in zip(SPLITS, (seed, other, other, seed))
     }
     for one, two in combinations(SPLITS, 2):
         assert not prompts[one] & prompts[two], (one, two)
 
 
 def test_wording_is_free_but_the_facts_are_not() -> None:
-    openings = {p.solution.split(",")[0] for p in problems("arithmetic", "train", 0, 300)}
+    openings = {p.solution.split(",")[0] for p in generate("arithmetic", "train", 0, 300)}
     assert len(openings) >= 6
 
 
@@ -100,18 +111,54 @@ def test_wording_is_free_but_the_facts_are_not() -> None:
     ("kind", "split", "words"), [("poetry", "train", ("poetry", *KINDS)), ("code", "test", ("test", *SPLITS))]
 )
 def test_unknown_kind_or_split_names_the_choices(kind: str, split: str, words: tuple[str, ...]) -> None:
-    with pytest.raises(ValueError) as caught:
-        problems(kind, split, 0)
-    assert all(word in str(caught.value) for word in words)
+    for ask in (problems, generate):
+        with pytest.raises(ValueError) as caught:
+            ask(kind, split, 0)
+        assert all(word in str(caught.value) for word in words)
 
 
 def test_a_negative_count_is_refused() -> None:
-    with pytest.raises(ValueError, match="-1"):
-        problems("code", "train", 0, -1)
+    for ask in (problems, generate):
+        with pytest.raises(ValueError, match="-1"):
+            ask("code", "train", 0, -1)
 
 
 def test_mixed_kinds_take_turns() -> None:
-    assert [p.kind for p in problems("all", "train", 0, 6)] == list(KINDS) * 2
+    for ask in (problems, generate):
+        assert [p.kind for p in ask("all", "train", 0, 6)] == list(KINDS) * 2
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_bundled_problems_are_the_generators_of_seed_0(split: str) -> None:
+    for kind in (*KINDS, None):
+        count = FROZEN_COUNTS[split] * (len(KINDS) if kind is None else 1)
+        found = problems(kind, split)
+        assert len(found) == count and problems(kind, split, 0, 7) == found[:7]
+        made = list(generate(kind, split, 0, 60))
+        assert found[:60] == ([Problem(p.kind, p.prompt) for p in made] if split == "train" else made)
+    assert sum(path.stat().st_size for path in FROZEN.iterdir()) < 1_000_000
+
+
+def test_more_problems_than_there_are_and_other_seeds_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"holds 1200 problems of seed 0 .400 of each kind.*1201 were asked"):
+        problems(None, "heldout", n=1201)
+    with pytest.raises(ValueError, match=r"holds 1200 problems of seed 0 .*seed 3 was asked"):
+        problems(None, "heldout", seed=3, n=2)
+    with pytest.raises(ValueError, match=r"split 'ood' holds 400 problems of seed 0 .code., and 500 were asked"):
+        _ = load_task("bundled-ood", generated={"split": "ood", "kind": "code", "count": 500}).problems
+    with pytest.raises(ValueError, match=r"heldout.*middle.*ood"):
+        load_task("bundled-ood", generated={"split": "train"})
+
+
+def test_problems_of_another_seed_are_a_task(tmp_path: Path) -> None:
+    path = tmp_path / "mine.jsonl"
+    words = ["write", str(path), "--kind", "code", "--seed", "3", "--count", "5"]
+    assert CliRunner().invoke(tools_problems.app, words).exit_code == 0
+    changes = {"data": str(path), "shuffle": False}
+    asked = load_task("bundled-heldout", **changes)
+    assert [p.turns[0] for p in asked.problems] == [p.prompt for p in generate("code", "heldout", 3, 5)]
+    with Programs() as programs:
+        assert all(asked.score(each, asked.reference(each), programs).right for each in asked.problems)
 
 
 def test_programs_are_taken_from_the_block_or_the_whole_text() -> None:
@@ -124,6 +171,15 @@ def test_programs_are_taken_from_the_block_or_the_whole_text() -> None:
 
 
 # --- sandbox ---------------------------------------------------------------------------------------------
+
+
+def run_many(jobs: list[tuple[str, list[str]]], timeout_s: float = 5.0, language: Language = "small") -> list[Result]:
+    with Sandbox(timeout_s) as opened:
+        return [opened.run(code, tests, language) for code, tests in jobs]
+
+
+def run_python(code: str, tests: list[str], language: Language = "small") -> Result:
+    return run_many([(code, tests)], language=language)[0]
 
 
 @pytest.mark.parametrize(
@@ -156,7 +212,7 @@ def test_programs_are_taken_from_the_block_or_the_whole_text() -> None:
     ],
 )
 def test_the_sandbox_refuses(code: str) -> None:
-    result = sandbox.run_python(code, ["True"])
+    result = run_python(code, ["True"])
     assert not result.ok
     assert result.reason
 
@@ -168,15 +224,15 @@ def test_the_sandbox_stops_endless_loops_and_goes_on() -> None:
         ("x = 9 ** 9 ** 9", ["True"]),
         ("y = 2", ["y == 2"]),
     ]
-    results = sandbox.run_many(jobs, timeout_s=0.5)
+    results = run_many(jobs, timeout_s=0.5)
     assert [r.ok for r in results] == [True, False, False, True]
     assert results[1].reason == "timed out"
 
 
 def test_the_sandbox_limits_memory() -> None:
-    assert "MemoryError" in sandbox.run_python("x = [0] * 10 ** 10", ["True"]).reason
+    assert "MemoryError" in run_python("x = [0] * 10 ** 10", ["True"]).reason
     grow = "x = [0]\nwhile True:\n    x = x + x"
-    assert not sandbox.run_python(grow, ["True"]).ok
+    assert not run_python(grow, ["True"]).ok
 
 
 def test_the_sandbox_writes_nothing_even_past_the_syntax_check(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -191,16 +247,15 @@ def test_the_sandbox_writes_nothing_even_past_the_syntax_check(monkeypatch: pyte
         encoding="utf-8",
     )
     monkeypatch.setattr(jail, "__file__", str(open_server))
-    assert sandbox.run_python("x = 1", ["x == 1"]).ok
-    assert not sandbox.run_python(f"open({str(target)!r}, 'w').write('a')", ["True"]).ok
+    assert run_python("x = 1", ["x == 1"]).ok
+    assert not run_python(f"open({str(target)!r}, 'w').write('a')", ["True"]).ok
     assert not target.exists()
-    assert sandbox.run_python("import os", ["'PATH' not in os.environ"]).ok
+    assert run_python("import os", ["'PATH' not in os.environ"]).ok
 
 
 def test_a_failed_test_is_named_and_must_be_true_itself() -> None:
-    assert "f(1) == 3" in sandbox.run_python("def f(x):\n    return 2", ["f(1) == 2", "f(1) == 3"]).reason
-    assert not sandbox.run_python("def f(x):\n    return 2", ["f(1)"]).ok
-    assert sandbox.run_many([]) == []
+    assert "f(1) == 3" in run_python("def f(x):\n    return 2", ["f(1) == 2", "f(1) == 3"]).reason
+    assert not run_python("def f(x):\n    return 2", ["f(1)"]).ok
 
 
 @settings(max_examples=60, deadline=None)
@@ -221,7 +276,7 @@ def test_real_programs_run_as_they_need_it() -> None:
         "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\nassert A(1).x == 1",
         "import asyncio\nasync def f():\n    return 1\nassert asyncio.run(f()) == 1",
     ]
-    assert [r.reason for r in sandbox.run_many([(p, []) for p in programs], language="python")] == [""] * len(programs)
+    assert [r.reason for r in run_many([(p, []) for p in programs], language="python")] == [""] * len(programs)
 
 
 @ISOLATED
@@ -251,24 +306,24 @@ def test_real_programs_run_as_they_need_it() -> None:
         "def f(:",
     ],
 )
-def test_real_programs_reach_nothing_else(code: str, open_sandbox: sandbox.Sandbox) -> None:
+def test_real_programs_reach_nothing_else(code: str, open_sandbox: Sandbox) -> None:
     result = open_sandbox.run(code, language="python")
     assert not result.ok and result.reason
     assert open_sandbox.run("import os", language="python").ok  # and it goes on
 
 
 @pytest.fixture(scope="module")
-def open_sandbox() -> Iterator[sandbox.Sandbox]:
-    with sandbox.Sandbox() as opened:
+def open_sandbox() -> Iterator[Sandbox]:
+    with Sandbox() as opened:
         yield opened
 
 
 @ISOLATED
 def test_real_programs_end_in_time_and_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with sandbox.Sandbox(timeout_s=20) as opened:
+    with Sandbox(timeout_s=20) as opened:
         fills = "n = 0\nwhile True:\n    open(str(n), 'wb').write(bytes(1 << 23))\n    n += 1"
         assert opened.run(fills, language="python").reason == "wrote too much"
-    with sandbox.Sandbox(timeout_s=0.5) as opened:
+    with Sandbox(timeout_s=0.5) as opened:
         swallows = (
             "while True:\n    try:\n        while True:\n            pass\n    except BaseException:\n        pass"
         )
@@ -283,14 +338,14 @@ def test_where_nothing_isolates_real_programs_are_refused(monkeypatch: pytest.Mo
     bare = tmp_path / "server.py"
     bare.write_text(source.replace("    if _landlock_version() < 1:\n", "    if True:\n"), encoding="utf-8")
     monkeypatch.setattr(jail, "__file__", str(bare))
-    with pytest.raises(sandbox.Refused, match="Landlock"):
-        sandbox.run_python("x = 1", [], language="python")
-    assert sandbox.run_python("x = 1", ["x == 1"]).ok  # the small language needs none of it
+    with pytest.raises(Refused, match="Landlock"):
+        run_python("x = 1", [], language="python")
+    assert run_python("x = 1", ["x == 1"]).ok  # the small language needs none of it
     # isolation that does not hold is noticed, and nothing is run
     bare.write_text(source.replace("        _seccomp()\n", "        pass\n"), encoding="utf-8")
     if not jail.why_not():
-        with pytest.raises(sandbox.Refused, match="forked"):
-            sandbox.run_python("x = 1", [], language="python")
+        with pytest.raises(Refused, match="forked"):
+            run_python("x = 1", [], language="python")
 
 
 # --- tokenizer -------------------------------------------------------------------------------------------
@@ -306,7 +361,7 @@ def tokenizer() -> Tokenizer:
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_problems_fit_their_token_limits(tokenizer: Tokenizer, kind: str, split: str, usual: int, most: int) -> None:
-    batch = list(problems(kind, split, 21, 400))
+    batch = list(generate(kind, split, 21, 400))
     lengths = [len(e.ids) for e in tokenizer.encode_batch([p.prompt + p.solution for p in batch])]
     assert sum(length <= usual for length in lengths) >= 0.99 * len(lengths)
     assert max(lengths) <= most

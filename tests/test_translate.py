@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fly import LLM, SamplingParams
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
-from fly.drafts.translate import TranslatedDraft, Vocabularies, _common, _Context, translated
+from fly.drafts.translate import TranslatedDraft, Vocabularies, _Context, translated
 from fly.drafts.tree import TreeDraft
 from fly.engine import Engine
 from fly.models import CheckpointError, Llama, LlamaConfig
@@ -91,15 +91,14 @@ LEVEL = [LARGE, SMALL, OTHER, PREFIXED]
 PAIRS = {
     "padded": (LARGE, 350, LARGE, 336),
     "padded larger": (LARGE, 336, LARGE, 350),
-    "tokens": (LARGE, 330, SMALL, 290),
-    "tokens padded": (SMALL, 300, LARGE, 352),
     "text": (LARGE, 330, OTHER, 340),
+    "text to a part": (SMALL, 300, LARGE, 352),
     "text to pieces": (PIECES, 275, LARGE, 330),
     "text from pieces": (LARGE, 330, PIECES, 275),
 }
 every_pair = pytest.mark.parametrize("name", PAIRS)
 one_to_one = pytest.mark.parametrize("name", [name for name in PAIRS if not name.startswith("text")])
-byte_pairs = st.sampled_from([(a, b, m) for a, b in permutations(LEVEL, 2) for m in ("tokens", "text")])
+byte_pairs = st.sampled_from([*permutations(LEVEL, 2)])
 
 
 @cache
@@ -116,17 +115,13 @@ def speaker(
     return level
 
 
-def mode_of(name: str) -> str:
-    return name.split()[0]
-
-
 def pair(name: str, **options: object) -> TranslatedDraft:
     target, size, draft, own_size = PAIRS[name]
-    return TranslatedDraft(speaker(draft, own_size, **options), target, size, mode_of(name))  # type: ignore[arg-type]
+    return TranslatedDraft(speaker(draft, own_size, **options), target, size)  # type: ignore[arg-type]
 
 
-def between(target: Tokenizer, draft: Tokenizer, mode: str = "auto") -> Vocabularies:
-    return Vocabularies(target, SIZES[target], draft, SIZES[draft], mode)  # type: ignore[arg-type]
+def between(target: Tokenizer, draft: Tokenizer) -> Vocabularies:
+    return Vocabularies(target, SIZES[target], draft, SIZES[draft])
 
 
 def spelled(tokenizer: Tokenizer, ids: list[int]) -> bytes:
@@ -158,35 +153,18 @@ def test_the_byte_alphabet_is_the_librarys() -> None:
         assert decoders.ByteLevel().decode([character]) == bytes([byte]).decode("utf-8", "replace")
 
 
-@given(st.sampled_from([(a, b) for a, b in permutations(LEVEL, 2)]))
-def test_shared_tokens_are_those_of_the_same_text(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
+@given(byte_pairs)
+def test_shared_tokens_are_special_ones_of_the_same_text(tokenizers: tuple[Tokenizer, Tokenizer]) -> None:
     target, draft = tokenizers
-    vocabularies = between(target, draft, "tokens")
-    texts_t, texts_d = ({i: text for text, i in t.raw.get_vocab().items()} for t in (target, draft))
+    vocabularies = between(target, draft)
+    texts_t, texts_d = (
+        {i: text for text, i in t.raw.get_vocab().items() if i in t.control_ids} for t in (target, draft)
+    )
     wanted = {(i, draft.raw.token_to_id(text)) for i, text in texts_t.items() if text in texts_d.values()}
     assert set(vocabularies.to_draft.items()) == wanted
     assert {(t, d) for d, t in vocabularies.to_target.items()} == wanted
     for t, d in wanted:
         assert target.decode([t], skip_special_tokens=False) == draft.decode([d], skip_special_tokens=False)
-        assert (t in target.control_ids) == (d in draft.control_ids)
-
-
-texts_of = st.dictionaries(st.integers(0, 9), st.sampled_from([b"a", b"b", b"ab", b"c"]))
-
-
-@given(texts_of, texts_of)
-def test_of_tokens_with_the_same_bytes_the_lowest_are_drafted(
-    target: dict[int, bytes], draft: dict[int, bytes]
-) -> None:
-    to_draft, to_target = _common(target, draft)
-    assert to_draft.keys() == {i for i, text in target.items() if text in draft.values()}
-    assert all(target[t] == draft[d] for t, d in to_draft.items())
-    assert len(set(to_target.values())) == len(to_target)
-    for d, t in to_target.items():
-        assert to_draft[t] == d and target[t] == draft[d]
-        assert t == min(i for i in target if target[i] == target[t])
-        assert d == min(i for i in draft if draft[i] == draft[d])
-    assert {target[t] for t in to_target.values()} == set(target.values()) & set(draft.values())
 
 
 def test_a_special_token_is_not_the_plain_text_it_looks_like() -> None:
@@ -194,22 +172,18 @@ def test_a_special_token_is_not_the_plain_text_it_looks_like() -> None:
     plain.raw.add_tokens(["<end>"])
     size = plain.raw.get_vocab_size()
     assert plain.token_id("<end>") not in plain.control_ids
-    vocabularies = Vocabularies(LARGE, 330, plain, size, "tokens")
+    vocabularies = Vocabularies(LARGE, 330, plain, size)
     assert LARGE.token_id("<end>") not in vocabularies.to_draft
     assert plain.token_id("<end>") not in vocabularies.to_target
     # and the other way: plain text that looks like a special token stays plain
     typed = plain.encode("the <end>", add_special_tokens=False)
-    ids = converted(typed, Vocabularies(plain, size, LARGE, 330, "text"))
+    ids = converted(typed, Vocabularies(plain, size, LARGE, 330))
     assert not set(ids) & LARGE.control_ids and spelled(LARGE, ids) == b"the <end>"
 
 
-def test_auto_picks_the_first_mode_that_serves() -> None:
+def test_one_tokenizer_is_padded_and_two_go_by_text() -> None:
     assert Vocabularies(LARGE, 352, LARGE, 330).mode == "padded"
-    assert between(LARGE, SMALL).mode == between(SMALL, LARGE).mode == "tokens"
-    assert between(LARGE, OTHER).mode == between(LARGE, PIECES).mode == between(PIECES, LARGE).mode == "text"
-    letters = train("", 0, ("<end>",))
-    assert Vocabularies(LARGE, 330, letters, 257).mode == "text"  # single bytes are shared by all and say nothing
-    assert Vocabularies(LARGE, 330, letters, 257, "tokens").mode == "tokens"
+    assert all(between(target, draft).mode == "text" for target, draft in permutations(SIZES, 2))
 
 
 # --- what the draft model reads --------------------------------------------------------------------------
@@ -217,10 +191,10 @@ def test_auto_picks_the_first_mode_that_serves() -> None:
 
 @settings(max_examples=150)
 @given(byte_pairs, st.data())
-def test_byte_level_text_goes_over_exactly(which: tuple[Tokenizer, Tokenizer, str], data: st.DataObject) -> None:
-    target, draft, mode = which
+def test_byte_level_text_goes_over_exactly(which: tuple[Tokenizer, Tokenizer], data: st.DataObject) -> None:
+    target, draft = which
     tokens = data.draw(ids_of(target))
-    vocabularies = between(target, draft, mode)
+    vocabularies = between(target, draft)
     ids = converted(tokens, vocabularies)
     # special tokens are mapped where they are shared and left out where not; the bytes between them stay
     kept = [i for i in tokens if i not in target.control_ids or i in vocabularies.to_draft]
@@ -229,10 +203,6 @@ def test_byte_level_text_goes_over_exactly(which: tuple[Tokenizer, Tokenizer, st
     ]
     back: list[bytes | int] = [i if i in draft.control_ids else spelled(draft, [i]) for i in ids]
     assert merged(back) == merged(parts)
-    if mode == "tokens":  # shared ones are kept as they are
-        mapped = [vocabularies.to_draft[i] for i in tokens if i in vocabularies.to_draft]
-        rest = iter(ids)
-        assert all(i in rest for i in mapped)
 
 
 def merged(parts: list[bytes | int]) -> list[bytes | int]:
@@ -272,10 +242,9 @@ def test_a_context_depends_on_the_tokens_alone(
         assert context.ids == converted(tokens, vocabularies) and context.tokens == tokens
 
 
-@pytest.mark.parametrize("mode", ["tokens", "text"])
-def test_growing_text_changes_the_end_only(mode: str) -> None:
+def test_growing_text_changes_the_end_only() -> None:
     """What the draft's cache holds stays valid but for the last word."""
-    vocabularies, context = between(LARGE, OTHER, mode), _Context()
+    vocabularies, context = between(LARGE, OTHER), _Context()
     tokens = LARGE.encode(ENGLISH + GERMAN, add_special_tokens=False)
     changed = 0
     for n in range(1, len(tokens) + 1):
@@ -407,9 +376,7 @@ def test_rounds_draw_apart_even_where_the_draft_reads_as_many_tokens(name: str) 
 SHAPES: dict[str, Callable[[str], TranslatedDraft]] = {
     "single": lambda name: pair(name, block_size=3),
     "tree": lambda name: pair(name, make=TreeDraft, nodes=6, depth=3, width=2),
-    "cascade": lambda name: TranslatedDraft(
-        CascadeDraft([NGramDraft(), speaker(*PAIRS[name][2:])]), *PAIRS[name][:2], mode_of(name)
-    ),  # type: ignore[arg-type]
+    "cascade": lambda name: TranslatedDraft(CascadeDraft([NGramDraft(), speaker(*PAIRS[name][2:])]), *PAIRS[name][:2]),
 }
 
 
@@ -493,11 +460,11 @@ class Script:
         return 9.0 * torch.nn.functional.one_hot(says_T, self.config.vocab_size).float()
 
 
-def reciting(text: str, target: Tokenizer, draft: Tokenizer, mode: str, end: str = "") -> TranslatedDraft:
+def reciting(text: str, target: Tokenizer, draft: Tokenizer, end: str = "") -> TranslatedDraft:
     """A translated draft of a model that knows ``text`` by heart."""
     level = SingleDraft(run(Script(draft.encode(text) + ([draft.token_id(end)] if end else []), SIZES[draft])))
     level.tokenizer = draft
-    return TranslatedDraft(level, target, SIZES[target], mode)  # type: ignore[arg-type]
+    return TranslatedDraft(level, target, SIZES[target])
 
 
 @pytest.mark.parametrize(
@@ -506,18 +473,11 @@ def reciting(text: str, target: Tokenizer, draft: Tokenizer, mode: str, end: str
 def test_one_text_in_two_vocabularies_is_accepted(target: Tokenizer, draft: Tokenizer) -> None:
     text = "the cat sat on the mat 😀 and\nthe other vögel ate"
     prompt, script = target.encode("the cat"), target.encode(text) + [target.token_id("<end>")]
-    llm = LLM(Script(script, SIZES[target]), reciting(text, target, draft, "text", "<end>"), k=12)
+    llm = LLM(Script(script, SIZES[target]), reciting(text, target, draft, "<end>"), k=12)
     params = SamplingParams(temperature=0, max_tokens=200, stop_token_ids=(target.token_id("<end>"),))
     (out,) = llm.generate([prompt], params)
     assert out.token_ids == script[len(prompt) :]
     assert out.stats.tau > 3
-
-
-def test_tokens_mode_proposes_what_both_spell_alike() -> None:
-    text = "the cat sat on the mat"
-    (drafted,) = proposals(reciting(text, LARGE, SMALL, "tokens").propose([make_row(LARGE.encode("the"))], [4]))
-    wanted = SMALL.encode(text)[2:6]
-    assert LARGE.decode(drafted) == SMALL.decode(wanted) and len(drafted) == 4
 
 
 @pytest.mark.parametrize("cut", [1, 2, 3])
@@ -526,7 +486,7 @@ def test_half_a_character_goes_over_byte_by_byte_or_waits(draft: Tokenizer, cut:
     whole = LARGE.encode("the 😀 cat")
     row = make_row(whole[: len(LARGE.encode("the ")) + cut])
     assert LARGE.decode(row.tokens).endswith("\ufffd")
-    strategy = reciting("the 😀 cat", LARGE, draft, "text")
+    strategy = reciting("the 😀 cat", LARGE, draft)
     (drafted,) = proposals(strategy.propose([row], [12]))
     if draft is PIECES:
         assert drafted == [] and PIECES.decode(strategy._own(row).tokens) == "the "
@@ -536,7 +496,7 @@ def test_half_a_character_goes_over_byte_by_byte_or_waits(draft: Tokenizer, cut:
 
 
 def test_a_character_drafted_in_part_is_not_proposed_in_part() -> None:
-    strategy = reciting("the 😀", LARGE, OTHER, "text")
+    strategy = reciting("the 😀", LARGE, OTHER)
     row, read = make_row(LARGE.encode("the")), len(OTHER.encode("the"))
     for n in range(1, 5):
         (drafted,) = proposals(strategy.propose([row], [n]))
@@ -547,7 +507,7 @@ def test_a_character_drafted_in_part_is_not_proposed_in_part() -> None:
 def test_a_word_that_continues_is_spelled_again_from_its_start() -> None:
     """The row has the beginning of a word that the target would write as one token."""
     th = LARGE.encode(" mat and th", add_special_tokens=False)
-    strategy = reciting(" mat and then the", LARGE, OTHER, "text")
+    strategy = reciting(" mat and then the", LARGE, OTHER)
     (drafted,) = proposals(strategy.propose([make_row(th)], [12]))
     assert LARGE.decode(th + drafted).startswith(" mat and then the")
     assert LARGE.encode(" mat and then the", add_special_tokens=False)[: len(th)] != th
@@ -556,15 +516,14 @@ def test_a_word_that_continues_is_spelled_again_from_its_start() -> None:
 # --- ends ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["tokens", "text"])
-def test_a_drafted_end_is_the_targets_end_where_it_is_shared(name: str) -> None:
-    draft = SMALL if name == "tokens" else OTHER
+@pytest.mark.parametrize("draft", [SMALL, OTHER], ids=lambda t: NAMES[t])
+def test_a_drafted_end_is_the_targets_end_where_it_is_shared(draft: Tokenizer) -> None:
     end = LARGE.token_id("<end>")
-    strategy = reciting("the cat", LARGE, draft, name, "<end>")
+    strategy = reciting("the cat", LARGE, draft, "<end>")
     row = make_row(LARGE.encode("the"), stop=(end,))
     (drafted,) = proposals(strategy.propose([row], [12]))
     assert drafted[-1] == end and LARGE.decode(drafted[:-1]) == " cat"
-    foreign = reciting("the cat", LARGE, SMALL, "text", "<pad>")  # no token of the target's
+    foreign = reciting("the cat", LARGE, SMALL, "<pad>")  # no token of the target's
     assert LARGE.decode(proposals(foreign.propose([row], [12]))[0], skip_special_tokens=False) == " cat"
 
 
@@ -617,20 +576,20 @@ def test_a_draft_of_another_vocabulary_is_translated() -> None:
         assert strategy.mode == Vocabularies(target, size, draft, own_size).mode
     swapped = train(ENGLISH, 330, ("<end>", "<bos>", "<user>"))
     strategy = translated(speaker(swapped, 330), LARGE, 330)  # same size, other ids
-    assert isinstance(strategy, TranslatedDraft) and strategy.mode == "tokens"
+    assert isinstance(strategy, TranslatedDraft) and strategy.mode == "text"
 
 
 @pytest.mark.parametrize("used", [False, True])
 def test_the_level_itself_is_not_changed(used: bool) -> None:
-    level, tokens = speaker(SMALL, 290, cache_tokens=64), SMALL.encode("the cat")
-    free = proposals(speaker(SMALL, 290).propose([make_row(tokens)], [8]))
+    level, tokens = speaker(LARGE, 350, cache_tokens=64), LARGE.encode("the cat")
+    free = proposals(speaker(LARGE, 350).propose([make_row(tokens)], [8]))
     row = make_row(tokens)
     if used:
         assert proposals(level.propose([row], [8])) == free
         level.release(row)
-    strategy = TranslatedDraft(level, LARGE, 330)
+    strategy = TranslatedDraft(level, LARGE, 336)
     strategy.propose([row], [4])
-    assert level.runner.executor.model is toy(290, 5) and not level.runner.cache.allocator.sequences()
+    assert level.runner.executor.model is toy(350, 5) and not level.runner.cache.allocator.sequences()
     assert proposals(level.propose([row], [8])) == free
 
 
@@ -655,12 +614,8 @@ def test_the_cache_is_as_large_as_the_levels_would_be() -> None:
             lambda: TranslatedDraft(CascadeDraft([NGramDraft()]), LARGE, 330),
             "NGramDraft .*cannot draft for another.*SingleDraft",
         ),
-        (lambda: between(LARGE, SMALL, "padded"), "'padded' needs one tokenizer"),
-        (lambda: between(LARGE, PIECES, "tokens"), "tokenizer of the draft is no byte-level BPE"),
-        (lambda: between(PIECES, LARGE, "tokens"), "tokenizer of the target is no byte-level BPE"),
-        (lambda: between(LARGE, SMALL, "string"), "'string' is none of auto, padded, tokens, text"),
         (
-            lambda: Engine(Runner(run(toy(336, 2)), None), pair("tokens")),
+            lambda: Engine(Runner(run(toy(336, 2)), None), pair("text")),
             "translated to 330 tokens, the target has 336",
         ),  # type: ignore[arg-type]
     ],
@@ -680,5 +635,4 @@ def test_a_tokenizer_with_more_tokens_than_its_model_is_refused() -> None:
 def test_a_spelling_with_marks_at_words_ends_is_not_byte_level() -> None:
     raw = RawTokenizer(models.BPE(vocab={c: i for i, c in enumerate(_ALPHABET)}, merges=[], end_of_word_suffix="</w>"))
     raw.decoder = decoders.ByteLevel()
-    with pytest.raises(ValueError, match="no byte-level BPE"):
-        Vocabularies(save(raw), 256, LARGE, 330, "tokens")
+    assert not Vocabularies(save(raw), 256, LARGE, 330).exact and between(SMALL, LARGE).exact

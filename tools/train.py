@@ -25,9 +25,12 @@ from rich.table import Table
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from torch import Tensor, nn
 
-from fly.bundled import CHECKPOINTS, wording
-from fly.bundled.tasks import KINDS, Problem, check_many, problems
+from fly.bundled import CHECKPOINTS
+from fly.bundled.tasks import KINDS, Problem
+from fly.eval.scorers import check_many
 from fly.models import Llama, LlamaConfig, load_model, save_model
+from tools import wording
+from tools.problems import generate
 
 __all__ = ["RECIPES", "Recipe", "build_tokenizer", "evaluate", "greedy", "save_tokenizer", "train"]
 
@@ -153,7 +156,7 @@ def build_tokenizer(seed: int = 0, count: int = 12_000) -> Tokenizer:
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = (text for p in problems("all", "train", seed, count) for text in (p.prompt, p.solution))
+    texts = (text for p in generate("all", "train", seed, count) for text in (p.prompt, p.solution))
     tokenizer.train_from_iterator(texts, trainer)
     (bos,) = _ids(tokenizer, BEGIN)
     tokenizer.post_processor = processors.Sequence(
@@ -221,7 +224,7 @@ def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _mixed(shares: tuple[int, int, int], seed: int) -> Iterator[Problem]:
-    streams = [problems(kind, "train", seed) for kind in KINDS]
+    streams = [generate(kind, "train", seed) for kind in KINDS]
     while True:
         for stream, share in zip(streams, shares):
             yield from islice(stream, share)
@@ -490,7 +493,7 @@ def evaluate(
     for split in splits:
         scores[split] = {}
         for kind in KINDS:
-            asked = list(problems(kind, split, seed, n))
+            asked = list(generate(kind, split, seed, n))
             pairs = list(zip(asked, greedy(model, tokenizer, [p.prompt for p in asked])))
             passed = check_many(pairs)
             scores[split][kind] = sum(passed) / n
@@ -544,7 +547,7 @@ trying out and testing speculative decoding, not for answering real questions.
 
 ## Training data
 
-Problems from the generators of `fly.bundled.tasks`, split `train`, seed {facts["seed"]}: word problems (`arithmetic`),
+Problems from the generators of `tools/problems.py`, split `train`, seed {facts["seed"]}: word problems (`arithmetic`),
 list transformations (`text`) and small Python functions (`code`). The wording of the solutions
 (connectives, verbs, variable names) is drawn uniformly at random, so the model is undecided at those words by
 design; numbers, names, list items and program semantics follow from the prompt. No collected text was used.
@@ -579,7 +582,7 @@ and templates that never occur in training, and longer chains of operations.
 
 ## Use and limits
 
-Use the chat template with the instruction forms of `fly.bundled.tasks`. The model knows nothing else: any other
+Use the chat template with the instruction forms of `tools/problems.py`. The model knows nothing else: any other
 request gives text that only looks like a solution. It handles integers below 100, short lists of common words, and
 functions that filter one list or compute one number. Never run generated code outside a sandbox.
 """

@@ -27,7 +27,7 @@ from fly.memory import room_for
 from fly.models import Llama
 from fly.models.checkpoint import Checkpoint
 from fly.models.directory import Directory
-from fly.models.eagle import Eagle3Head, is_head, load_head
+from fly.models.eagle import is_head, load_head
 from fly.models.exits import load_exits
 from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_device, resolve_dtype
@@ -99,14 +99,6 @@ def _on_torch(model: Model | Loading) -> Executor:
     return TorchOnHost(model) if model.device.type == "cpu" and available() != [TORCH] else TorchExecutor(model)
 
 
-def _head_on_torch(head: Eagle3Head) -> Executor:
-    if head.device.type == "cuda":
-        from fly.backends.cuda.head import CudaHead
-
-        return CudaHead(head)
-    return TorchHead(head)
-
-
 def part_executor(model: Llama, awaited: Callable[[], AbstractContextManager[Any]]) -> Executor:
     """Runs this process's part of a model on PyTorch; ``awaited`` is entered around each wait for other processes."""
     if model.device.type == "cuda":
@@ -170,7 +162,7 @@ def load(
         variant = split(chosen(kernels))[0] if where.type == "cpu" else TORCH  # its few weights are not rounded
         head = load_head(checkpoint.path, own, where)
         compiled = variant != TORCH and head_refusal(head) is None
-        return Loaded(CpuHead(head, variant) if compiled else _head_on_torch(head))
+        return Loaded(CpuHead(head, variant) if compiled else TorchHead(head))
     checkpoint.limit(context)
     with _room_for(checkpoint, resolve_dtype(dtype, checkpoint.raw), resolve_device(device), kernels):
         executor = by(checkpoint, dtype, device, kernels=kernels)

@@ -84,8 +84,7 @@ def measure_drafts(
     settings = [Setting(name, plain if draft is None else LLM(plain, draft), k, policy) for name, draft in drafts]
     greedy = SamplingParams(temperature=0.0, max_tokens=400)
     by_kind = {
-        kind: compare(settings, list(problems(kind, "heldout", 0, count)), greedy, lambda name: advance())
-        for kind in KINDS
+        kind: compare(settings, problems(kind, "heldout", 0, count), greedy, lambda name: advance()) for kind in KINDS
     }
     return [
         Drafted(name, {kind: results[number] for kind, results in by_kind.items()})

@@ -14,7 +14,6 @@ import torch
 from fly.backends import executor_of
 from fly.backends.cpu import chosen
 from fly.backends.cpu.library import NARROW, split
-from fly.backends.torch import TorchExecutor
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
@@ -22,8 +21,7 @@ from fly.eval.plan import named
 from fly.eval.timed import Setting, draft_runners
 from fly.executor import Batch, DraftSpec, Executor
 from fly.llm import LLM
-from fly.models import Llama, LlamaConfig
-from fly.ops import argmax
+from fly.models import LlamaConfig
 from fly.policies import AcceptancePolicy, Exact
 from fly.request import Sequence
 from fly.runner import Runner
@@ -33,10 +31,7 @@ __all__ = [
     "NARROW",
     "Subject",
     "drafts_alone",
-    "feeding",
     "forward_of",
-    "is_divided",
-    "narrow_kernels",
     "number_types",
     "runners_of",
     "runs_compiled",
@@ -63,11 +58,6 @@ def target_of(llm: LLM) -> Executor:
 def runners_of(llm: LLM) -> list[Runner]:
     """The target's, and those of the draft models."""
     return [llm.engine.runner, *draft_runners(llm.draft)]
-
-
-def narrow_kernels(kernels: str) -> str:
-    """Which of ``NARROW`` the name of some kernels stands for; empty for none of them."""
-    return split(chosen(kernels))[1]
 
 
 def subjects_of(llm: LLM, target: str, draft: str) -> list[Subject]:
@@ -120,31 +110,9 @@ def forward_of(
     return lambda: executor.extend(batch, DraftSpec(), [row_], [tokens])
 
 
-def feeding(executor: Executor, tokens: int, context: int) -> Callable[[], None]:
-    """A forward over ``tokens`` after ``context``, and its most likely tokens; it can be called any number of times."""
-    text = [1, 2, 3, 4] * (context // 4)
-    row = Sequence(text, context, SamplingParams(temperature=0.0), Exact(), seed=0, k=0)
-    runner = Runner(executor, PagedKVCache.for_model(executor, context + tokens + 64))
-    draft = [4] * (tokens - 1)
-
-    def run() -> None:
-        argmax(runner.feed([row], [draft])[0]).tolist()
-        runner.commit([row])
-
-    return run
-
-
 def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
     """Whether it is one model without a draft."""
     return isinstance(strategy, SingleDraft) and strategy.draft is None
-
-
-def is_divided(draft: DraftStrategy | None) -> bool:
-    """Whether each rank has a part of the draft's one model."""
-    executor = draft.executor if isinstance(draft, SingleDraft) else None
-    if not isinstance(executor, TorchExecutor) or not isinstance(model := executor.model, Llama):
-        return False
-    return model.lm_head.weight.shape[0] < model.config.vocab_size
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:

@@ -2,8 +2,9 @@
 
 A step reads every weight and every cached key and value once, and multiplies them; the longer of the two counts
 (the roofline, Williams et al. 2009). It adds up the ranks' results twice a layer, and short kernels or calls take their
-time besides, as the engine does once a round. Knows nothing of files or HTTP; ``fly.bench.calibrate`` measures the
-figures of this machine, and checks what they predict."""
+time besides, as the engine does once a round. Knows nothing of files or HTTP.
+
+``benchmarks/calibrate.py``, in a checkout, measures the figures of a machine, and checks what they predict."""
 
 from __future__ import annotations
 

@@ -1,9 +1,16 @@
-"""Prompts for models that are not bundled, like those of real users: code and sums, which suit speculation, and prose
-and lists, which do not."""
+"""What models are asked: bundled ones held-out problems, all others prompts like those of real users: code and sums,
+which suit speculation, and prose and lists, which do not."""
 
 from __future__ import annotations
 
-__all__ = ["PROMPTS"]
+import random
+
+from fly.bench.loaded import target_of
+from fly.bundled import BUNDLED
+from fly.bundled.tasks import Problem, problems
+from fly.llm import LLM
+
+__all__ = ["PROMPTS", "asked_of", "usual_amount"]
 
 PROMPTS = (
     "Write a Python function that merges two sorted lists into one sorted list, with type hints and a docstring.",
@@ -18,3 +25,32 @@ PROMPTS = (
     "List ten capital cities of Europe, each with its country and the river it lies on.",
     "Write a short, polite letter that asks a landlord to repair a heater before winter.",
 )
+
+
+def usual_amount(parameters: int) -> tuple[int, int]:
+    """The default number of prompts, and most tokens of each, for a shape of so many parameters.
+
+    One of 100 million or more gets fewer, and the fewer tokens the larger it is, down to 64: three turns of all peers
+    take about four minutes on two cores up to 270 million.
+    """
+    if parameters < 100e6:
+        return 24, 400
+    return 8, max(64, round(17.5e9 / parameters))
+
+
+def asked_of(llm: LLM, model: str, count: int) -> tuple[list[Problem], list[list[int]]]:
+    """Held-out problems, with their prompts, for a bundled checkpoint; some of ``PROMPTS`` alone for any other, which
+    was not trained on those problems."""
+    if model in BUNDLED:
+        asked = problems(None, "heldout", 0, count)
+        return asked, [llm.chat_prompt(problem.prompt) for problem in asked]
+    return [], [_prompt_of(llm, number) for number in range(count)]
+
+
+def _prompt_of(llm: LLM, number: int) -> list[int]:
+    """One of ``PROMPTS``, as a conversation where the model has a template for those."""
+    text, tokenizer = PROMPTS[number % len(PROMPTS)], llm.tokenizer
+    if tokenizer is None:
+        rng = random.Random(number)
+        return [rng.randrange(target_of(llm).config.vocab_size) for _ in range(32)]
+    return llm.chat_prompt(text) if tokenizer.template is not None else tokenizer.encode(text)

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from fly import __version__
+from fly.cli.audit import audit
 from fly.cli.bench import bench
 from fly.cli.chat import chat
 from fly.cli.comparison import demo
@@ -50,4 +51,5 @@ _TO_OTHERS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 app.command(context_settings=_TO_OTHERS)(harness)  # all that comes after it is the harness's, --help too
 app.command("report")(report_command)
 app.command()(replay)
+app.command()(audit)
 app.add_typer(bench, name="bench")

@@ -1,76 +1,23 @@
-"""``fly bench``: what the modules of ``fly.bench`` measure or predict, as tables, plots and JSON."""
+"""``fly bench``: what the modules of ``fly.bench`` measure or predict, as tables, plots and JSON; ``drafts`` itself."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.table import Table
 
-from fly.bench.batch import Load, measure_load
 from fly.bench.drafts import PROMISE, STRATEGIES, Drafted, Promise, Ratio, measure_drafts, measure_promise
-from fly.bench.loaded import settings_of
-from fly.bench.plot import check_plot, save_lines
-from fly.bench.policy import measure_decisions
-from fly.bundled import usual_draft
 from fly.bundled.tasks import KINDS
-from fly.bundled.tasks import problems as draw_problems
-from fly.cli.gpu import bench_gpu
-from fly.cli.options import (
-    CollectiveTimeout,
-    Device,
-    DraftOption,
-    Dtype,
-    HeartbeatTimeout,
-    Json,
-    K,
-    Kernels,
-    Model,
-    Policy,
-    Rules,
-    output,
-)
+from fly.cli.options import Device, Dtype, K, Kernels, Model, Policy
 from fly.cli.plan import bench_plan
-from fly.cli.run import alone, command, kernels_of, loaded, ranks_of, rules_of
-from fly.cli.show import console, grouped, note, print_list, print_named, progress, ratio, table, write_json
-from fly.cli.speed import bench_peers, bench_speed, bench_twins
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
-from fly.llm import LLM
-from fly.models.loading import resolve_device, resolve_dtype
+from fly.cli.run import alone
+from fly.cli.show import console, note, print_named, progress, table
+from fly.cli.speed import bench_speed
 from fly.policies import AcceptancePolicy, parse_policy
-from fly.types import SamplingParams
-
-
-@alone
-def bench_policy(
-    policy: Rules = None,
-    rows: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes B.")] = None,
-    k: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths K.")] = None,
-    vocab: Annotated[list[int] | None, typer.Option(min=16, help="Vocabulary sizes V.")] = None,
-    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
-    device: Device = "auto",
-) -> None:
-    """What a decision costs, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
-    rules = rules_of(policy)
-    shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
-    where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}
-    lines = []
-    with progress(len(rules) * len(shapes), "measuring") as advance:
-        for rule in rules:
-            for cost in measure_decisions(rule, shapes, **where):  # type: ignore[arg-type]
-                sizes = (str(rule), f"{cost.rows}", f"{cost.k}", f"{cost.vocab:,}", f"{cost.forward * 1e3:,.1f} ms")
-                greedy = (f"{cost.greedy * 1e3:,.2f} ms", f"{cost.greedy / cost.forward:.1%}")
-                sampled = (f"{cost.sampled * 1e3:,.2f} ms", f"{cost.sampled / cost.forward:.1%}")
-                lines.append((*sizes, *greedy, *sampled))
-                advance()
-    print_list(lines, "policy", "B", "K", "V", "forward", "greedy", "share", "sampled", "share")
-    console.print(
-        "[dim]share: the decision's time over the forward's, medians of 9; sampled: temperature 0.8, top-p 0.95[/]"
-    )
 
 
 @alone
@@ -184,95 +131,24 @@ def promise_table(found: Sequence[Promise], title: str, names: Mapping[str, str]
     )
 
 
-@command
-def bench_batch(
-    context: typer.Context,
-    size: Annotated[
-        list[int] | None, typer.Option(min=1, help="Requests at a time; may be given several times.")
-    ] = None,
-    requests: Annotated[
-        int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
-    ] = 64,
-    policy: Rules = None,
-    draft: DraftOption = None,
-    k: K = 15,
-    model: Model = "fly-target",
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
-    plot: Annotated[Path | None, output(help="Write a plot of tokens/s to this file (png, svg or pdf).")] = None,
-    json_: Json = None,
-) -> None:
-    """Throughput, latency and memory for 1 to 64 requests at a time, autoregressive, by exact speculation and by other
-    rules."""
-    with ranks_of(context) as ranks:
-        check_plot(plot)
-        sizes, rules = size or [1, 2, 4, 8, 16, 32, 64], rules_of(policy)
-        options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
-        options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
-        plain = LLM(model, **options)
-        draft = draft or usual_draft(model)
-        fast = LLM(plain, draft, **options)
-        if ranks is not None:
-            loaded(ranks)
-        settings = settings_of(plain, fast, k, rules)
-        each = [list(draw_problems(kind, "heldout", 0, -(-requests // len(KINDS)))) for kind in KINDS]
-        asked = [problem for turn in zip(*each) for problem in turn][:requests]
-        with progress(len(sizes) * len(settings) * len(asked), "batching") as advance:
-            loads = measure_load(settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)
-        title = f"{model}, {draft}, temperature 0, k {k}, {len(asked)} held-out problems, kernels {kernels_of(plain)}"
-        console.print(load_table(loads, title))
-        note(
-            "first: ms to a request's first token · each: ms a token after it (medians / 95 of 100)\n"
-            "unused: share of the pages in use in which no token stands"
-        )
-        if plot is not None and (ranks is None or ranks.leads):
-            lines = {
-                setting.name: [(load.size, load.tokens_per_second) for load in loads if load.setting is setting]
-                for setting in settings
-            }
-            save_lines(plot, title, "requests at a time", "tokens/s", lines, log_x=True)
-        write_json(json_, [load.as_json() for load in loads], ranks)
-
-
-def load_table(loads: list[Load], title: str) -> Table:
-    """Throughput, latency and memory by size; the first setting of each size is autoregressive, the second exact."""
-    by_size = grouped(loads, lambda load: load.size)
-
-    def over(load: Load, which: int) -> str:
-        return ratio(load.tokens_per_second, by_size[load.size][which].tokens_per_second)
-
-    def plain(load: Load) -> bool:
-        return load is by_size[load.size][0]
-
-    def latency(load: Load, name: str, digits: int) -> str:
-        return "/".join(f"{seconds * 1e3:,.{digits}f}" for seconds in load.percentiles(name))
-
-    return table(
-        title,
-        loads,
-        {
-            "size": lambda load: f"{load.size}" if plain(load) else "",
-            "decoding": lambda load: "AR" if plain(load) else escape(load.setting.name),
-            "tok/s": lambda load: f"{load.tokens_per_second:,.0f}",
-            "× AR": lambda load: over(load, 0),
-            "× exact": lambda load: over(load, 1),
-            "first": lambda load: latency(load, "first", 0),
-            "each": lambda load: latency(load, "each", 1),
-            "unused": lambda load: f"{load.waste:.1%}",
-            "right": lambda load: f"{sum(load.right)}/{len(load.right)}",
-        },
-        text=("decoding",),
-        wrapped=("decoding",),
-        ends=lambda load: load is by_size[load.size][-1],
-        padding=(0, 1, 0, 0),
-    )
-
-
 bench = typer.Typer(help="Speed, as ratios within one run.", no_args_is_help=True)
 
-_COMMANDS = bench_policy, bench_drafts, bench_plan, bench_batch, bench_speed, bench_peers, bench_twins, bench_gpu
-for _command in _COMMANDS:
+for _command in (bench_speed, bench_drafts, bench_plan):
     bench.command(_command.__name__.removeprefix("bench_"))(_command)
+
+
+def _refuse(name: str) -> None:
+    """A command that was moved to the laboratory, which no package has."""
+
+    @alone
+    def run() -> None:
+        raise ValueError(
+            f"'fly bench {name}' is no part of the package; in a checkout it is python -m benchmarks.{name}"
+        )
+
+    others = {"allow_extra_args": True, "ignore_unknown_options": True}
+    bench.command(name, hidden=True, context_settings=others)(run)
+
+
+for _name in ("peers", "twins", "batch", "policy", "gpu"):
+    _refuse(_name)

@@ -10,10 +10,9 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.bundled.tasks import problems as draw_problems
 from fly.cli.completion import legend, show_stream
 from fly.cli.evaluation import run_plan, show_report
-from fly.cli.options import DraftLength, Dtype, Kernels, Policy, Seed, Split
+from fly.cli.options import DraftLength, Dtype, Kernels, Policy, Split, gone
 from fly.cli.run import alone
 from fly.cli.show import console
 from fly.eval.plan import Plan
@@ -28,31 +27,34 @@ def demo(
     k: DraftLength = 15,
     policy: Policy = "fly",
     split: Split = "heldout",
-    seed: Seed = 0,
+    seed: Annotated[bool, gone("--seed", "the problems are those of seed 0; --problems says how many")] = False,
     dtype: Dtype = "auto",
     kernels: Kernels = "auto",
 ) -> None:
     """Show what speculation gains: one completion in colours, then a table over held-out problems."""
 
     rule = parse_policy(policy, trusted=True)
-    (question,) = draw_problems(None, split, seed, 1)
+    plan = bundled_plan(policy, problems, k, split, dtype=dtype, kernels=kernels)
+    ((task, _),) = plan.loaded_tasks().values()
+    (question,) = task.problems[0].turns
     llm = LLM("fly-target", "fly-draft", k=k, dtype=dtype, kernels=kernels)
 
     console.print(f"[bold]fly-target[/] verifies drafts of [bold]fly-draft[/] by [bold]{escape(str(rule))}[/]\n")
-    console.print(Text(question.prompt, "italic"))
+    console.print(Text(question, "italic"))
     console.print()
-    prompt = llm.chat_prompt(question.prompt)
-    stats, elapsed = show_stream(llm, prompt, SamplingParams(temperature=0.0, max_tokens=400), rule)
+    stats, elapsed = show_stream(llm, llm.chat_prompt(question), SamplingParams(temperature=0.0, max_tokens=400), rule)
     console.print()
     legend(llm, stats, elapsed)
     console.print()
-    compare_on_bundled(policy, problems, k, split, seed, dtype=dtype, kernels=kernels)
+    show_plan(plan)
 
 
-def compare_on_bundled(rule: str, count: int, k: int, split: str = "heldout", seed: int = 0, **options: Any) -> None:
-    """Run bundled problems through the bundled models by each way, and print the tables. Nothing is kept."""
+def bundled_plan(rule: str, count: int, k: int, split: str = "heldout", **options: Any) -> Plan:
+    """A plan of the first ``count`` bundled problems of a split, on the bundled models."""
+    return Plan.of({"k": k, "policies": [rule], "tasks": [f"bundled-{split}"], "limit": count, **options})
 
-    task = {"task": f"bundled-{split}", "generated": {"split": split, "seed": seed}, "limit": count}
-    plan = Plan.of({"k": k, "policies": [rule], "tasks": [task], **options})
+
+def show_plan(plan: Plan) -> None:
+    """Run a plan and print the tables. Nothing is kept."""
     with tempfile.TemporaryDirectory(prefix="fly-eval-") as folder:
         show_report(run_plan(plan, Path(folder)))

@@ -25,15 +25,29 @@ def number(least: float, most: float = math.inf, *, help: str) -> Any:
     return typer.Option(callback=check, metavar=f"<float range> [{shown}]", help=help)
 
 
-def output(*names: str, help: str) -> Any:
-    """An option that is a file to write. Refused at once if its directory does not exist, or figures would be lost."""
+def output(*names: str, help: str, suffix: str = "") -> Any:
+    """An option that is a file to write, whose name ends in ``suffix``. Refused at once if its directory does not
+    exist, or figures would be lost."""
 
     def check(path: Path | None) -> Path | None:
         if path is not None and not path.absolute().parent.is_dir():
             raise typer.BadParameter(f"there is no directory {str(path.parent)!r}")
+        if path is not None and path.suffix != suffix != "":
+            raise typer.BadParameter(f"{str(path)!r} must end in {suffix!r}")
         return path
 
     return typer.Option(*names, help=help, callback=check)
+
+
+def gone(name: str, instead: str) -> Any:
+    """An option that was deleted: it is not shown, and says what to use instead."""
+
+    def refuse(given: bool) -> bool:
+        if given:
+            raise typer.BadParameter(f"it was deleted; {instead}")
+        return given
+
+    return typer.Option(name, hidden=True, callback=refuse)
 
 
 Model = Annotated[
@@ -80,7 +94,6 @@ Exits = Annotated[
     str | None, typer.Option(help="A directory of 'fly train-exit': the target stops after the layers that settle it.")
 ]
 Split = Annotated[str, typer.Option(help="heldout (in domain), middle or ood (out of domain).")]
-Seed = Annotated[int, typer.Option(help="Which problems are drawn.")]
 Turns = Annotated[int, typer.Option(min=1, help="How often everything is measured, in turns.")]
 Json = Annotated[Path | None, output("--json", help="Write all figures to this file.")]
 ConfigFile = Annotated[

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,21 +10,18 @@ import typer
 from rich.markup import escape
 from rich.table import Column
 
-from fly.bench.calibrate import Check, check_here
 from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
-from fly.bench.plan import Device as Processor
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
-from fly.cli.options import CollectiveTimeout, HeartbeatTimeout, K, number
-from fly.cli.run import command, memory_in_words, ranks_of, rules_of, typed_in
+from fly.cli.options import K, gone, number
+from fly.cli.run import alone, rules_of, typed_in
 from fly.cli.show import console, note, print_list, progress, ratio
-from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
-from fly.policies import AcceptancePolicy, parse_policy
+from fly.policies import AcceptancePolicy
 
 
-@command
+@alone
 def bench_plan(
     typed: typer.Context,
     target: Annotated[
@@ -42,102 +38,84 @@ def bench_plan(
     per_node: Annotated[int, typer.Option(min=1, help="Devices of one node.")] = 8,
     rows: Annotated[int, typer.Option(min=1, help="Sequences in a batch.")] = 1,
     context: Annotated[int, typer.Option(min=1, help="Tokens of context of each.")] = 2048,
-    check: Annotated[
-        bool, typer.Option("--check", help="Predict the bundled pair (or --target, --draft) here, and run it.")
-    ] = False,
+    check: Annotated[bool, gone("--check", "in a checkout it is python -m benchmarks.calibrate")] = False,
     recorded: Annotated[
         Path | None,
         typer.Option(help="A run of 'fly eval --record': its acceptance gives τ, for each rule.", metavar="RUN"),
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            help="With --recorded a rule beside exact, repeatable; with --check the one rule. [default: exact]",
-            show_default=False,
-        ),
+        typer.Option(help="With --recorded, a rule beside exact; repeatable.", show_default=False),
     ] = None,
-    dtype: Annotated[str, typer.Option(help="With --check: auto, bfloat16, float16 or float32.")] = "auto",
-    draft_placement: Annotated[str, typer.Option(help="With --check: auto, replicated or sharded.")] = "auto",
-    heartbeat_timeout: HeartbeatTimeout = HEARTBEAT_TIMEOUT,
-    collective_timeout: CollectiveTimeout = COLLECTIVE_TIMEOUT,
 ) -> None:
     """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
 
     --recorded takes the acceptance from a run, and shows the best draft length of each rule, with prompt lookup below
-    the draft and without. --check compares the model with this machine, on as many ranks as torchrun starts.
+    the draft and without.
     """
-    with ranks_of(typed) as here:
-        _refuse_idle(typed, "--check" if check else "--recorded" if recorded is not None else None)
-        if check:
-            pair = (target or "fly-target", "fly-draft" if draft in MODELS else draft)
-            if policy and len(policy) > 1:
-                raise ValueError(f"--check runs one rule, not {len(policy)} (--policy)")
-            rule = parse_policy((policy or ["exact"])[0], trusted=True)
-            _show_check(check_here(*pair, rule, k, dtype, here, draft_placement), *pair)  # type: ignore[arg-type]
-            return
-        if device not in DEVICES:
-            raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
-
-        def sizes(name: str) -> LlamaConfig:
-            return MODELS[name] if name in MODELS else open_model(name).config
-
-        common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
-        small = None if draft == "none" else sizes(draft)
-        plans: list[tuple[str, Setting, int, float | None]] = []
-        if target is None:
-            plans += [(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain) for p in PAPER]
-        elif tau is None and recorded is None:
-            raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
-        else:
-            plans.append((f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None))
-        if recorded is not None:
-            if small is None:
-                raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
-            where = [(name, setting, Machines(DEVICES[device], count, per_node)) for name, setting, count, _ in plans]
-            _show_recorded(recorded, rules_of(policy), where)
-            return
-        memory, headings, columns = DEVICES[device].memory, [Column()], []
-        for name, setting, count, published in plans:
-            found = forecast(setting, Machines(DEVICES[device], count, per_node))
-            for placement, step in found.draft.items():
-                headings.append(Column(escape(name), justify="right"))
-                held = found.memory[placement]
-                columns.append(
-                    {
-                        "ranks": f"{count}",
-                        "K": f"{setting.k}",
-                        "τ": f"{setting.tau:g}",
-                        "draft": placement,
-                        "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
-                        + ("" if held <= memory else "\n[bold red]does not fit[/]"),
-                        "plain step": f"{found.step * 1e3:.1f} ms",
-                        "verification": f"{found.verify * 1e3:.1f} ms",
-                        "draft step": f"{step * 1e3:.1f} ms",
-                        "tokens/s plain": f"{1 / found.step:,.0f}",
-                        "with draft": f"{setting.tau / found.round(placement):,.0f}",
-                        "gain": ratio(found.gain(placement)),
-                        "published": ratio(published),
-                    }
-                )
-        lines = ((name, *(column[name] for column in columns)) for name in columns[0])
-        print_list(lines, *headings, title=f"{device}, {per_node} a node, {rows} × {context} tokens")
-        note(
-            "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
-            "· nothing here was measured on an accelerator"
-        )
-
-
-def _refuse_idle(typed: typer.Context, way: str | None) -> None:
-    """Raises ``ValueError`` for an option that would change nothing."""
-    idle = {
-        "--recorded": ("tau", "draft_tau", "k", "dtype", "draft_placement"),
-        "--check": ("recorded", "tau", "draft_tau", "ranks", "rows", "context", "device"),
-        None: ("policy", "dtype", "draft_placement"),
-    }[way]
-    for name in idle:
+    for name in ("policy",) if recorded is None else ("tau", "draft_tau", "k"):  # what would change nothing
         if typed_in(typed, name):
             option = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{option} does nothing {'with ' + way if way else 'without --recorded or --check'}")
+            raise ValueError(f"{option} does nothing {'without' if recorded is None else 'with'} --recorded")
+    if device not in DEVICES:
+        raise ValueError(f"device {device!r} is unknown; choices: {list(DEVICES)}")
+
+    def sizes(name: str) -> LlamaConfig:
+        return MODELS[name] if name in MODELS else open_model(name).config
+
+    common: dict[str, Any] = {"draft_tau": draft_tau, "rows": rows, "context": context}
+    small = None if draft == "none" else sizes(draft)
+    plans: list[tuple[str, Setting, Machines, float | None]] = []
+
+    def add(name: str, setting: Setting, count: int, published: float | None) -> None:
+        plans.append((name, setting, Machines(DEVICES[device], count, per_node), published))
+
+    if target is None:
+        for p in PAPER:
+            add(p.name, Setting(MODELS[p.target], small, p.k, p.tau, **common), p.ranks, p.gain)
+    elif tau is None and recorded is None:
+        raise ValueError("--tau is needed with --target: how many tokens a round emits is nothing a plan can know")
+    else:
+        add(f"{target} : {draft}", Setting(sizes(target), small, k, tau or 1.0, **common), ranks, None)
+    if recorded is None:
+        _show_forecasts(plans, f"{device}, {per_node} a node, {rows} × {context} tokens")
+        return
+    if small is None:
+        raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
+    _show_recorded(recorded, rules_of(policy), [plan[:3] for plan in plans])
+
+
+def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], title: str) -> None:
+    """A column for each pair and each place of its draft."""
+    headings, columns = [Column()], []
+    for name, setting, machines, published in plans:
+        found, memory = forecast(setting, machines), machines.device.memory
+        for placement, step in found.draft.items():
+            headings.append(Column(escape(name), justify="right"))
+            held = found.memory[placement]
+            columns.append(
+                {
+                    "ranks": f"{machines.ranks}",
+                    "K": f"{setting.k}",
+                    "τ": f"{setting.tau:g}",
+                    "draft": placement,
+                    "a rank holds": f"{held / 1e9:,.0f} of {memory / 1e9:,.0f} GB"
+                    + ("" if held <= memory else "\n[bold red]does not fit[/]"),
+                    "plain step": f"{found.step * 1e3:.1f} ms",
+                    "verification": f"{found.verify * 1e3:.1f} ms",
+                    "draft step": f"{step * 1e3:.1f} ms",
+                    "tokens/s plain": f"{1 / found.step:,.0f}",
+                    "with draft": f"{setting.tau / found.round(placement):,.0f}",
+                    "gain": ratio(found.gain(placement)),
+                    "published": ratio(published),
+                }
+            )
+    lines = ((name, *(column[name] for column in columns)) for name in columns[0])
+    print_list(lines, *headings, title=title)
+    note(
+        "published: arXiv 2511.22972, on hardware and an engine of its own · gain: over no draft "
+        "· nothing here was measured on an accelerator"
+    )
 
 
 def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[str, Setting, Machines]]) -> None:
@@ -186,32 +164,6 @@ def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[s
         "round; reach: the draft stops by itself, once the product of its probabilities is below it · published, with "
         f"other acceptance: {published}"
     )
-
-
-def _show_check(found: Check, target: str, draft: str) -> None:
-    """Print what was predicted and measured on this machine, and the figures that predicted it."""
-    here, beside = found.target.device, found.draft.device
-    speeds = [
-        (name, f"{predicted:,.0f} tokens/s", f"{measured:,.0f} tokens/s", f"{predicted / measured:.2f}")
-        for name, predicted, measured in zip(("plain", f"draft, {found.placement}"), found.predicted, found.measured)
-    ]
-    gains = [drafted / plain for plain, drafted in (found.predicted, found.measured)]
-    speeds.append(("gain", ratio(gains[0]), ratio(gains[1]), f"{gains[0] / gains[1]:.2f}"))
-    title = f"{target} : {draft} on {found.target.ranks} ranks, here"
-    print_list(speeds, *_right("", "predicted", "measured", "predicted / measured"), title=title)
-    figures: dict[str, Callable[[Processor], str]] = {
-        "weights read": lambda d: f"{d.bandwidth / 1e9:.1f} GB/s",
-        f"multiplied, {found.tokens} tokens": lambda d: f"{d.flops / 1e9:,.0f} GFLOP/s",
-        "keys and values read": lambda d: f"{(d.cached or d.bandwidth) / 1e9:.1f} GB/s",
-        "a layer's calls": lambda d: f"{d.layer * 1e6:,.0f} µs",
-        "a forward's calls": lambda d: f"{d.forward * 1e6:,.0f} µs",
-    }
-    both = ((name, figure(here), figure(beside)) for name, figure in figures.items())
-    print_list(both, *_right("", escape(target), escape(draft)), title="figures, of stand-ins for")
-    exchange = f" · all-reduce {here.link.latency * 1e6:,.0f} µs" if found.target.ranks > 1 else ""
-    engine = f"a round {here.round * 1e6:,.0f} µs, a drafted token {here.drafted * 1e6:,.0f} µs"
-    for line in (f"τ {found.tau:.2f} · engine: {engine}{exchange}", memory_in_words(found.memory)):
-        console.print(line, highlight=False, soft_wrap=True)
 
 
 def _right(*headings: str) -> list[Column]:

@@ -11,7 +11,7 @@ from rich.markup import escape
 from fly.bundled import BUNDLED, CHECKPOINTS, HEADS, find_checkpoint, open_model, resolve_checkpoint
 from fly.cache import PagedKVCache
 from fly.cli.bench import show_drafts
-from fly.cli.comparison import compare_on_bundled
+from fly.cli.comparison import bundled_plan, show_plan
 from fly.cli.options import K
 from fly.cli.run import alone, command
 from fly.cli.show import console, errors, note, print_list, progress, sentences
@@ -182,7 +182,7 @@ def _measured(sound: bool, rule: str | None, draft: str, problems: int, k: int) 
         return
     try:
         if rule is not None:
-            compare_on_bundled(rule, problems, k)
+            show_plan(bundled_plan(rule, problems, k))
         else:
             show_drafts((draft,), parse_policy("exact"), max(1, problems // 3), k)
     except Exception as error:

@@ -12,11 +12,11 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.bench.plot import check_plot, save_lines
 from fly.cli.options import Json, Rules, output
 from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, write_json
 from fly.eval.beside import Beside, beside
+from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.eval.report import Costs
 from fly.eval.statistics import Estimate
@@ -68,7 +68,9 @@ def replay(
     cases: Annotated[int, typer.Option(min=0, help="How many relaxed tokens of each rule to show.")] = 0,
     plot: Annotated[
         Path | None,
-        output(help="Write a plot of speed by nats, a line a rule (png, svg or pdf); of several tasks NAME-TASK.png."),
+        output(
+            help="Write a plot of speed by nats, a line a rule (.svg); of several tasks NAME-TASK.svg.", suffix=".svg"
+        ),
     ] = None,
     json_: Json = None,
 ) -> None:
@@ -76,8 +78,6 @@ def replay(
 
     Exact speculation comes first, so every draft length and stop is compared with it.
     """
-    if plot is not None:
-        check_plot(plot)
     if (c is None) != (v is None):
         raise ValueError("--draft-cost and --verify-cost belong together")
     costs = None if c is None or v is None else Costs(c, v)
@@ -184,8 +184,11 @@ def _plot(path: Path, title: str, found: list[Replay]) -> None:
     for each in found:
         if each.speed is not None:
             lines.setdefault(str(each.policy), []).append((each.nats, each.speed))
-    sorted_lines = {rule: sorted(points) for rule, points in lines.items()}
-    save_lines(path, title, "nats of relaxed tokens in a thousand", "speed over autoregression", sorted_lines, low=None)
+    if not lines:
+        note("nothing is plotted: costs are not known; give --draft-cost and --verify-cost")
+        return
+    lines = {rule: sorted(points) for rule, points in lines.items()}
+    save_lines(path, title, "nats of relaxed tokens in a thousand", "speed over autoregression", lines, from_zero=False)
 
 
 def _stood(place: int) -> Callable[[Replay], str]:

@@ -40,9 +40,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
             sys.path.insert(0, "")
         try:
             if alone and "TORCHELASTIC_RUN_ID" in os.environ:
-                raise ValueError(
-                    "this command is for one process; torchrun runs generate, serve, eval, bench batch and plan"
-                )
+                raise ValueError("this command is for one process; torchrun runs generate, serve and eval")
             with warnings.catch_warnings():
                 warnings.showwarning = _show_warning
                 return run(*arguments, **options)

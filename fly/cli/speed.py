@@ -1,14 +1,11 @@
-"""``fly bench speed``, ``peers`` and ``twins``: speed compared with the machine's limits, other libraries, and a
-formula."""
+"""``fly bench speed``: speed compared with the machine's limits, and with a formula."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.markup import escape
 from rich.table import Table
@@ -16,13 +13,10 @@ from rich.table import Table
 from fly.bench.clock import Timing
 from fly.bench.limits import Limits, dtype_name, measure_limits
 from fly.bench.loaded import NARROW, runs_compiled, settings_of, shape_subject, subjects_of, target_of
-from fly.bench.peers import MOST_SURE, SURE, Lineup, Match, asked_of, line_up, measure_prompts, usual_amount
-from fly.bench.plot import check_plot, save_lines
-from fly.bench.shapes import forward_operations, matrix_parameters
+from fly.bench.prompts import asked_of, usual_amount
+from fly.bench.shapes import matrix_parameters
 from fly.bench.speed import (
     CONTEXT,
-    LONGEST,
-    PROMPTS,
     Forward,
     Rounds,
     context_slope,
@@ -31,14 +25,13 @@ from fly.bench.speed import (
     one_token,
     predict,
 )
-from fly.bench.twins import PAIRS, Twins, measure_twins, parse_pair
 from fly.bundled import usual_draft
 from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Rules, Turns, output
 from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
+from fly.eval.plots import save_lines
 from fly.llm import LLM
-from fly.models.loading import resolve_device
 from fly.types import SamplingParams
 
 SHAPE, NO_SHAPE = "768x12x32000", "none"
@@ -73,13 +66,12 @@ def bench_speed(
     kernels: Kernels = "auto",
     plot: Annotated[
         Path | None,
-        output(help="Write plots: NAME.png gives NAME-k.png, NAME-context.png, NAME-rows.png, NAME-size.png."),
+        output(help="Write plots: NAME.svg gives NAME-k.svg, -context.svg, -rows.svg, -size.svg.", suffix=".svg"),
     ] = None,
     json_: Json = None,
 ) -> None:
     """The machine's limits, and every forward and round compared with them."""
 
-    check_plot(plot)
     rules = rules_of(policy)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
@@ -262,220 +254,4 @@ def _plot(path: Path, forwards: Sequence[Forward], limits: Limits, k: int) -> No
         picked=[f for f in single if f.tokens in (1, k + 1)],
         point=lambda f: (f.bytes / 1e6, f.of_limit(limits)),
         name=lambda f: f"{f.tokens} tokens",
-    )
-
-
-@alone
-def bench_peers(
-    model: Model = "fly-target",
-    draft: Annotated[
-        str | None,
-        typer.Option(
-            help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
-        ),
-    ] = None,
-    policy: Rules = None,
-    k: DraftLength = 15,
-    shape: Annotated[
-        str | None,
-        typer.Option(help=f"A random model of WIDTHxLAYERSxVOCABULARY instead, autoregressive only; or '{NO_SHAPE}'."),
-    ] = None,
-    problems: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many prompts. Default: 24, or 8 for a model of 100M parameters or more."),
-    ] = None,
-    tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=2,
-            help="The most tokens of an answer. Default: 400, fewer for such a model (110M: 160, from 270M on: 64).",
-        ),
-    ] = None,
-    rows: Annotated[int, typer.Option(min=1, help="Prompts decoded together, by the libraries that can.")] = 1,
-    skip_prompts: Annotated[
-        bool, typer.Option("--skip-prompts", help="Do not time the reading of long prompts.")
-    ] = False,
-    turns: Turns = 3,
-    dtype: Dtype = "auto",
-    kernels: Kernels = "auto",
-    json_: Json = None,
-) -> None:
-    """transformers and llama.cpp on the same checkpoints, prompts, draft length, dtype and threads, side by side.
-
-    On kernels of 8 bits (--kernels w8a8), llama.cpp gets its own of 8 bits, Q8_0.
-    """
-
-    rules, cpu = rules_of(policy), resolve_device("cpu")
-    shape = None if shape == NO_SHAPE else shape
-    with TemporaryDirectory() as temporary:
-        draft = draft or usual_draft(model)
-        lineup = line_up(model, draft, rules, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
-        limits = measure_limits(cpu)
-        with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
-            matches, cut = lineup.measure(turns, advance)
-        limits = limits.best(measure_limits(cpu))
-        title = f"{shape or f'{model}, {draft}, k {k}'}, {lineup.precision}, {limits.threads} threads"
-        title += f", {len(lineup.prompts)} prompts, at most {lineup.tokens} tokens each, temperature 0, batch {rows}"
-        console.print(peers_table(matches, title))
-        longest = min(lineup.config.max_position_embeddings, LONGEST)
-        lengths = [length for length in PROMPTS if length < longest and not skip_prompts]
-        reading: dict[str, dict[int, Timing]] = {}
-        if lengths:
-            with progress(1, "long prompts") as advance:
-                reading = measure_prompts(lineup.contenders, lineup.config.vocab_size, lengths, min(turns, 3))
-                advance()
-            console.print(prompts_table(reading, limits, lineup))
-    limit = limits.seconds(lineup.token_bytes())
-    note(
-        f"tokens/s: best/median of {turns} turns; ratios of the best · alike: fly over this,\n"
-        "autoregressive beside autoregressive, its fastest lossless speculation beside\n"
-        "speculation · fastest: fly's fastest decoding of all over this · same: outputs\n"
-        "like fly's autoregressive ones · agree: tokens before the first that differs ·\n"
-        f"(to {SURE}): up to {max(k, MOST_SURE)} tokens, while one has at least {SURE}, as in (own K) ·\n"
-        f"limit of one token's bytes, read again and again: {1 / limit:,.0f} tokens/s"
-    )
-    if shape is None and cut:
-        console.print()
-        note(f"answers are not checked, as {lineup.tokens} tokens are too few for them")
-    for reason in lineup.skipped:
-        console.print(f"[yellow]{escape(reason)}[/]", highlight=False)
-    record = {"limits": limits.as_json(), "skipped": lineup.skipped, "title": title}
-    record["prompts"] = {name: {n: rate.as_json() for n, rate in rates.items()} for name, rates in reading.items()}
-    write_json(json_, {**record, "contenders": [match.as_json(matches[0]) for match in matches]})
-
-
-def peers_table(matches: Sequence[Match], title: str) -> Table:
-    """The speed of all libraries, what they answer, and fly's speed over each peer's of the same kind."""
-    by_library = grouped(matches, lambda match: match.contender.library)
-    own = by_library["fly"]
-
-    def over(match: Match, rivals: Sequence[Match]) -> str:
-        """The fastest of fly's ``rivals`` over a peer."""
-        if match in own:
-            return ""
-        fastest = max((rival.tokens_per_second().high for rival in rivals), default=None)
-        return ratio(fastest, match.tokens_per_second().high)
-
-    def alike(match: Match) -> list[Match]:
-        kind = match.contender.speculative
-        return [each for each in own if each.contender.speculative == kind and not each.contender.lossy]
-
-    return table(
-        title,
-        matches,
-        {
-            "library": lambda m: m.contender.library if m is by_library[m.contender.library][0] else "",
-            "decoding": lambda m: escape(m.contender.name),
-            "tokens/s": lambda m: best_median(m.tokens_per_second()),
-            "alike": lambda m: over(m, alike(m)),
-            "fastest": lambda m: over(m, own),
-            "same": lambda m: f"{m.agreement(matches[0])[0]}/{len(m.outputs)}",
-            "agree": lambda m: f"{m.agreement(matches[0])[1]:.0%}",
-            "right": lambda m: f"{sum(m.right)}/{len(m.right)}" if m.right else "–",
-        },
-        text=("library", "decoding"),
-        ends=lambda m: m is by_library[m.contender.library][-1],
-    )
-
-
-def prompts_table(reading: dict[str, dict[int, Timing]], limits: Limits, lineup: Lineup) -> Table:
-    """How fast each library reads long prompts, and what that is of the machine's rate of multiplying."""
-    config, products = lineup.config, torch.int8 if lineup.narrow == "w8a8" else None
-    columns: dict[str, Callable[[str], str]] = {"library": lambda name: name}
-    for length in next(iter(reading.values())):
-        operations = forward_operations(config, lineup.dtype, tokens=length, products=products)
-        # of the head for the last token alone
-        operations[products or lineup.dtype] -= 2 * config.hidden_size * config.vocab_size * (length - 1)
-        least = limits.seconds(0, operations)
-
-        def shown(name: str, length: int = length) -> str:
-            return best_median(reading[name][length])
-
-        def over(name: str, length: int = length) -> str:
-            own = reading["fly"][length].high
-            return "" if name == "fly" else ratio(own, reading[name][length].high)
-
-        def share(name: str, length: int = length, least: float = least) -> str:
-            return f"{reading[name][length].high * least / length:.0%}"
-
-        columns |= {f"{length}\ntokens/s": shown, f"{length}\nfly over": over}
-        columns[f"{length}\nof matmul"] = share
-    return table(
-        "Reading a prompt of random tokens, to the first token after it", list(reading), columns, text=("library",)
-    )
-
-
-@alone
-def bench_twins(
-    pair: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="The cost ratio: 70b:8b, 405b:8b, or a number such as 0.05; repeatable. Default: both names."
-        ),
-    ] = None,
-    model: Model = "fly-target",
-    draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
-    policy: Rules = None,
-    k: Annotated[
-        list[int] | None,
-        typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
-    ] = None,
-    width: Annotated[int, typer.Option(min=1, help="How many times as wide both models are made; 4 is exact.")] = 4,
-    problems: Annotated[int, typer.Option(min=1, help="Held-out problems.")] = 24,
-    dtype: Dtype = "auto",
-    device: Device = "auto",
-    kernels: Kernels = "auto",
-    json_: Json = None,
-) -> None:
-    """What a pair gains at the cost ratio of a large pair, measured on twins: the same functions at a higher cost.
-
-    Acceptance and answers are those of the small pair; only the time is a larger pair's.
-    """
-
-    rules = rules_of(policy)
-    records = []
-    for name in pair or list(PAIRS):
-        cost, published = parse_pair(name)
-        lengths = k or [published]
-        turns = 1 + len(rules) * (2 * len(lengths) + 1)
-        with TemporaryDirectory() as temporary, progress(turns * problems, "twins") as advance:
-            twins = measure_twins(
-                *(model, draft, cost, lengths, rules, problems, Path(temporary), width),
-                *(dtype, device, kernels, SURE, advance),
-            )
-        console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))
-        records.append({"pair": name, "cost": cost, **twins.as_json()})
-    note(
-        "every figure is a twin's: texts and acceptance of the small pair, time of a\n"
-        "larger one, after each prompt; 'with prompts' is over AR with those in ·\n"
-        "formula: τ / (K·c + v(K)), where c is the time of a drafted token and v that of\n"
-        "a forward of K + 1, each timed alone, over a token of plain decoding · over\n"
-        "exact: over the fastest exact speculation · rest: share of that time that is\n"
-        f"neither target nor draft · (to {SURE}): while the draft has at least that\n"
-        "probability · recovery: accuracy over autoregressive's"
-    )
-    write_json(json_, records)
-
-
-def twins_table(twins: Twins, title: str) -> Table:
-    """Speed, acceptance and accuracy of every setting on a pair of twins; the first is autoregressive."""
-    lengths = "; ".join(f"K {k}: c {twins.cost(k):.3f}, v {twins.verification(k):.2f}" for k in twins.draft)
-    plain = twins.results[0]
-    right = f"{len(plain.right)} held-out problems, of which autoregressive decoding solves {sum(plain.right)}"
-    fastest = max(result.decoding_speed for result in twins.results if twins.exact(result))
-    return table(
-        f"{title}\n{twins.describe()}\n{lengths}\n{right}",
-        twins.results,
-        {
-            "decoding (twin)": lambda r: "AR" if r is plain else escape(r.setting.name),
-            "K": lambda r: "–" if r is plain else str(r.setting.k),
-            "τ": lambda r: f"{r.stats.tau:.2f}",
-            "tok/s": lambda r: f"{r.decoding_speed:,.0f}",
-            "over\nAR": lambda r: ratio(r.decoding_speed, plain.decoding_speed),
-            "formula": lambda r: ratio(twins.predicted(r)),
-            "over\nexact": lambda r: "–" if r is plain else ratio(r.decoding_speed, fastest),
-            "rest": lambda r: "–" if r.times.overhead is None else f"{r.times.overhead:.1%}",
-            "with\nprompts": lambda r: ratio(r.tokens_per_second, plain.tokens_per_second),
-            "recovery": lambda r: f"{r.accuracy / plain.accuracy:.1%}" if plain.accuracy else "–",
-        },
     )

@@ -55,7 +55,7 @@ def train_head_command(
         str, typer.Option(help="Precision of products while training: bfloat16 or float32.")
     ] = Plan.precision,
     save_every: Annotated[int, typer.Option(min=1, help="Steps between two checkpoints.")] = Plan.save_every,
-    seed: Annotated[int, typer.Option(help="Seed of the problems, the first weights and the order.")] = Plan.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the first weights and the order.")] = Plan.seed,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
@@ -69,9 +69,7 @@ def train_head_command(
         learning_rate=learning_rate,
         precision=precision, save_every=save_every, seed=seed,
     )  # fmt: skip
-    llm, given, data = _answered(
-        out, model, prompts, task, count, max_tokens, temperature, seed, dtype, device, kernels
-    )
+    llm, given, data = _answered(out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels)
     with progress(steps, "training") as advance:
         executor = llm.engine.runner.executor
         head, trained = train_head(executor, given, plan, out, lambda n, said: advance(said, n))
@@ -104,7 +102,7 @@ def train_exit_command(
     ] = ExitPlan.agreement,
     places: Annotated[int, typer.Option(min=100, help="The most tokens of answers to look at.")] = ExitPlan.places,
     steps: Annotated[int, typer.Option(min=1, help="Steps of the optimiser.")] = ExitPlan.steps,
-    seed: Annotated[int, typer.Option(help="Seed of the problems, the first weights and the order.")] = ExitPlan.seed,
+    seed: Annotated[int, typer.Option(help="Seed of the first weights and the order.")] = ExitPlan.seed,
     dtype: Dtype = "auto",
     device: Device = "auto",
     kernels: Kernels = "auto",
@@ -116,7 +114,7 @@ def train_exit_command(
     plan = ExitPlan(
         _numbers("--layers", layers), candidates, vocabulary, agreement=agreement, places=places, steps=steps, seed=seed
     )
-    _, given, data = _answered(out, model, prompts, task, count, max_tokens, 0.0, seed, dtype, device, kernels)
+    _, given, data = _answered(out, model, prompts, task, count, max_tokens, 0.0, dtype, device, kernels)
     with progress(min(places, sum(len(one.answer) for one in given)), "looking at the answers") as advance:
         executor = load(model, dtype, device, "torch").executor
         exits, looks, passed = train_exits(executor, given, plan, out, lambda n: advance(n=n))
@@ -146,13 +144,12 @@ def _answered(
     count: int | None,
     max_tokens: int,
     temperature: float,
-    seed: int,
     dtype: str,
     device: str,
     kernels: str,
 ) -> tuple[LLM, list[Answer], str]:
     """The target, its answers, which are kept in ``out``, and a sentence that says what they are."""
-    asked = prompts_of(prompts, task, count, seed)
+    asked = prompts_of(prompts, task, count)
     llm = LLM(model, dtype=dtype, device=device, kernels=kernels, max_rows=64)
     if llm.tokenizer is None:
         raise ValueError(f"{model} has no tokenizer, so it can answer no prompts")

@@ -21,7 +21,20 @@ from fly.runner import Drafter, Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Continuation", "DraftStrategy", "Load", "Loaded", "Wrapper", "drafted_of", "pad", "pad_trees", "until_end"]
+__all__ = [
+    "Continuation",
+    "DraftStrategy",
+    "Load",
+    "Loaded",
+    "Piece",
+    "Wrapper",
+    "drafted_of",
+    "pad",
+    "pad_trees",
+    "pieces_of",
+    "together",
+    "until_end",
+]
 
 
 class Loaded(NamedTuple):
@@ -114,8 +127,8 @@ class DraftStrategy(ABC):
         """The level whose tokens it proposes: itself, except for a cascade."""
         return self
 
-    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy | None:
-        """The same strategy with a model that uses only tokens ``allowed`` (None: all), so that it can be translated to
+    def restricted(self, size: int | None) -> DraftStrategy | None:
+        """The same strategy with a model that uses only ids below ``size`` (None: all), so that it can be translated to
         another vocabulary. None, the default, if there is no such model."""
         return None
 
@@ -268,3 +281,45 @@ def pad_trees(drafts: abc.Sequence[tuple[list[int], list[int]]]) -> Draft:
     parents = [tree + [-1] * (longest - len(tree)) for _, tree in drafts]
     parents_BK = torch.tensor(parents, dtype=torch.int64).reshape(len(drafts), longest)
     return Draft(draft.tokens_BK, draft.lengths_B, parents_BK=parents_BK)
+
+
+class Piece(NamedTuple):
+    """What is proposed for one row, without padding."""
+
+    tokens: list[int]
+    parents: list[int] | None = None  # None is a chain
+    probs_NV: torch.Tensor | None = None  # that each was drawn from; None = deterministic
+
+
+def pieces_of(draft: Draft) -> list[Piece]:
+    """A draft row by row."""
+    probs_BKV = draft.probs_BKV
+    return [
+        Piece(
+            tokens,
+            None if draft.trees is None else draft.trees[b],
+            None if probs_BKV is None else probs_BKV[b, : len(tokens)],
+        )
+        for b, tokens in enumerate(draft.chains)
+    ]
+
+
+def together(pieces: abc.Sequence[Piece]) -> Draft:
+    """One draft of several rows' pieces. If any is a tree, chains are trees of one path; if any was drawn, the others
+    get one-hot distributions."""
+    tokens = [piece.tokens for piece in pieces]
+    draft = pad(tokens)
+    if any(piece.parents is not None for piece in pieces):
+        trees = [range(-1, len(piece.tokens) - 1) if piece.parents is None else piece.parents for piece in pieces]
+        draft = pad_trees([(own, list(tree)) for own, tree in zip(tokens, trees)])
+    drawn = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
+    if drawn is None:
+        return draft
+    probs_BKV = drawn.new_zeros(*draft.shape, drawn.shape[-1])
+    for b, piece in enumerate(pieces):
+        own_NV = probs_BKV[b, : len(piece.tokens)]
+        if piece.probs_NV is None:
+            own_NV.scatter_(1, upload(piece.tokens, drawn.device).unsqueeze(1), 1.0)
+        else:
+            own_NV.copy_(piece.probs_NV)
+    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)

@@ -6,11 +6,9 @@ Shape legend: B rows, K longest draft, V vocabulary.
 from __future__ import annotations
 
 from collections import abc
-from collections.abc import Mapping
-from dataclasses import replace
 
-from fly.drafts.base import Continuation, DraftStrategy, Wrapper, pad, pad_trees
-from fly.ops import sent, upload
+from fly.drafts.base import Continuation, DraftStrategy, Piece, Wrapper, pieces_of, together
+from fly.ops import upload
 from fly.request import Sequence
 from fly.types import Draft, Target
 
@@ -63,11 +61,11 @@ class ChooseDraft(Wrapper):
         groups = self._groups(rows)
         if len(groups) == 1:
             return groups[0][0].propose(rows, max_len)
-        drafts = {
-            tuple(numbers): member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
-            for member, numbers in groups
-        }
-        return _together(drafts, len(rows))
+        found = dict[int, Piece]()
+        for member, numbers in groups:
+            draft = member.propose([rows[b] for b in numbers], [max_len[b] for b in numbers])
+            found |= zip(numbers, pieces_of(draft))
+        return together([found[b] for b in range(len(rows))])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         groups = self._groups(rows)
@@ -85,28 +83,3 @@ class ChooseDraft(Wrapper):
 
     def release(self, row: Sequence) -> None:
         self._of(row).release(row)
-
-
-def _together(drafts: Mapping[tuple[int, ...], Draft], rows: int) -> Draft:
-    """One draft of drafts of some of its rows, chains and trees, drawn and certain ones."""
-    tokens: list[list[int]] = [[] for _ in range(rows)]
-    parents: list[list[int]] = [[] for _ in range(rows)]
-    for numbers, draft in drafts.items():
-        trees = draft.trees or [list(range(-1, len(chain) - 1)) for chain in draft.chains]
-        for b, chain, tree in zip(numbers, draft.chains, trees):
-            tokens[b], parents[b] = chain, tree
-    whole = pad(tokens)
-    if any(draft.parents_BK is not None for draft in drafts.values()):
-        whole = pad_trees(list(zip(tokens, parents)))
-    drawn = next((draft.probs_BKV for draft in drafts.values() if draft.probs_BKV is not None), None)
-    if drawn is None:
-        return whole
-    device = drawn.device
-    probs_BKV = drawn.new_zeros(*whole.shape, drawn.shape[-1])
-    for numbers, draft in drafts.items():
-        part_BKV = draft.probs_BKV
-        if part_BKV is None:
-            part_BKV = drawn.new_zeros(*draft.shape, drawn.shape[-1])
-            part_BKV.scatter_(-1, sent(draft.tokens_BK, device).unsqueeze(-1), 1.0)
-        probs_BKV[upload(numbers, device), : draft.shape[1]] = part_BKV.to(device)
-    return replace(whole, probs_BKV=probs_BKV)

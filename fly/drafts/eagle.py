@@ -165,8 +165,7 @@ class Eagle3Draft(DraftStrategy):
             self.runner.roll_back([rows[b] for b in active])
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
-        one_call = self._one_call or self.growth is not None
-        if not one_call or not all(self.head.may_extend(row) and self.runner.may_draft(row) for row in rows):
+        if not all(self.head.may_extend(row) and self.runner.may_draft(row) for row in rows):
             return None
         longest = sys.maxsize if self.growth is None else self.depth
         most = longest if self.k is None else min(self.k, longest)

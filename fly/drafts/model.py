@@ -188,11 +188,11 @@ class SingleDraft(DraftStrategy):
         level._translate_below()
         return level
 
-    def restricted(self, allowed: abc.Sequence[int] | None) -> DraftStrategy:
-        if allowed is None:
+    def restricted(self, size: int | None) -> DraftStrategy:
+        if size is None:
             return self
         level = copy(self)
-        level._loaded = Loaded(_Restricted(self.executor, allowed), self.tokenizer)
+        level._loaded = Loaded(_Restricted(self.executor, size), self.tokenizer)
         level.__dict__.pop("runner", None)  # the cached property; it is made anew, of this model
         level._attached = False
         return level
@@ -238,7 +238,7 @@ class SingleDraft(DraftStrategy):
         spec = self.spec(rows)
         plain = type(self) is SingleDraft and (self.draft is None or spec.lookup is not None) and not self.says
         known = all(row.greedy for row in rows) or self._lossless  # else ``propose`` refuses
-        if not plain or not known or not self._one_call or not all(map(self.executor.may_extend, rows)):
+        if not plain or not known or not all(map(self.executor.may_extend, rows)):
             return None
         return Continuation(self.runner, [sys.maxsize if self.k is None else self.k] * len(rows), spec)
 
@@ -398,17 +398,18 @@ def seed_of(row: Sequence) -> int:
 
 
 class _Restricted(Wrapped):
-    """A model that cannot say some tokens: their logits are -inf, so every distribution made of them is one of the
-    others."""
+    """A model that cannot say ids from ``size`` on: their logits are -inf, so every distribution made of them is one of
+    the others."""
 
-    def __init__(self, inner: Executor, allowed: abc.Sequence[int]) -> None:
+    def __init__(self, inner: Executor, size: int) -> None:
         super().__init__(inner)
-        self._banned_V = torch.ones(inner.config.vocab_size, dtype=torch.bool, device=inner.device)
-        self._banned_V[torch.tensor(allowed, dtype=torch.int64, device=inner.device)] = False
+        self._size = size
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
         found = self.inner.score(batch, places, states)
-        return Scores(found.logits_NV.masked_fill(self._banned_V, -torch.inf), states_TF=found.states_TF)
+        logits_NV = found.logits_NV.clone()
+        logits_NV[:, self._size :] = -torch.inf
+        return Scores(logits_NV, states_TF=found.states_TF)
 
 
 class CascadeDraft(Wrapper):

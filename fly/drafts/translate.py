@@ -1,8 +1,10 @@
 """Drafting for a target with another vocabulary: what the draft model's ids mean in the target's.
 
-Shape legend: B rows, K longest draft, T packed tokens, C hidden width, V vocabulary, N shared tokens.
+By text, this is string-level exact match (SLEM, arXiv 2502.05202, section 3). Token-level intersection (section 4
+there), which drafts only tokens that both vocabularies have, was slower on all that was measured, and is not here
+(docs/how-to/drafts.md).
 
-String-level exact match (SLEM) and token-level intersection (TLI) are of arXiv 2502.05202, sections 3 and 4.
+Shape legend: B rows, K longest draft, V vocabulary.
 """
 
 from __future__ import annotations
@@ -11,9 +13,8 @@ import re
 from collections import abc
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Literal, get_args
+from typing import Literal
 
-import torch
 from tokenizers import decoders, models
 
 from fly.cache import OutOfBlocks
@@ -28,11 +29,8 @@ from fly.runner import Runner
 from fly.types import Draft, SamplingParams, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Mode", "TranslatedDraft", "Vocabularies", "translated"]
+__all__ = ["TranslatedDraft", "Vocabularies", "translated"]
 
-Mode = Literal["auto", "padded", "tokens", "text"]
-
-_ENOUGH = 0.5  # share of the smaller vocabulary's longer tokens that the other one must have for ``tokens``
 _GREEDY = SamplingParams(temperature=0.0)
 _LOOK_BACK = 8  # tokens before a continuation whose decoding may depend on them
 # In text here, a byte that is no part of a whole character is a lone surrogate (``surrogateescape``, PEP 383).
@@ -110,35 +108,23 @@ class Vocabularies:
 
     ``mode`` is how they are brought together:
 
-    - ``padded``: one tokenizer, two sizes of the model's vocabulary. Ids below both sizes are shared; the others have
-      no token.
-    - ``tokens``: tokens are shared that stand for the same bytes, special tokens those of the same text. Both must be
-      byte-level BPE: other tokenizers spell one text in several ways (``▁the``, ``Ġthe``, ``the</w>``), and what a
-      token stands for depends on its place.
-    - ``text``: only special tokens of the same text are shared; all else is decoded and encoded again.
-    - ``auto`` (to ask for, not a result): the first of these that serves. For ``tokens`` at least half of the tokens
-      longer than a byte of the smaller vocabulary must be in the other one. Byte pairs are merged in the order of
-      their frequency, so a smaller vocabulary is nearly the often used part of a larger one, and what is missing of
-      it is missing in most of the text; single bytes are in all vocabularies and say nothing.
+    - ``padded``, where both sides have one tokenizer: ids below the sizes of both models' vocabularies are shared; the
+      others have no token.
+    - ``text``, everywhere else: only special tokens of the same text are shared; all else is decoded and encoded again.
 
     Args:
         target, draft: the tokenizers, None where there is none.
         target_size, draft_size: how many ids their models know.
 
     Raises:
-        ValueError: the two cannot be brought together in this mode, with the reason (``CheckpointError`` for a
-            tokenizer that does not fit its model).
+        ValueError: a side has no tokenizer (``CheckpointError`` for a tokenizer that does not fit its model).
     """
 
-    mode: Literal["padded", "tokens", "text"]
-    to_target: dict[int, int]  # draft id -> target id; one to one
-    to_draft: dict[int, int]  # target id -> draft id; several tokens may stand for the same bytes
+    mode: Literal["padded", "text"]
+    to_target: dict[int, int]  # draft id -> target id
+    to_draft: dict[int, int]  # target id -> draft id
 
-    def __init__(
-        self, target: Tokenizer | None, target_size: int, draft: Tokenizer | None, draft_size: int, mode: Mode = "auto"
-    ) -> None:
-        if mode not in get_args(Mode):
-            raise ValueError(f"mode {mode!r} is none of {', '.join(get_args(Mode))}")
+    def __init__(self, target: Tokenizer | None, target_size: int, draft: Tokenizer | None, draft_size: int) -> None:
         if target is None or draft is None:
             who = "neither has" if target is draft else f"the {'target' if target is None else 'draft'} does not have"
             raise ValueError(
@@ -149,40 +135,17 @@ class Vocabularies:
         draft.check_fits(draft_size)
         self.target_size, self.draft_size = target_size, draft_size
         self.target, self.draft = _Speller(target), _Speller(draft)
+        self.exact = self.target.byte_level and self.draft.byte_level  # every plain text goes over as it is
         self.begin: list[int] = []  # what the draft model is to read before any text
         self._spelled: frozenset[int] = frozenset()  # target ids that are converted by their text
-        self.exact = self.target.byte_level and self.draft.byte_level  # every plain text goes over as it is
-        same = target.same_as(draft)
-        if mode == "padded" and not same:
-            raise ValueError("mode 'padded' needs one tokenizer on both sides, and these give tokens different ids")
-        if mode == "tokens" and not self.exact:
-            raise ValueError(f"mode 'tokens' compares bytes of tokens; {self._inexact()}. Mode 'text' needs no bytes")
-        if same and mode in ("auto", "padded"):
+        if target.same_as(draft):
             self.mode = "padded"
             self.to_target = self.to_draft = {i: i for i in range(min(target_size, draft_size))}
             return
-        specials = {i: self.draft.specials[t] for t, i in self.target.specials.items() if t in self.draft.specials}
         self.mode = "text"
-        self.to_draft, self.to_target = specials, {d: t for t, d in specials.items()}
-        if self.exact and mode != "text":
-            to_draft, to_target = _common(self.target.bytes_of, self.draft.bytes_of)
-            if mode == "tokens" or self._shared(to_draft) >= _ENOUGH:
-                self.mode = "tokens"
-                self.to_draft, self.to_target = to_draft | specials, to_target | self.to_target
-        self.begin = self.draft.begin
-        self._spelled = self.target.plain - self.to_draft.keys()
-
-    def _inexact(self) -> str:
-        names = [name for name, own in (("target", self.target), ("draft", self.draft)) if not own.byte_level]
-        return (
-            f"the tokenizer of the {' and that of the '.join(names)} is no byte-level BPE with a token for every byte"
-        )
-
-    def _shared(self, to_draft: dict[int, int]) -> float:
-        """Share of the smaller vocabulary's tokens longer than a byte that both have; 0 if it has no such token."""
-        target, draft = self.target.bytes_of, self.draft.bytes_of
-        smaller = min(sum(len(text) > 1 for text in own.values()) for own in (target, draft))
-        return sum(len(target[i]) > 1 for i in to_draft) / max(1, smaller)
+        shared = {i: self.draft.specials[t] for t, i in self.target.specials.items() if t in self.draft.specials}
+        self.to_draft, self.to_target = shared, {d: t for t, d in shared.items()}
+        self.begin, self._spelled = self.draft.begin, self.target.plain
 
     def joined(self, a: int, b: int) -> bool:
         """Whether target ids ``a`` and ``b``, next to one another, are converted together: as one text.
@@ -208,15 +171,6 @@ class Vocabularies:
     def whole(self, segment: list[int]) -> bool:
         """Whether text can go on after ``segment``: unfinished characters go over only as exact bytes."""
         return self.exact or not _UNFINISHED.search(self.target.text(self.window(segment)))
-
-
-def _common(target: dict[int, bytes], draft: dict[int, bytes]) -> tuple[dict[int, int], dict[int, int]]:
-    """Tokens of the same bytes: every such target id with its draft id, and of those the pairs of lowest ids the other
-    way."""
-    lowest_target = {text: i for i, text in sorted(target.items(), reverse=True)}
-    lowest_draft = {text: i for i, text in sorted(draft.items(), reverse=True)}
-    to_draft = {i: lowest_draft[text] for i, text in target.items() if text in lowest_draft}
-    return to_draft, {i: lowest_target[text] for text, i in lowest_draft.items() if text in lowest_target}
 
 
 @dataclass
@@ -255,11 +209,10 @@ class _Context:
 class TranslatedDraft(Wrapper):
     """A draft model for a target with another vocabulary: it drafts in its own ids, and these become the target's.
 
-    In the modes ``padded`` and ``tokens`` (see ``Vocabularies``) each drafted token is one of the target's. The model's
-    distribution is restricted to the shared tokens and renormalised before temperature, top-k, top-p and min-p are
-    applied and a token is drawn, and ``probs_BKV`` holds just the distribution it was drawn from, with 0 for all the
-    target alone has. What is claimed is what was drawn from, hence every lossless rule stays lossless. (Restricted
-    after the filters instead, a nucleus without any shared token would leave no distribution at all.)
+    In the mode ``padded`` (see ``Vocabularies``) ids are the same on both sides. If the draft model knows ids that the
+    target does not, its distribution is restricted to the shared ones and renormalised before temperature, top-k, top-p
+    and min-p are applied and a token is drawn. So ``probs_BKV`` holds just the distribution that a token was drawn
+    from, with 0 for all that the target alone has, and every lossless rule stays lossless.
 
     In the mode ``text`` the model drafts greedily, and the target's tokenizer spells that text anew, as a deterministic
     draft (``probs_BKV`` None). That is lossless whatever is proposed, as long as the coins of the round are independent
@@ -280,13 +233,12 @@ class TranslatedDraft(Wrapper):
     Args:
         draft: a ``SingleDraft``, or a ``CascadeDraft`` whose last level is one, with a tokenizer.
         tokenizer, vocab_size: the target's.
-        mode: how to bring the vocabularies together.
 
     Raises:
-        ValueError: they cannot be, with the reason.
+        ValueError: they cannot be brought together, with the reason.
     """
 
-    def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int, mode: Mode = "auto") -> None:
+    def __init__(self, draft: DraftStrategy, tokenizer: Tokenizer | None, vocab_size: int) -> None:
         level = draft.last
         if (top := level.restricted(None)) is None:
             raise ValueError(
@@ -294,19 +246,13 @@ class TranslatedDraft(Wrapper):
                 f"{vocab_size}; a SingleDraft, or a CascadeDraft that ends in one, can"
             )
         own_size = top.vocab_size or 0
-        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size, mode)
-        to_target = self.vocabularies.to_target
-        if self.mode != "text" and len(to_target) < own_size:
-            top = top.restricted(list(to_target)) or top
+        self.vocabularies = Vocabularies(tokenizer, vocab_size, top.tokenizer, own_size)
+        if self.mode == "padded" and vocab_size < own_size:
+            top = top.restricted(vocab_size) or top
         super().__init__([top])
         self.draft = top
         self.vocab_size: int = vocab_size
         self.tokenizer, self.device = tokenizer, top.device
-        device = top.device
-        self._own_N = torch.tensor(list(to_target), dtype=torch.int64, device=device)  # the shared tokens,
-        self._target_N = torch.tensor(list(to_target.values()), dtype=torch.int64, device=device)  # on either side
-        self._to_target_V = torch.zeros(own_size, dtype=torch.int64, device=device)
-        self._to_target_V[self._own_N] = self._target_N
         self._contexts: dict[int, _Context] = {}
 
     def resolve(self, load: Load) -> None:
@@ -318,7 +264,7 @@ class TranslatedDraft(Wrapper):
         self.draft.bind(Vocabulary(size) if tokenizer is None else tokenizer.vocabulary(size, device))
 
     @property
-    def mode(self) -> Literal["padded", "tokens", "text"]:
+    def mode(self) -> Literal["padded", "text"]:
         """How the vocabularies are brought together."""
         return self.vocabularies.mode
 
@@ -333,15 +279,15 @@ class TranslatedDraft(Wrapper):
             draft = self.draft.propose(own, most)
         except OutOfBlocks:
             self._commit(own)
-            return Draft.empty(len(rows), self._to_target_V.device)
+            return Draft.empty(len(rows), self.device)
         if self.mode == "text":
             return self._retokenised(rows, own, draft, max_len)
-        tokens_BK = self._to_target_V[draft.tokens_BK]
         if (own_BKV := draft.probs_BKV) is None:
-            return Draft(tokens_BK, draft.lengths_B, None, draft.parents_BK)
-        probs_BKV = own_BKV.new_zeros(*tokens_BK.shape, self.vocab_size)
-        probs_BKV[..., self._target_N] = own_BKV[..., self._own_N]
-        return Draft(tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
+            return draft
+        shared = min(self.vocab_size, own_BKV.shape[-1])
+        probs_BKV = own_BKV.new_zeros(*draft.shape, self.vocab_size)
+        probs_BKV[..., :shared] = own_BKV[..., :shared]
+        return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV, draft.parents_BK)
 
     def observe(self, rows: abc.Sequence[Sequence], draft: Draft, target: Target) -> None:
         """What the target says is said in its own vocabulary."""
@@ -399,7 +345,7 @@ class TranslatedDraft(Wrapper):
             new = vocabularies.target.continued(window, text) if text else []
             new = [*new, *(to_target[i] for i in ids[at : at + 1] if i in to_target)][: max_len[b]]
             drafts.append(until_end(new, row))
-        return pad(drafts, self._to_target_V.device)
+        return pad(drafts, self.device)
 
 
 def _of_any_vocabulary(params: SamplingParams) -> SamplingParams:

@@ -1,29 +1,15 @@
-"""The best of several strategies for each row.
-
-Shape legend: B rows, K longest draft, V vocabulary, N tokens of one row.
-"""
+"""The best of several strategies for each row. Shape legend: N tokens of one row, V vocabulary."""
 
 from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
-from torch import Tensor
-
-from fly.drafts.base import DraftStrategy, Wrapper, pad
-from fly.ops import upload
+from fly.drafts.base import DraftStrategy, Piece, Wrapper, pieces_of, together
 from fly.request import Sequence, common_prefix
 from fly.types import Draft
 
 __all__ = ["UnionDraft"]
-
-
-class _Piece(NamedTuple):
-    """What one strategy proposed for one row."""
-
-    tokens: list[int]
-    probs_NV: Tensor | None  # that each was drawn from; None = deterministic
 
 
 @dataclass(frozen=True)
@@ -118,7 +104,7 @@ class UnionDraft(Wrapper):
         self.context = max(contexts) if len(contexts) == len(self.members) else None
 
     def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
-        chosen = [_Piece([], None) for _ in rows]
+        chosen = [Piece([]) for _ in rows]
         offers = [0.0] * len(rows)
         open_rows = [b for b, most in enumerate(max_len) if most > 0]
         for b in open_rows:
@@ -139,7 +125,7 @@ class UnionDraft(Wrapper):
                     open_rows.remove(b)
                 if drawn or offer > offers[b]:
                     chosen[b], offers[b] = piece, offer
-        return _together(chosen)
+        return together(chosen)
 
     def commit(self, rows: abc.Sequence[Sequence]) -> None:
         for row in rows:
@@ -164,31 +150,10 @@ class UnionDraft(Wrapper):
         return expected[0] > offer and all(expected[0] >= rival for rival in rivals)
 
 
-def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[_Piece]:
+def _ask(member: DraftStrategy, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> list[Piece]:
     """What ``member`` proposes for each row."""
     draft = member.propose(rows, max_len)
     if draft.parents_BK is not None:
         raise ValueError(f"{type(member).__name__} proposed a tree; UnionDraft combines chains only")
-    probs_BKV = draft.probs_BKV
     # Nothing is drawn for a row at temperature 0, whatever its distribution says beside those of other rows.
-    return [
-        _Piece(tokens, None if probs_BKV is None or row.greedy else probs_BKV[b, : len(tokens)])
-        for b, (row, tokens) in enumerate(zip(rows, draft.chains))
-    ]
-
-
-def _together(pieces: abc.Sequence[_Piece]) -> Draft:
-    """A ``Draft`` of each row's piece; deterministic ones get one-hot distributions if any has a distribution."""
-    tokens = [piece.tokens for piece in pieces]
-    some_NV = next((piece.probs_NV for piece in pieces if piece.probs_NV is not None), None)
-    if some_NV is None:
-        return pad(tokens)
-    draft = pad(tokens)
-    probs_BKV = some_NV.new_zeros(*draft.shape, some_NV.shape[-1])
-    for b, piece in enumerate(pieces):
-        n = len(piece.tokens)
-        if piece.probs_NV is not None:
-            probs_BKV[b, :n] = piece.probs_NV.to(some_NV.device)
-        else:
-            probs_BKV[b, :n].scatter_(1, upload(piece.tokens, some_NV.device).unsqueeze(1), 1.0)
-    return Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
+    return [piece._replace(probs_NV=None) if row.greedy else piece for row, piece in zip(rows, pieces_of(draft))]

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from fly.bundled.tasks import Problem, check_many
+from fly.bundled.tasks import Problem
+from fly.eval.scorers import check_many
 from fly.eval.timed import Setting, Times, timed
 from fly.request import Stats
 from fly.types import SamplingParams

@@ -1,16 +1,18 @@
-"""Plots of a report as plain SVG, which a page holds in itself. Knows nothing of runs."""
+"""Plots as plain SVG: a report's page holds them in itself, and ``--plot`` of a command writes one as a file. Knows
+nothing of runs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from markupsafe import Markup
 
 from fly.eval.statistics import Estimate
 
-__all__ = ["COLOURS", "Curve", "Point", "curves", "pareto"]
+__all__ = ["COLOURS", "Curve", "Point", "curves", "pareto", "save_lines"]
 
 COLOURS = (
     "#4477aa",
@@ -22,7 +24,15 @@ COLOURS = (
     "#777777",
     "#cc6611",
 )  # distinguishable for most readers
-_WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM = 640, 360, 64, 16, 16, 48
+_WIDE, _HIGH, _LEFT, _RIGHT, _TOP, _BOTTOM, _LINE = 640, 360, 64, 16, 16, 48, 18
+_LETTER = 6.6  # about how wide a letter of a key is
+# How lines are drawn; a page may set colours of its own by these names.
+_LOOKS = {
+    "grid": 'stroke="#d3d5cd"',
+    "bar": 'stroke-width="1.5" opacity="0.6"',
+    "front": 'fill="none" stroke="#5b5e58" stroke-dasharray="5 4"',
+    "curve": 'fill="none" stroke-width="2"',
+}
 
 
 @dataclass(frozen=True)
@@ -37,23 +47,43 @@ class Point:
 
 @dataclass(frozen=True)
 class Curve:
-    """Heights at 1, 2, 3, ..."""
+    """A line through points, from left to right."""
 
     name: str
     colour: str
-    heights: Sequence[float]
+    points: Sequence[tuple[float, float]]
 
 
 class _Frame:
-    """Axes from ``low`` to ``high`` on both sides, and what is drawn between them."""
+    """Axes from ``low`` to ``high`` on both sides, and what is drawn between them.
 
-    def __init__(self, x: tuple[float, float], y: tuple[float, float], x_name: str, y_name: str, title: str) -> None:
-        self.x, self.y = x, y
+    Args:
+        x, y: the ranges.
+        x_name, y_name: what the axes show.
+        title: the plot's name, for screen readers.
+        marks: where the x axis is marked; None is at about five round numbers.
+        log: whether the x axis goes by the logarithm.
+    """
+
+    def __init__(
+        self,
+        x: tuple[float, float],
+        y: tuple[float, float],
+        x_name: str,
+        y_name: str,
+        title: str,
+        marks: Sequence[float] | None = None,
+        log: bool = False,
+    ) -> None:
+        self.x, self.y, self.log = x, y, log
         self.parts = [Markup("<title>{}</title>").format(title)]
-        for value in _ticks(*x):
-            at = self.across(value)
+        free = 0.0  # from where on there is room for a number
+        for value in _ticks(*x) if marks is None else marks:
+            at, half = self.across(value), _LETTER * (len(f"{value:g}") + 1) / 2
             self.line(at, _TOP, at, _HIGH - _BOTTOM, "grid")
-            self.text(at, _HIGH - _BOTTOM + 18, f"{value:g}", "middle")
+            if at - half >= free:
+                self.text(at, _HIGH - _BOTTOM + 18, f"{value:g}", "middle")
+                free = at + half
         for value in _ticks(*y):
             at = self.up(value)
             self.line(_LEFT, at, _WIDE - _RIGHT, at, "grid")
@@ -68,7 +98,9 @@ class _Frame:
 
     def across(self, x: float) -> float:
         low, high = self.x
-        return _LEFT + (min(max(x, low), high) - low) / (high - low) * (_WIDE - _LEFT - _RIGHT)
+        at = min(max(x, low), high)
+        share = math.log(at / low) / math.log(high / low) if self.log else (at - low) / (high - low)
+        return _LEFT + share * (_WIDE - _LEFT - _RIGHT)
 
     def up(self, y: float) -> float:
         low, high = self.y
@@ -77,8 +109,8 @@ class _Frame:
     def line(self, x1: float, y1: float, x2: float, y2: float, kind: str, colour: str = "") -> None:
         stroke = Markup(' stroke="{}"').format(colour) if colour else ""
         self.parts.append(
-            Markup('<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"{}/>').format(
-                kind, x1, y1, x2, y2, stroke
+            Markup('<line class="{}" {} x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"{}/>').format(
+                kind, Markup(_LOOKS[kind]), x1, y1, x2, y2, stroke
             )
         )
 
@@ -88,7 +120,8 @@ class _Frame:
     def path(self, points: Sequence[tuple[float, float]], kind: str, colour: str = "") -> None:
         steps = " ".join(f"{self.across(x):.1f},{self.up(y):.1f}" for x, y in points)
         stroke = Markup(' stroke="{}"').format(colour) if colour else ""
-        self.parts.append(Markup('<polyline class="{}" points="{}"{}/>').format(kind, steps, stroke))
+        look = Markup(_LOOKS[kind])
+        self.parts.append(Markup('<polyline class="{}" {} points="{}"{}/>').format(kind, look, steps, stroke))
 
     def dot(self, x: float, y: float, colour: str, says: str) -> None:
         self.parts.append(
@@ -97,15 +130,26 @@ class _Frame:
             )
         )
 
-    def drawn(self, named: Sequence[Point | Curve]) -> Markup:
-        keys = Markup("").join(
-            Markup('<span class="key"><i style="background:{}"></i>{}</span>').format(each.colour, each.name)
-            for each in named
-        )
-        inside = Markup("\n").join(self.parts)
-        return Markup('<svg viewBox="0 0 {} {}" role="img">{}</svg><p class="keys">{}</p>').format(
-            _WIDE, _HIGH, inside, keys
-        )
+    def drawn(self, named: Sequence[Point | Curve], caption: str = "") -> Markup:
+        """The picture, with a key for each colour below it, and ``caption`` above it."""
+        at, line = float(_LEFT), _HIGH + _LINE
+        for each in named:
+            wide = 16 + _LETTER * len(each.name)
+            if at > _LEFT and at + wide > _WIDE:
+                at, line = float(_LEFT), line + _LINE
+            self.parts.append(
+                Markup('<circle cx="{:.1f}" cy="{:.1f}" r="5" fill="{}"/>').format(at, line - 4, each.colour)
+            )
+            self.text(at + 10, line, each.name, "start")
+            at += wide + 16
+        if caption:
+            self.text(_WIDE / 2, -6, caption, "middle")
+        top = _LINE + 6 if caption else 0
+        return Markup(
+            '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 {} {} {}" role="img" font-size="12" '
+            'font-family="system-ui, sans-serif" fill="#1b1c1a">'
+            '<rect class="paper" fill="#ffffff" y="{}" width="100%" height="100%"/>\n{}</svg>'
+        ).format(-top, _WIDE, line + 8 + top, -top, Markup("\n").join(self.parts))
 
 
 def _ticks(low: float, high: float) -> list[float]:
@@ -148,13 +192,39 @@ def pareto(points: Sequence[Point], x_name: str, y_name: str) -> Markup:
     return frame.drawn(points)
 
 
-def curves(found: Sequence[Curve], x_name: str, y_name: str) -> Markup:
-    """Lines over 1, 2, 3, ..., whose heights are shares."""
-    longest = max(len(curve.heights) for curve in found)
-    frame = _Frame((0.5, longest + 0.5), (0.0, 1.0), x_name, y_name, f"{y_name} by {x_name}")
+def curves(
+    found: Sequence[Curve],
+    x_name: str,
+    y_name: str,
+    y: tuple[float, float] | None = None,
+    log_x: bool = False,
+    caption: str = "",
+) -> Markup:
+    """Lines through points; ``y`` is the range of heights (None: that of the points). An axis by the logarithm is
+    marked where the points are."""
+    xs = [at for curve in found for at, _ in curve.points]
+    low, high = (min(xs) / 1.1, max(xs) * 1.1) if log_x else _room(xs)
+    y = y or _room([height for curve in found for _, height in curve.points])
+    marks = sorted({*xs}) if log_x else None
+    frame = _Frame((low, high), y, x_name, y_name, caption or f"{y_name} by {x_name}", marks, log_x)
     for curve in found:
-        colour = curve.colour
-        frame.path(list(enumerate(curve.heights, start=1)), "curve", colour)
-        for place, height in enumerate(curve.heights, start=1):
-            frame.dot(place, height, colour, f"{curve.name}, {place}: {height:.2f}")
-    return frame.drawn(found)
+        frame.path(curve.points, "curve", curve.colour)
+        for at, height in curve.points:
+            frame.dot(at, height, curve.colour, f"{curve.name}, {at:g}: {height:.4g}")
+    return frame.drawn(found, caption)
+
+
+def save_lines(
+    path: Path,
+    title: str,
+    x_name: str,
+    y_name: str,
+    lines: Mapping[str, Sequence[tuple[float, float]]],
+    log_x: bool = False,
+    from_zero: bool = True,
+) -> None:
+    """Write a plot of named lines to a file."""
+    found = [Curve(name, COLOURS[n % len(COLOURS)], points) for n, (name, points) in enumerate(lines.items())]
+    highest = max(height for curve in found for _, height in curve.points)
+    y = (0.0, 1.06 * highest) if from_zero else None
+    path.write_text(str(curves(found, x_name, y_name, y, log_x, title)) + "\n", encoding="utf-8")

@@ -176,13 +176,13 @@ def as_html(found: Report, title: str) -> str:
             for row, colour in coloured
             if row.over_ar is not None and (row.recovery is not None or row.way == AUTOREGRESSIVE)
         ]
-        drawn = [Curve(row.way, colour, row.curve) for row, colour in coloured if row.curve]
+        drawn = [Curve(row.way, colour, list(enumerate(row.curve, 1))) for row, colour in coloured if row.curve]
         shown.append(
             {
                 "table": table,
                 "parts": columns(table),
                 "pareto": pareto(points, "speed over autoregression", "recovery") if len(points) > 1 else "",
-                "curves": curves(drawn, "place in the draft", "accepted") if drawn else "",
+                "curves": curves(drawn, "place in the draft", "accepted", (0.0, 1.0)) if drawn else "",
             }
         )
     source = (files("fly.eval") / "report.html").read_text(encoding="utf-8")

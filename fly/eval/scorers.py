@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import string
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from decimal import Decimal, InvalidOperation
 from functools import cached_property
@@ -15,11 +15,11 @@ import jinja2
 from jinja2.sandbox import SandboxedEnvironment
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator
 
-from fly.bundled.sandbox import Language, Sandbox
-from fly.bundled.tasks import extract_answer, extract_code
+from fly.bundled.tasks import Problem
+from fly.eval.sandbox import Language, Sandbox
 from fly.expressions import CLASS_PATH
 
-__all__ = ["KINDS", "Programs", "Score", "Scorer", "ScorerField", "render"]
+__all__ = ["KINDS", "Programs", "Score", "Scorer", "ScorerField", "check_many", "render"]
 
 Row = Mapping[str, Any]
 _TEMPLATES = SandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=True)
@@ -243,6 +243,25 @@ class BundledTask(_Scorer):
             return programs.run(extract_code(completion), list(row["tests"]), "small")
         found = extract_answer(completion)
         return Score(found == answer, found or "")
+
+
+def extract_answer(completion: str) -> str | None:
+    """The text of the last ``####`` line, or None if there is none."""
+    found = re.findall(r"^####[ \t]*(.*?)[ \t]*$", completion, flags=re.MULTILINE)
+    return found[-1] if found else None
+
+
+def extract_code(completion: str) -> str:
+    """The first ```` ```python ```` block (closed or not), or the whole text if there is no block."""
+    found = re.search(r"```(?:python|py)?[ \t]*\n(.*?)(?:```|\Z)", completion, flags=re.DOTALL)
+    return found.group(1) if found else completion
+
+
+def check_many(pairs: Sequence[tuple[Problem, str]]) -> list[bool]:
+    """Whether each completion solves its bundled problem; one sandbox runs all the programs."""
+    scorer = BundledTask()
+    with Programs() as programs:
+        return [scorer.score(text, problem.answer, vars(problem), programs).right for problem, text in pairs]
 
 
 class Own(_Scorer):

@@ -16,8 +16,7 @@ from typing import Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from fly.bundled.tasks import KINDS, SPLITS
-from fly.bundled.tasks import problems as draw_problems
+from fly.bundled.tasks import problems as bundled_problems
 from fly.config import read_yaml
 from fly.errors import explain, instead
 from fly.eval.scorers import Nothing, Programs, Score, ScorerField, render
@@ -29,17 +28,15 @@ _BUNDLED = files("fly.eval") / "tasks"
 
 
 class Generated(BaseModel):
-    """Problems of the bundled generators (``fly.bundled.tasks.problems``), without end."""
+    """The first ``count`` of the bundled problems (``fly.bundled.tasks.problems``) of a split and kind. ``seed`` is 0:
+    others are not bundled."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    split: Literal["train", "heldout", "middle", "ood"] = "heldout"
+    split: Literal["heldout", "middle", "ood"] = "heldout"
     kind: Literal["all", "arithmetic", "text", "code"] = "all"
     seed: int = 0
     count: int = Field(default=200, ge=1)
-
-
-assert {*SPLITS} == {"train", "heldout", "middle", "ood"} and {*KINDS} == {"arithmetic", "text", "code"}
 
 
 class Task(BaseModel):
@@ -104,8 +101,9 @@ class Task(BaseModel):
         if self.rows is not None:
             rows = list(self.rows)
         elif self.generated is not None:
-            made = draw_problems(self.generated.kind, self.generated.split, self.generated.seed, self.generated.count)
-            rows = [{**vars(problem), "tests": list(problem.tests)} for problem in made]
+            wanted = self.generated
+            bundled = bundled_problems(wanted.kind, wanted.split, wanted.seed, wanted.count)
+            rows = [{**vars(problem), "tests": list(problem.tests)} for problem in bundled]
         elif self.data is not None:
             rows = read_rows(Path(self.data), f"task {self.name!r}")
         else:

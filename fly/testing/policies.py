@@ -22,6 +22,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import math
 import pickle
 import timeit
 from collections.abc import Callable, Iterable, Iterator
@@ -29,15 +30,17 @@ from typing import Any
 
 import torch
 
-from fly.backends.cuda.waits import host_wait
+from fly.backends.cuda.waits import find_wait
 from fly.ops import one_hot
-from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy, verify
+from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
 from fly.policies.registry import check_types
 from fly.request import Stats
+from fly.sampling import BatchSampling
 from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
-from fly.types import Draft, Noise, Target, Verdict, Why
+from fly.testing.toys import make_executor, toy_target
+from fly.types import Draft, Noise, SamplingParams, Target, Verdict, Why
 
 __all__ = ["CHECKS", "check_policy", "parametrize_with_checks"]
 
@@ -281,7 +284,7 @@ def check_gates(policy: AcceptancePolicy) -> str:
 def check_cuda_graph(policy: AcceptancePolicy) -> str:
     """Whether the decision can be part of a captured CUDA graph, for drawn drafts and others."""
     kinds = {"at temperature 0": (False, False), "above it": (True, True), "above it, of copied drafts": (True, False)}
-    found = {kind: host_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
+    found = {kind: find_wait(bound(policy, Target(torch.zeros(1, 2, 32))), *how) for kind, how in kinds.items()}
     reasons: dict[str, list[str]] = {}
     for kind, reason in found.items():
         if reason is not None:
@@ -294,24 +297,35 @@ def check_cuda_graph(policy: AcceptancePolicy) -> str:
 
 
 def check_cost(policy: AcceptancePolicy) -> str:
-    """Microseconds for a decision (the least of seven), for one row of 15 drafted tokens over 32,000."""
+    """Microseconds for a decision, from logits to kept tokens, as the engine takes it (the least of seven): one row of
+    15 drafted tokens, at temperature 0 and at 0.8 with top-p 0.95."""
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, 16, 32_000, generator=generator)
-    # Something to hold it against: what the target does with these logits at the least.
+    # Something to hold it against: what the target does with this block at the least, for each token it knows.
     head, hidden = torch.randn(32_000, 1024, generator=generator), torch.randn(16, 1024, generator=generator)
-    projection = min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3))
-    costs = []
-    for kind, probs in (("greedy", None), ("sampled", logits.softmax(-1))):
-        drawn_from = None if probs is None else probs[:, :-1]
-        draft = Draft(logits[:, :-1].argmax(-1), torch.tensor([15]), drawn_from)
-        noise = Noise(torch.rand(1, 15, generator=generator), torch.rand(1, generator=generator))
-        targets = iter([Target(logits, probs, history=[[0]]) for _ in range(7)])  # each knows nothing of the others
-        rule = bound(policy, Target(logits))
-        cost = min(timeit.repeat(lambda: verify(rule, next(targets), draft, noise), number=1, repeat=7))  # noqa: B023
-        costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection:.0%})")
+    projection = min(timeit.repeat(lambda: hidden @ head.T, number=1, repeat=3)) / len(head)
+    nucleus = BatchSampling.of([SamplingParams(temperature=0.8, top_p=0.95)])
+    said = []
+    for vocab in (32_000, 128_256):
+        executor = make_executor(toy_target(vocab))
+        # Normal logits are about as undecided as a trained model's above a deviation of sqrt(2 ln V).
+        logits = torch.randn(1, 16, vocab, generator=generator) * 1.3 * math.sqrt(2 * math.log(vocab))
+        choices = logits.argmax(-1).tolist()  # a forward gives them too
+        drafted = [(token + (j % 5 == 4)) % vocab for j, token in enumerate(choices[0][:-1])]  # one in five is wrong
+        draft, rule = Draft.of([drafted]), bound(policy, Target(logits))
+
+        def decide(kind: str) -> None:
+            probs = None if kind == "greedy" else executor.process(nucleus, logits)  # noqa: B023
+            target = Target(logits, probs, history=[[0]], choices=choices)  # noqa: B023
+            executor.decide(rule, target, draft, [0], [1])  # noqa: B023
+
+        costs = []
+        for kind in ("greedy", "sampled"):
+            cost = min(timeit.repeat(functools.partial(decide, kind), number=1, repeat=7))
+            costs.append(f"{cost * 1e6:,.0f} µs {kind} ({cost / projection / vocab:.1%})")
+        said.append(f"{', '.join(costs)} for a vocabulary of {vocab:,}")
     return (
-        f"{', '.join(costs)} for 15 drafted tokens of 32,000 in the vocabulary; in brackets, relative to the output "
-        f"projection alone of a model of width 1,024 (a small part of a forward)"
+        f"{'; '.join(said)}; in brackets, relative to the output projection alone of a model of width 1,024 (a small "
+        "part of a forward)"
     )
 
 

@@ -24,18 +24,18 @@ class Answer(NamedTuple):
     answer: list[int]
 
 
-def prompts_of(path: Path | None, task: str | None, count: int | None, seed: int = 0) -> list[Any]:
+def prompts_of(path: Path | None, task: str | None, count: int | None) -> list[Any]:
     """Prompts of a file, or of a kind of the bundled tasks (its training split): texts, or lists of messages.
 
     A ``.jsonl`` file has on each line a text, a list of messages, or an object with ``prompt`` or ``messages``; any
     other a prompt on each line. ``count`` takes the first so many; None is all of a file, and 2000 of a task.
 
-    Raises ``ValueError`` for neither or both, an unknown task, or a line that is no prompt.
+    Raises ``ValueError`` for neither or both, an unknown task, more prompts than it has, or a line that is no prompt.
     """
     if (path is None) == (task is None):
         raise ValueError("give either a file of prompts or a bundled task")
     if path is None:
-        return [problem.prompt for problem in problems(task, "train", seed, 2000 if count is None else count)]
+        return [problem.prompt for problem in problems(task, "train", n=2000 if count is None else count)]
     found = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         if line.strip():

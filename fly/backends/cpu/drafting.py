@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.host import c_sampling, uniforms
-from fly.backends.cpu.library import CLookup, Sampling, Sure, address
+from fly.backends.cpu.library import CLookup, Sampling, Sure, spans
 from fly.backends.cpu.packed import PackedLlama
 from fly.executor import Batch, Drafted, DraftSpec
 from fly.ops import Stream
@@ -33,41 +33,29 @@ def draft_in_one_call(
     sampling: BatchSampling | None,
     seeds: abc.Sequence[int],
     lookup: CLookup | None = None,
-    given: int | None = None,
+    given: Tensor | None = None,
 ) -> Drafted:
     """``Executor.extend``, or of a head that is ``given`` its target's states there."""
-    tokens, positions = array("q", batch.tokens), array("q", batch.positions)
-    call, _kept = packed.batch((address(tokens), address(positions)), len(tokens), batch.kv)
+    call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
     longest, count = max(most, default=0), len(most)
-    limits, stops, stop_at = array("i", most), array("q"), array("i", [0])
-    for row in rows:
-        stops.extend(row.stop_ids)
-        stop_at.append(len(stops))
+    stops = [array("q", row.stop_ids) for row in rows]
     drafted, counts = array("q", bytes(8 * count * longest)), array("i", bytes(4 * count))
-    addresses: list[int | None] = [address(values) for values in (limits, stops, stop_at, drafted, counts)]
-    probs_BKV: Tensor | None = None
-    logits_BKV: Tensor | None = None
-    how: Any = None  # held until after the call
-    if sampling is None and spec.says:
-        logits_BKV = torch.empty(count, longest, packed.config.vocab_size)
-        how = (Sampling * count)(*[Sampling(-1.0)] * count)
-        addresses += [ctypes.addressof(how), None, logits_BKV.data_ptr()]
-    elif sampling is None:
-        addresses += [None, None, None]
-    else:
+    how: Any = None
+    coins: array[float] | None = None
+    said_BKV: Tensor | None = None  # what tokens were drawn from, or the logits that they are the most likely ones of
+    if sampling is not None:
         each = [(seed, len(row.tokens) + n) for seed, row in zip(seeds, rows) for n in range(longest)]
         coins = uniforms([seed for seed, _ in each], [at for _, at in each], Stream.SAMPLE, 1)
-        probs_BKV = torch.empty(count, longest, packed.config.vocab_size)
         how = c_sampling(sampling)
-        addresses += [ctypes.addressof(how), coins.buffer_info()[0], probs_BKV.data_ptr()]
-    if lookup is None:
-        addresses += [None, None]
-    else:
-        texts = [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
-        places = array("Q", [address(text) for text in texts])
-        addresses += [ctypes.addressof(lookup), address(places)]
-    sure = Sure.each(spec, count)
-    addresses += [ctypes.addressof(sure), given]
-    packed.check(packed.library.fly_draft(packed.handle, ctypes.byref(call), longest, *addresses))
+    elif spec.says:
+        how = (Sampling * count)(*[Sampling(-1.0)] * count)
+    if how is not None:
+        said_BKV = torch.empty(count, longest, packed.config.vocab_size)
+    texts = None if lookup is None else [array("i", row.tokens[:start]) for row, start in zip(rows, batch.kv.starts)]
+    packed.library.fly_draft(
+        packed.handle, ctypes.byref(call), longest, array("i", most), spans(stops), drafted, counts,
+        how, coins, said_BKV, None if lookup is None else ctypes.byref(lookup), None if texts is None else spans(texts),
+        Sure.each(spec, count), given,
+    )  # fmt: skip
     found = [drafted[b * longest : b * longest + n].tolist() for b, n in enumerate(counts)]
-    return Drafted(found, probs_BKV, logits_BKV)
+    return Drafted(found, said_BKV, None) if sampling is not None else Drafted(found, None, said_BKV)

@@ -17,7 +17,7 @@ from fly.backends.cpu.clauses import Clause, clauses_of
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.head import CpuHead
 from fly.backends.cpu.host import HostDecisions
-from fly.backends.cpu.library import CLookup, address
+from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
 from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Question, RoundPlan, Rounds, Scores
@@ -62,27 +62,17 @@ class CpuExecutor(HostDecisions):
         return self.packed.embedding()
 
     def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        tokens, positions = array("q", batch.tokens), array("q", batch.positions)
-        call, _kept = self.packed.batch((address(tokens), address(positions)), len(tokens), batch.kv)
+        call = self.packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         which = None if places is None else array("i", places)
-        count = len(tokens) if which is None else len(which)
+        count = len(batch.tokens) if which is None else len(which)
         logits_NV, argmax = torch.empty(count, self.packed.vocab), array("i", bytes(4 * count))
-        after, states_TF = array("i", states), None
+        after, states_TF = None, None
         if states:
-            states_TF = torch.empty(len(tokens), len(states) * self.config.hidden_size, dtype=self.dtype)
-        self.packed.check(
-            self.packed.library.fly_score(
-                self.packed.handle,
-                ctypes.byref(call),
-                None if which is None else address(which),
-                count,
-                logits_NV.data_ptr(),
-                address(argmax),
-                address(after),
-                len(after),
-                None if states_TF is None else states_TF.data_ptr(),
-            )
-        )
+            after = array("i", states)
+            width = len(states) * self.config.hidden_size
+            states_TF = torch.empty(len(batch.tokens), width, dtype=self.dtype)
+        packed = self.packed
+        packed.library.fly_score(packed.handle, ctypes.byref(call), which, logits_NV, argmax, after, states_TF)
         return Scores(logits_NV, argmax.tolist(), states_TF)
 
     def extend(

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from fly.backends.cpu.drafting import draft_in_one_call
-from fly.backends.cpu.library import CBatch, Shape, address, chosen, load, number
-from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights
+from fly.backends.cpu.library import CBatch, Shape, chosen, load
+from fly.backends.cpu.packed import TYPES, PackedLlama, float_weights, new
 from fly.cache import PagedKVCache
 from fly.executor import Batch, Drafted, DraftSpec, Head
 from fly.models.eagle import Eagle3Head, HeadLayer
@@ -74,27 +74,15 @@ class PackedHead(PackedLlama):
             1.0,
         )
         norm, ((cos, sin),) = float_weights(head.norm), rotary_tables(config)
-        cos, sin = cos.contiguous(), sin.contiguous()
-        made = self.library.fly_new(
-            number(variant), ctypes.byref(shape), norm.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            self._embedding.data_ptr(),
-        )  # fmt: skip
-        if not made:
-            raise MemoryError("no memory for a packed head")
-        self.handle = ctypes.c_void_p(made)
-        weakref.finalize(self, self.library.fly_free, self.handle)
+        self.handle = new(self, variant, shape, norm, cos.contiguous(), sin.contiguous(), self._embedding)
         self._target_U = head.to_target_U.contiguous()
-        self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U.data_ptr())
+        self.library.fly_draft_for(self.handle, config.vocab_size, self._target_U)
         layer = cast(HeadLayer, head.layers[0])
         attention, mlp = layer.self_attn, layer.mlp
         norms = {0: layer.input_layernorm, 1: layer.post_attention_layernorm, 6: layer.hidden_norm}
         if attention.normalised:
             norms |= {4: attention.q_norm, 5: attention.k_norm}
-        kept = {which: float_weights(each) for which, each in norms.items()}
-        pointers = (ctypes.c_void_p * 7)()  # src/fly.h: Norm
-        for which, weights in kept.items():
-            pointers[which] = weights.data_ptr()
-        self.check(self.library.fly_set_layer(self.handle, 0, pointers, attention.window or 0, 0))
+        self._set_layer(0, norms, attention.window, 0)
         linears = (attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj, head.lm_head, head.fc)
         for which, linear in enumerate(linears):
             self._pack(0, which, linear)
@@ -138,23 +126,11 @@ class CpuHead(Head):
     def _step(
         self, batch: Batch, states_TF: Tensor | None, x_TC: Tensor | None, places: abc.Sequence[int]
     ) -> tuple[Tensor, Tensor]:
-        packed, count = self.packed, len(batch.tokens)
-        tokens, positions, kept = array("q", batch.tokens), array("q", batch.positions), array("i", places)
-        call, _held = packed.batch((address(tokens), address(positions)), count, batch.kv)
+        packed, count, kept = self.packed, len(batch.tokens), array("i", places)
+        call = packed.batch(array("q", batch.tokens), array("q", batch.positions), batch.kv)
         logits_NU = torch.empty(len(kept), packed.vocab)
         after_TC = torch.empty(count, self.config.hidden_size, dtype=self.dtype)
-        packed.check(
-            packed.library.fly_step(
-                packed.handle,
-                ctypes.byref(call),
-                None if states_TF is None else states_TF.data_ptr(),
-                None if x_TC is None else x_TC.data_ptr(),
-                address(kept),
-                len(kept),
-                logits_NU.data_ptr(),
-                after_TC.data_ptr(),
-            )
-        )
+        packed.library.fly_step(packed.handle, ctypes.byref(call), states_TF, x_TC, kept, logits_NU, after_TC)
         return logits_NU, after_TC if len(kept) == count else after_TC[list(places)]
 
     def chains(
@@ -170,4 +146,4 @@ class CpuHead(Head):
         if spec.tree is not None:
             return None
         states_TF = states_TF.to(self.dtype).contiguous()
-        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF.data_ptr())
+        return draft_in_one_call(self.packed, batch, spec, rows, most, sampling, seeds, given=states_TF)

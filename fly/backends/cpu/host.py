@@ -8,7 +8,6 @@ Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 
 from __future__ import annotations
 
-import ctypes
 import math
 from array import array
 from collections import abc
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.library import Sampling, address, short
+from fly.backends.cpu.library import Sampling, short
 from fly.executor import Executor
 from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
@@ -48,18 +47,15 @@ def c_sampling(sampling: BatchSampling) -> Any:
 def uniforms(seeds: abc.Sequence[int], starts: abc.Sequence[int], stream: int, n: int) -> array[float]:
     """``fly.ops.uniforms`` of rows, one row after the other."""
     seed, start, found = array("q", seeds), array("q", starts), array("f", bytes(4 * n * len(seeds)))
-    short("fly_uniforms")(address(seed), address(start), len(seed), stream, n, found.buffer_info()[0])
+    short("fly_uniforms")(seed, start, stream, n, found)
     return found
 
 
 def top_at(logits_BKV: Tensor, b: int, j: int, n: int) -> tuple[list[float], float]:
     """Of one position: the min(n, V) largest logits, largest first, and ln of the sum of exp over all."""
-    width = logits_BKV.shape[-1]
-    row, place, _ = logits_BKV.stride()
-    n = min(n, width)
+    n = min(n, logits_BKV.shape[-1])
     found = array("f", bytes(4 * (n + 1)))
-    at = logits_BKV.data_ptr() + 4 * (b * row + j * place)
-    short("fly_top")(at, width, n, found.buffer_info()[0])
+    short("fly_top")(logits_BKV[b, j], n, found)
     log_total = found.pop()
     return found.tolist(), log_total
 
@@ -73,10 +69,7 @@ class HostDistribution(ProcessedDistribution):
             return super()._find()
         find = short("fly_kept", self.logits_BJV.numel() > _SOON)  # it goes over all of one many times
         logits_BJV, found_3BJ = self.logits_BJV.contiguous(), torch.empty(3, rows, positions)
-        at, each = found_3BJ.data_ptr(), 4 * rows * positions
-        how = c_sampling(self.sampling)
-        if find(logits_BJV.data_ptr(), rows, positions, width, ctypes.addressof(how), at, at + each, at + 2 * each):
-            raise MemoryError(f"no memory for a distribution over {width} tokens")
+        find(logits_BJV, positions, width, c_sampling(self.sampling), found_3BJ)
         peak_BJ, least_BJ, total_BJ = found_3BJ
         sampling = self.sampling
         return peak_BJ, least_BJ if sampling.most_k or sampling.top_p or sampling.min_p else None, total_BJ
@@ -98,21 +91,9 @@ class HostDistribution(ProcessedDistribution):
         probs_BKV = None if probs_BKV is None else probs_BKV.contiguous()
         found, longest = [], places - 1
         for b, chain in enumerate(draft.chains):
-            drafted, kept = array("q", chain), array("b", bytes(len(chain)))
-            first = accepts(
-                logits_BJV.data_ptr() + 4 * b * places * width,
-                width,
-                ctypes.addressof(how[b]),
-                address(drafted),
-                len(chain),
-                None if probs_BKV is None else probs_BKV[b].data_ptr(),
-                coins.buffer_info()[0] + 4 * b * longest,
-                all_,
-                address(kept),
-            )
-            if first == -1:
-                raise MemoryError(f"no memory for a distribution over {width} tokens")
-            if first < 0:
+            kept, own_KV = array("b", bytes(len(chain))), None if probs_BKV is None else probs_BKV[b]
+            own_coins = coins[b * longest : (b + 1) * longest]
+            if accepts(logits_BJV[b], width, how[b], array("q", chain), own_KV, own_coins, all_, kept) < 0:
                 return None
             found.append([keep != 0 for keep in kept])
         return found
@@ -124,17 +105,8 @@ class HostDistribution(ProcessedDistribution):
         logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
         if rejected is not None and draft.probs_BKV is not None:
             probs_V = draft.probs_BKV[b, j].contiguous()
-        how = c_sampling(self.sampling)
-        token: int = short("fly_follow")(
-            logits_V.data_ptr(),
-            len(logits_V),
-            ctypes.addressof(how[b]),
-            -1 if rejected is None else rejected,
-            None if probs_V is None else probs_V.data_ptr(),
-            uniform,
-        )
-        if token == -1:
-            raise MemoryError(f"no memory for a distribution over {len(logits_V)} tokens")
+        number, how = -1 if rejected is None else rejected, c_sampling(self.sampling)
+        token: int = short("fly_follow")(logits_V, how[b], number, probs_V, uniform)
         return token
 
 

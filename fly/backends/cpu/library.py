@@ -8,7 +8,8 @@ import os
 import platform
 import struct
 from array import array
-from ctypes import c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
+from collections import abc
+from ctypes import POINTER, c_char_p, c_double, c_float, c_int, c_int32, c_int64, c_uint64, c_void_p
 from functools import cache, partial
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
@@ -25,18 +26,75 @@ __all__ = [
     "Going",
     "Sampling",
     "Shape",
+    "Span",
     "Sure",
-    "address",
     "available",
     "chosen",
     "load",
+    "spans",
     "why_not",
 ]
 
-_ABI = 30  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 31  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
+
+
+class Span(ctypes.Structure):
+    """src/interface.h: Span, memory and its bytes, which the library checks. An argument of a call is made of what
+    holds the memory: an array, a tensor, an object of ctypes, or None."""
+
+    _fields_ = [("at", c_void_p), ("bytes", c_int64)]
+
+    @classmethod
+    def from_param(cls, values: Any) -> Span:
+        if values is None:
+            return _NOTHING
+        at, size = _extent(values)
+        return cls(at, size)
+
+
+_NOTHING = Span(0, -1)
+
+
+def _extent(values: Any) -> tuple[int, int]:
+    """The address of the values' memory, and its bytes; -1 where there are none.
+
+    Raises ``ValueError`` for a tensor that is not contiguous, or not on the CPU.
+    """
+    if isinstance(values, array):
+        at, count = values.buffer_info()
+        return at, count * values.itemsize
+    if values is None:
+        return 0, -1
+    if isinstance(values, (ctypes.Array, ctypes.Structure)):
+        return ctypes.addressof(values), ctypes.sizeof(values)
+    if not values.is_contiguous() or not values.is_cpu:
+        raise ValueError(f"compiled code reads memory of the CPU in order, not {values.stride()} on {values.device}")
+    return values.data_ptr(), values.nbytes
+
+
+def spans(values: abc.Iterable[Any]) -> array[int]:
+    """A ``Span`` of each, one after another."""
+    return array("q", [number for each in values for number in _extent(each)])
+
+
+def _span(*names: str) -> list[tuple[str, type]]:
+    """Fields that are spans: an address and bytes each, which are set sooner than a structure is."""
+    return [field for name in names for field in ((name, c_void_p), (f"{name}_bytes", c_int64))]
+
+
+class _Handed(ctypes.Structure):
+    """A structure with spans."""
+
+    def hand(self, **values: Any) -> None:
+        """Set spans to the memory of these values, which then live as long as it."""
+        vars(self).update(values)  # by the fields' names, which are read elsewhere
+        for name, value in values.items():
+            at, size = _extent(value)
+            setattr(self, name, at)
+            setattr(self, f"{name}_bytes", size)
 
 
 class Shape(ctypes.Structure):
@@ -49,13 +107,12 @@ class Shape(ctypes.Structure):
     ]
 
 
-class CBatch(ctypes.Structure):
-    """src/interface.h: Batch. Pointers are addresses; the caller keeps alive what they point to."""
+class CBatch(_Handed):
+    """src/interface.h: Batch."""
 
     _fields_ = [
         *((name, c_int32) for name in ("rows", "tokens")),
-        *((name, c_void_p) for name in ("token", "position", "start", "count", "tables", "table_at", "masks")),
-        *((name, c_void_p) for name in ("keys", "values")),
+        *_span("token", "position", "start", "count", "tables", "masks", "keys", "values"),
         ("layer_stride", c_int64),
         *((name, c_int32) for name in ("cache_type", "page", "threads")),
     ]
@@ -79,10 +136,10 @@ class Sure(ctypes.Structure):
         return (cls * rows)(*(cls(spec.confidence, spec.entropy, chance) for chance in reach))
 
 
-class CGrowth(ctypes.Structure):
+class CGrowth(_Handed):
     """src/interface.h: Growth."""
 
-    _fields_ = [*((name, c_int32) for name in ("nodes", "follow", "depth")), ("width", c_void_p)]
+    _fields_ = [*((name, c_int32) for name in ("nodes", "follow")), *_span("width")]
 
 
 class CLookup(ctypes.Structure):
@@ -120,8 +177,8 @@ class Ask(NamedTuple):
 ASK = struct.Struct("3iIid")  # as the compiler lays it out
 
 
-class Going(ctypes.Structure):
-    """src/interface.h: Going. Pointers are addresses, as in ``Batch``."""
+class Going(_Handed):
+    """src/interface.h: Going."""
 
     _fields_ = [
         *(
@@ -129,84 +186,112 @@ class Going(ctypes.Structure):
             for name in ("length", "room", "left", "k", "context", "draft_start", "clause_at", "clauses")
         ),
         ("seed", c_int64),
-        *((name, c_void_p) for name in ("text", "copied")),
         ("first", c_int32),
+        *_span("text", "copied", "stop"),
     ]
 
 
-class CRounds(ctypes.Structure):
-    """src/interface.h: Rounds. Pointers are addresses, as in ``Batch``."""
+class CRounds(_Handed):
+    """src/interface.h: Rounds."""
 
     Decide = ctypes.CFUNCTYPE(None, c_int32)
     UNANSWERED = -2
 
     _fields_ = [
-        ("going", c_void_p),
+        *_span("going"),
         *((name, c_int32) for name in ("k", "most")),
-        *((name, c_void_p) for name in ("stop", "stop_at", "hurry")),
+        *_span("hurry"),
         ("nanoseconds", c_int64),
-        *((name, c_void_p) for name in ("logits", "drafted", "drafted_count", "choice", "accepted", "following")),
-        *((name, c_void_p) for name in ("sampling", "distributions", "spread")),
+        *_span("logits", "drafted", "drafted_count", "choice", "accepted", "following", "sampling", "distributions"),
         ("variant", c_int32),
-        *((name, c_void_p) for name in ("clause", "control", "ask")),
-        *((name, c_int32) for name in ("most_asks", "asks")),
+        *_span("clause", "control", "ask"),
+        ("asks", c_int32),
         ("decide", Decide),
-        ("stands", c_void_p),
+        *_span("stands"),
         ("rounds", c_int32),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
-        *((name, c_void_p) for name in ("sure", "state")),
-        *((name, c_int32) for name in ("states", "read_before")),
-        *((name, c_void_p) for name in ("given", "read", "growth", "parent", "path")),
-        ("spare", c_int32),
+        *_span("sure", "state"),
+        ("read_before", c_int32),
+        *_span("given", "read"),
+        ("growth", POINTER(CGrowth)),
+        *_span("parent", "path"),
     ]
 
 
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
+    "fly_refusal": (c_char_p, [c_int64 * 3]),
     "fly_variant": (c_char_p, [c_int, c_void_p]),
-    "fly_sum": (c_uint64, [c_void_p, c_int64, c_int]),
-    "fly_new": (c_void_p, [c_int] + [c_void_p] * 5),
+    "fly_sum": (c_uint64, [Span, c_int]),
+    "fly_new": (c_int, [c_void_p, c_int, c_void_p] + [Span] * 4),
     "fly_free": (None, [c_void_p]),
-    "fly_share": (None, [c_void_p, c_void_p, c_int, c_int]),
-    "fly_set_layer": (c_int, [c_void_p, c_int, c_void_p, c_int, c_int]),
-    "fly_set_matrix": (c_int, [c_void_p, c_int, c_int, c_int, c_int, c_void_p, c_void_p, c_void_p]),
+    "fly_share": (c_int, [c_void_p, c_void_p, c_int, c_int]),
+    "fly_set_layer": (c_int, [c_void_p, c_int, Span, c_int, c_int]),
+    "fly_set_matrix": (c_int, [c_void_p, c_int, c_int] + [Span] * 3),
     "fly_workspace": (c_int64, [c_void_p]),
-    "fly_forward": (c_int, [c_void_p, c_void_p, c_void_p]),
-    "fly_embedding": (c_int, [c_void_p, c_void_p, c_int]),
-    "fly_logits": (c_int, [c_void_p, c_void_p, c_int, c_void_p, c_int]),
-    "fly_score": (c_int, [c_void_p] * 3 + [c_int] + [c_void_p] * 3 + [c_int, c_void_p]),
-    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [c_void_p] * 12),
-    "fly_draft_for": (None, [c_void_p, c_int, c_void_p]),
-    "fly_step": (c_int, [c_void_p] * 5 + [c_int] + [c_void_p] * 2),
+    "fly_forward": (c_int, [c_void_p, c_void_p, Span]),
+    "fly_embedding": (c_int, [c_void_p, Span, c_int]),
+    "fly_logits": (c_int, [c_void_p, Span, c_int, Span, c_int]),
+    "fly_score": (c_int, [c_void_p] * 2 + [Span] * 5),
+    "fly_draft": (c_int, [c_void_p, c_void_p, c_int] + [Span] * 7 + [c_void_p] + [Span] * 3),
+    "fly_draft_for": (c_int, [c_void_p, c_int, Span]),
+    "fly_step": (c_int, [c_void_p] * 2 + [Span] * 5),
     "fly_rounds": (c_int, [c_void_p] * 6),
 }
+_SHORT: dict[str, tuple[Any, list[Any]]] = {
+    "fly_top": (c_int, [c_int, Span, c_int, Span]),
+    "fly_kept": (c_int, [c_int, Span, c_int, c_int, Span, Span]),
+    "fly_accepts": (c_int, [c_int, Span, c_int, Span, Span, Span, Span, c_int, Span]),
+    "fly_follow": (c_int64, [c_int, Span, Span, c_int64, Span, c_float]),
+    "fly_uniforms": (c_int, [Span, Span, c_int, c_int, Span]),
+}
+_NO_MEMORY, _OUTSIDE, _REFUSED = -11, -12, -13  # src/library.h: Error
 
 
-def address(values: array[int]) -> int:
-    """The address of an array's values; the caller keeps the array alive."""
-    return values.buffer_info()[0]
+def _checked(result: int, function: object, arguments: object) -> int:
+    """The result of a call, unless it is an error. Raises what the library refused it for."""
+    if result not in (_NO_MEMORY, _OUTSIDE, _REFUSED):
+        return result
+    numbers = (c_int64 * 3)()
+    what = load().fly_refusal(numbers).decode()
+    has, least, most = numbers
+    if result == _NO_MEMORY:
+        raise MemoryError(f"no memory for {what}: {least} bytes")
+    if most > 2**61:
+        raise ValueError(f"compiled code was given {max(has, 0)} bytes of {what!r}, and needs {least}")
+    raise (IndexError if result == _OUTSIDE else ValueError)(f"{what} is {has}, not {least} to {most}")
+
+
+def _declare(function: Any, declared: tuple[Any, list[Any]]) -> Any:
+    function.restype, function.argtypes = declared
+    if declared[0] in (c_int, c_int64):
+        function.errcheck = _checked
+    return function
+
+
+def _file() -> Path | None:
+    """The library, if it was built."""
+    files = [Path(__file__).with_name(f"_library{suffix}") for suffix in EXTENSION_SUFFIXES]
+    return next(filter(Path.exists, files), None)
 
 
 @cache
 def _open() -> tuple[ctypes.CDLL | None, str]:
     """The library, or why there is none."""
-    here = Path(__file__)
-    files = [file for suffix in EXTENSION_SUFFIXES if (file := here.with_name(f"_library{suffix}")).exists()]
-    if not files:
+    if (file := _file()) is None:
         if platform.machine().lower() not in ("x86_64", "amd64"):
             return None, f"there are none for {platform.machine() or 'this processor'} yet"
-        note = here.with_name("not_built.txt")
+        note = Path(__file__).with_name("not_built.txt")
         reason = note.read_text(encoding="utf-8").strip() if note.exists() else "the library was never built"
         return None, f"{reason} (from a checkout: pip install -e .)"
     try:
-        library = ctypes.CDLL(str(files[0]))
+        library = ctypes.CDLL(str(file))
         abi = library.fly_abi()
     except (OSError, AttributeError) as error:
-        return None, f"{files[0].name} cannot be loaded ({error})"
+        return None, f"{file.name} cannot be loaded ({error})"
     if abi != _ABI:
-        return None, f"{files[0].name} was built from other sources (interface {abi}, not {_ABI}); build it again"
-    for name, (result, arguments) in _FUNCTIONS.items():
-        function = getattr(library, name)
-        function.restype, function.argtypes = result, arguments
+        return None, f"{file.name} was built from other sources (interface {abi}, not {_ABI}); build it again"
+    for name, declared in _FUNCTIONS.items():
+        _declare(getattr(library, name), declared)
     return library, ""
 
 
@@ -216,15 +301,6 @@ def load() -> ctypes.CDLL:
     if library is None:
         raise ValueError(f"there are no compiled kernels: {reason}")
     return library
-
-
-_SHORT: dict[str, tuple[Any, list[Any]]] = {
-    "fly_top": (None, [c_int, c_void_p, c_int, c_int, c_void_p]),
-    "fly_kept": (c_int, [c_int, c_void_p, c_int, c_int, c_int] + [c_void_p] * 4),
-    "fly_accepts": (c_int, [c_int, c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p, c_void_p, c_int, c_void_p]),
-    "fly_follow": (c_int64, [c_int, c_void_p, c_int, c_void_p, c_int64, c_void_p, c_float]),
-    "fly_uniforms": (None, [c_void_p, c_void_p, c_int, c_int, c_int, c_void_p]),
-}
 
 
 def usual() -> str:
@@ -242,8 +318,7 @@ def short(name: str, lets_go: bool = False) -> Any:
     """One of the calls that are over soon, for the ``usual`` variant; it keeps the interpreter meanwhile, which another
     thread would hold for longer, unless it ``lets_go``."""
     kind = ctypes.CDLL if lets_go else ctypes.PyDLL
-    function = getattr(kind(None, handle=load()._handle), name)
-    function.restype, function.argtypes = _SHORT[name]
+    function = _declare(getattr(kind(None, handle=load()._handle), name), _SHORT[name])
     return partial(function, number(usual())) if _SHORT[name][1][0] is c_int else function
 
 

@@ -13,6 +13,7 @@ import ctypes
 import threading
 import weakref
 from array import array
+from collections import abc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -21,7 +22,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from fly.backends.cpu.library import TORCH, CBatch, Shape, address, chosen, load, number, split
+from fly.backends.cpu.library import TORCH, CBatch, Shape, chosen, load, number, spans, split
 from fly.cache import PagedBatch, PagedKVCache
 from fly.models import Llama
 from fly.models.llama import KV, Layer, Norm, embedding_scale, rotary_tables
@@ -72,6 +73,14 @@ def refusal(model: Llama) -> str | None:
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "compiled kernels know nothing of hooks, which this model has (fly.parallel.load compiles a rank's part)"
     return None
+
+
+def new(owner: object, variant: str, shape: Shape, *weights: Tensor | None) -> ctypes.c_void_p:
+    """An empty model of the library (src/models.cpp: fly_new), which ends with its ``owner``."""
+    library, made = load(), ctypes.c_void_p()
+    library.fly_new(ctypes.byref(made), number(variant), ctypes.byref(shape), *weights)
+    weakref.finalize(owner, library.fly_free, made)
+    return made
 
 
 class PackedLlama:
@@ -132,18 +141,7 @@ class PackedLlama:
         with filled(model.norm):
             norm, tables = float_weights(model.norm), rotary_tables(config)
         cos, sin = (torch.cat(table).contiguous() for table in zip(*tables))
-        made = self.library.fly_new(
-            number(variant),
-            ctypes.byref(shape),
-            norm.data_ptr(),
-            cos.data_ptr(),
-            sin.data_ptr(),
-            None if self._embedding is None else self._embedding.data_ptr(),
-        )
-        if not made:
-            raise MemoryError("no memory for a packed model")
-        self.handle = ctypes.c_void_p(made)
-        weakref.finalize(self, self.library.fly_free, self.handle)
+        self.handle = new(self, variant, shape, norm, cos, sin, self._embedding)
         # Modules in turns on a few threads: the calls let the interpreter go. The largest, the head, is first.
         with ThreadPoolExecutor(min(torch.get_num_threads(), _PACKERS), initializer=keep_threads) as pool:
             waiting = [pool.submit(self._pack_head, model, filled)]
@@ -164,32 +162,21 @@ class PackedLlama:
         with filled(layer):
             attention, mlp = layer.self_attn, layer.mlp
             around, heads = layer.norms(), [attention.q_norm, attention.k_norm] if attention.normalised else []
-            kept = {which: float_weights(norm) for which, norm in (*enumerate(around), *enumerate(heads, 4))}
-            pointers = (ctypes.c_void_p * 7)()  # src/fly.h: Norm; null where there is none
-            for which, weights in kept.items():
-                pointers[which] = weights.data_ptr()
-            window, rope = attention.window or 0, layer.rope
-            self.check(self.library.fly_set_layer(self.handle, number, pointers, window, rope))
+            norms = dict([*enumerate(around), *enumerate(heads, 4)])
+            self._set_layer(number, norms, attention.window, layer.rope)
             for which, linear in enumerate((attention.qkv_proj, attention.o_proj, mlp.gate_up_proj, mlp.down_proj)):
                 self._pack(number, which, linear)
 
+    def _set_layer(self, number: int, norms: abc.Mapping[int, Norm], window: int | None, rope: int) -> None:
+        weights = [float_weights(norms[which]) if which in norms else None for which in range(7)]  # src/fly.h: Norm
+        self.library.fly_set_layer(self.handle, number, spans(weights), window or 0, rope)
+
     def _pack(self, layer: int, which: int, linear: nn.Linear) -> None:
-        weight_NK, scale = linear.weight.detach().contiguous(), None
+        weight_NK, scale_N = linear.weight.detach().contiguous(), None
         if self._narrow:
             weight_NK, scale_N = int8_weights(weight_NK)
-            scale = scale_N.data_ptr()
         bias_N = None if linear.bias is None else _float(linear.bias)
-        bias = None if bias_N is None else bias_N.data_ptr()
-        n, k = weight_NK.shape
-        self.check(self.library.fly_set_matrix(self.handle, layer, which, n, k, weight_NK.data_ptr(), bias, scale))
-
-    def check(self, error: int) -> None:
-        if error == 1:
-            raise MemoryError("no memory for a packed model, or for the workspace of a call")
-        if error == 2:
-            raise IndexError(f"a token id is outside the vocabulary of {self.config.vocab_size}")
-        if error == 3:
-            raise IndexError(f"a position is outside the context of {self.config.max_position_embeddings}")
+        self.library.fly_set_matrix(self.handle, layer, which, weight_NK, bias_N, scale_N)
 
     @property
     def workspace_bytes(self) -> int:
@@ -204,12 +191,11 @@ class PackedLlama:
         Raises ``IndexError`` for an id outside the vocabulary or a position outside the context.
         """
         tokens_T, positions_T = tokens_T.contiguous(), positions_T.contiguous()
-        count = len(tokens_T)
-        if count != len(positions_T):
-            raise ValueError(f"{count} tokens, {len(positions_T)} positions")
-        batch, _kept = self.batch((tokens_T.data_ptr(), positions_T.data_ptr()), count, kv)
+        if len(tokens_T) != len(positions_T):
+            raise ValueError(f"{len(tokens_T)} tokens, {len(positions_T)} positions")
+        batch = self.batch(tokens_T, positions_T, kv)
         hidden_TC = torch.empty(len(tokens_T), self.config.hidden_size, dtype=self.dtype)
-        self.check(self.library.fly_forward(self.handle, ctypes.byref(batch), hidden_TC.data_ptr()))
+        self.library.fly_forward(self.handle, ctypes.byref(batch), hidden_TC)
         return hidden_TC
 
     def logits(self, hidden_TC: Tensor) -> Tensor:
@@ -219,8 +205,7 @@ class PackedLlama:
         hidden_TC = hidden_TC.contiguous()
         count = len(hidden_TC)
         logits_TV = torch.empty(count, self.vocab)
-        threads = pool_threads()
-        self.check(self.library.fly_logits(self.handle, hidden_TC.data_ptr(), count, logits_TV.data_ptr(), threads))
+        self.library.fly_logits(self.handle, hidden_TC, count, logits_TV, pool_threads())
         return logits_TV
 
     def embedding(self) -> Tensor:
@@ -228,35 +213,35 @@ class PackedLlama:
         if self._embedding is not None:
             return self._embedding
         embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
-        self.check(self.library.fly_embedding(self.handle, embedding_VC.data_ptr(), pool_threads()))
+        self.library.fly_embedding(self.handle, embedding_VC, pool_threads())
         return embedding_VC / self._scale
 
-    def batch(self, places: tuple[int, int], count: int, kv: KV) -> tuple[CBatch, tuple[object, ...]]:
-        """What the library takes, and what must live as long: ``count`` tokens and positions lie at ``places``."""
+    def batch(self, tokens: abc.Sized | None, positions: abc.Sized | None, kv: KV) -> CBatch:
+        """What the library takes: tokens and positions (int64) as arrays or tensors, and ``kv``'s rows; None are not
+        told, where only rows matter."""
         if not isinstance(kv, PagedBatch):
             raise TypeError(f"compiled kernels attend over a PagedKVCache, not over {type(kv).__name__}")
         with self._calls:  # a call is this thread's own
             if self._cache is None or self._cache() is not kv.cache:
                 self._attend_over(kv.cache)
             call = CBatch.from_buffer_copy(self._call)
-        if count != sum(kv.counts):
-            raise ValueError(f"{count} tokens, {sum(kv.counts)} slots")
-        tables, table_at = array("i"), array("i")
-        for table in kv.tables():
-            table_at.append(len(tables))
-            tables.fromlist(table)
-        starts, counts = array("i", kv.starts), array("i", kv.counts)
-        masks, kept_masks = None, None
+        if tokens is not None and len(tokens) != sum(kv.counts):
+            raise ValueError(f"{len(tokens)} tokens, {sum(kv.counts)} slots")
+        tables = call.pages = [array("i", table) for table in kv.tables()]
+        masks = None
         if kv.masks is not None:
-            kept_masks = [None if mask is None else mask.contiguous() for mask in kv.masks]
-            masks = array("Q", [0 if mask is None else mask.data_ptr() for mask in kept_masks])
-        call.rows, call.tokens = len(starts), count
-        call.token, call.position = places
-        call.start, call.count = address(starts), address(counts)
-        call.tables, call.table_at = address(tables), address(table_at)
-        call.masks = None if masks is None else address(masks)
-        call.threads = pool_threads()
-        return call, (starts, counts, tables, table_at, masks, kept_masks)
+            call.seen = [None if mask is None else mask.contiguous() for mask in kv.masks]
+            masks = spans(call.seen)
+        call.rows, call.tokens, call.threads = len(tables), 0 if tokens is None else len(tokens), pool_threads()
+        call.hand(
+            token=tokens,
+            position=positions,
+            start=array("i", kv.starts),
+            count=array("i", kv.counts),
+            tables=spans(tables),
+            masks=masks,
+        )
+        return call
 
     def _attend_over(self, cache: PagedKVCache) -> None:
         """Use the keys and values of ``cache`` from now on. Raises ``ValueError`` if they are not this model's."""
@@ -267,7 +252,9 @@ class PackedLlama:
                 f"take {_FLOATS} on the CPU, this model heads of {heads}"
             )
         call = self._call
-        call.keys, call.values, call.layer_stride = keys.data_ptr(), cache.values.data_ptr(), keys.stride(0)
+        call.hand(keys=keys, values=cache.values)
+        vars(call).clear()  # the cache may end before this does
+        call.layer_stride = keys.stride(0)
         call.cache_type, call.page = TYPES[keys.dtype], cache.allocator.block_size
         self._cache = weakref.ref(cache)
 

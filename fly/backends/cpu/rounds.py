@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fly.backends.cpu.clauses import Clause
 from fly.backends.cpu.host import c_sampling
-from fly.backends.cpu.library import ASK, Ask, CGrowth, CLookup, CRounds, Going, Sure, address, number, usual
+from fly.backends.cpu.library import ASK, Ask, CGrowth, CLookup, CRounds, Going, Sure, number, usual
 from fly.backends.cpu.library import Clause as CClause
 from fly.backends.cpu.packed import PackedLlama
 from fly.executor import Answer, Question, RoundPlan, Rounds, Spent
@@ -48,74 +48,66 @@ def take_rounds(
     widest = max(most_k) if tree is None else tree.nodes
     room = max(map(int.__sub__, rooms, lengths)) + 1
     most = min(room, 1 + _MOST_SCORED // (count * (widest + 1)), max(plan.rounds, 1))
-    batch, _kept = target.batch((0, 0), count, kv)
+    batch = target.batch(None, None, kv)
     given, firsts = plan.given, [0] * count if plan.given is None else plan.given.first
     draft_batch, draft_starts = None, lengths
     if drafter is not None and plan.draft_kv is not None:
         draft_starts = [first + start for first, start in zip(firsts, plan.draft_kv.starts)]
-        draft_batch, _kept_too = drafter.batch((0, 0), sum(plan.draft_kv.counts), plan.draft_kv)
-    texts, copies, going = [], [], (Going * count)()
-    stops, stop_at = array("q"), array("i", [0])
+        draft_batch = drafter.batch(None, None, plan.draft_kv)
+    texts, copies, stops, going = [], [], [array("q", row.stop_ids) for row in rows], (Going * count)()
     for b, (row, one) in enumerate(zip(rows, going)):
         text = array("q", row.tokens)
         text.frombytes(bytes(8 * (rooms[b] + 1 - lengths[b])))
         texts.append(text)
         one.length, one.room, one.left, one.k, one.seed = lengths[b], rooms[b], row.left, most_k[b], row.seed
         one.context, one.draft_start = min(plan.draft_context, 2**31 - 1), draft_starts[b]
-        one.text, one.first = address(text), firsts[b]
-        if lookup is not None:
-            copies.append(array("i", text))
-            one.copied = address(copies[b])
-        stops.extend(row.stop_ids)
-        stop_at.append(len(stops))
+        one.first = firsts[b]
+        copies.append(array("i", text) if lookup is not None else None)
+        one.hand(text=text, stop=stops[b], copied=copies[b])
     logits_NV = torch.empty(count * (widest + 1), target.vocab)
     size = count * most
     drafted, following = array("q", bytes(8 * size * widest)), array("q", bytes(8 * size))
     choices, counts, accepted = (array("i", bytes(4 * size * each)) for each in (widest + 1, 1, 1))
-    sure = Sure.each(plan.spec, count)  # held until after the call
-    call = CRounds(
-        ctypes.addressof(going), widest, most, address(stops), address(stop_at),
-        None if plan.hurry is None else address(plan.hurry),
-        int(1e9 * plan.seconds),
-        logits_NV.data_ptr(), address(drafted), address(counts), address(choices), address(accepted),
-        address(following),
-        variant=number(usual()), sure=ctypes.addressof(sure),
-    )  # fmt: skip
+    stands = array("i", [0])
+    call = CRounds(k=widest, most=most, nanoseconds=int(1e9 * plan.seconds), variant=number(usual()))
+    call.hand(going=going, hurry=plan.hurry, logits=logits_NV, drafted=drafted, drafted_count=counts, choice=choices)
+    call.hand(accepted=accepted, following=following, stands=stands, sure=Sure.each(plan.spec, count))
     parent, path = (array("i", bytes(0 if tree is None else 4 * size * widest)) for _ in range(2))
-    if tree is not None:  # both are held until after the call
-        widths = array("i", tree.widths)
-        growth = CGrowth(tree.nodes, tree.follow, len(widths), address(widths))
-        call.growth, call.parent, call.path = ctypes.addressof(growth), address(parent), address(path)
-        call.spare = tree.spare
+    if tree is not None:
+        growth = CGrowth(tree.nodes, tree.follow)
+        growth.hand(width=array("i", tree.widths))
+        call.growth = ctypes.pointer(growth)
+    paths = memoryview(path)  # which then cannot grow
     read_NF: Tensor | None = None
     if plan.states:
-        layers = array("i", plan.states)
-        read_NF = torch.empty(size * (widest + 1), len(layers) * target.config.hidden_size, dtype=target.dtype)
-        call.state, call.states, call.read = address(layers), len(layers), read_NF.data_ptr()
-    if given is not None:
-        states_TF = given.states_TF.to(target.dtype).contiguous()
-        call.given = states_TF.data_ptr()
-    asks = bytearray()
-    if clauses is not None and any(clauses):
-        listed: list[CClause] = []
-        for one, own in zip(going, clauses):
-            one.clause_at, one.clauses = len(listed), len(own)
-            listed += [CClause(CClause.KINDS.index(kind), *rest) for kind, *rest in own]
-        known = (CClause * len(listed))(*listed)
-        asks = bytearray(ASK.size * max(_MOST_ASKS, 2 * len(logits_NV)))
-        call.clause, call.control = ctypes.addressof(known), plan.control_V.data_ptr()
-        call.ask, call.most_asks = ctypes.addressof(ctypes.c_char.from_buffer(asks)), len(asks) // ASK.size
+        width = len(plan.states) * target.config.hidden_size
+        read_NF = torch.empty(size * (widest + 1), width, dtype=target.dtype)
+    asks, listed = (
+        array("B"),
+        [CClause(CClause.KINDS.index(kind), *rest) for own in clauses or () for kind, *rest in own],
+    )
+    if listed:
+        at = 0
+        for one, own in zip(going, clauses or ()):
+            one.clause_at, one.clauses = at, len(own)
+            at += len(own)
+        asks.frombytes(bytes(ASK.size * max(_MOST_ASKS, 2 * len(logits_NV))))
     probs_BKV: Tensor | None = None
-    if plan.sampling is not None:
-        spread = torch.empty(2, target.vocab + 64)
-        how = c_sampling(plan.sampling)  # held until after the call
-        call.sampling, call.spread = ctypes.addressof(how), spread.data_ptr()
-        if drafter is not None and tree is None:
-            probs_BKV = torch.empty(count, widest, target.vocab)
-            call.distributions = probs_BKV.data_ptr()
+    if plan.sampling is not None and drafter is not None and tree is None:
+        probs_BKV = torch.empty(count, widest, target.vocab)
+    call.hand(
+        parent=parent,
+        path=path,
+        state=array("i", plan.states),
+        read=read_NF,
+        given=None if given is None else given.states_TF.to(target.dtype).contiguous(),
+        clause=(CClause * len(listed))(*listed) if listed else None,
+        control=plan.control_V,
+        ask=asks,
+        sampling=None if plan.sampling is None else c_sampling(plan.sampling),
+        distributions=probs_BKV,
+    )
     told, error = 0, None
-    stands = array("i", [0])  # not in ``call``, which would then hold itself by its callback
-    call.stands = address(stands)
 
     def decisions(b: int, first: int, end: int) -> list[Decision]:
         at, to, wide = b * most + first, b * most + end, widest + 1
@@ -145,21 +137,20 @@ def take_rounds(
                 return
             stands[0], following[this] = len(answer.path), answer.next_token
             if tree is not None:
-                path[this * widest : this * widest + len(answer.path)] = array("i", answer.path)
+                nodes = array("i", answer.path)
+                paths[this * widest : this * widest + len(nodes)] = nodes
         except BaseException as raised:  # compiled code cannot be left by an error
             error, stands[0] = raised, -1
 
     if clauses is None:
         call.decide = CRounds.Decide(asked)
-    target.check(
-        target.library.fly_rounds(
-            target.handle,
-            ctypes.byref(batch),
-            None if drafter is None else drafter.handle,
-            None if draft_batch is None else ctypes.byref(draft_batch),
-            None if lookup is None else ctypes.addressof(lookup),
-            ctypes.byref(call),
-        )
+    target.library.fly_rounds(
+        target.handle,
+        ctypes.byref(batch),
+        None if drafter is None else drafter.handle,
+        None if draft_batch is None else ctypes.byref(draft_batch),
+        None if lookup is None else ctypes.byref(lookup),
+        ctypes.byref(call),
     )
     if stands[0] == CRounds.UNANSWERED:  # a signal came before the first line of ``asked``
         error = KeyboardInterrupt()

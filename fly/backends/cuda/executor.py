@@ -1,240 +1,72 @@
-"""The executor on CUDA: rounds as graphs, everything else as on any device, with as few waits as possible.
+"""The executor on CUDA: whole rounds as graphs, and the plain way.
 
-Shape legend: T packed tokens, N places, B rows, W pages of a row, K longest draft, V vocabulary.
+The engine asks ``rounds`` first, which takes the main road: no draft, prompt lookup, a draft model, or a head's chain
+(rounds.py). Rows that ask for more go the plain way, as on any device: the strategy drafts token by token, ``score``
+runs the forwards, and the rules decide in tensors, operation by operation.
+
+Shape legend: T packed tokens, N places, C hidden width, F hidden states side by side, V vocabulary.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 from collections import abc
 from collections.abc import Callable
 from contextlib import nullcontext
-from functools import partial
-from typing import Any, NamedTuple, cast
+from functools import cache, partial
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import PagedAttention, Slots, flash_takes, listed
-from fly.backends.cuda.drafting import draft, score_few
-from fly.backends.cuda.fused import Fused
-from fly.backends.cuda.graphs import Awaited, Captures
-from fly.backends.cuda.head import CudaHead
-from fly.backends.cuda.packing import may_relax, nats_of, pack, unpack
-from fly.backends.cuda.rounds import LONGEST, Works, take_rounds
-from fly.backends.cuda.shape import Taken
-from fly.backends.torch import TorchExecutor
+from fly.backends.cuda.attention import PagedAttention, Slots, takes_flash
+from fly.backends.cuda.device_round import DeviceRounds
+from fly.backends.cuda.graphs import Awaited, GraphPool
+from fly.backends.cuda.rounds import take_rounds
+from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
+from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
-from fly.executor import (
-    Answer,
-    Batch,
-    Drafted,
-    DraftSpec,
-    Executor,
-    Question,
-    RoundPlan,
-    Rounds,
-    Scores,
-    TokenByToken,
-)
-from fly.models.llama import Llama, Through, noting
-from fly.ops import Stream, uniforms, upload
-from fly.policies import AcceptancePolicy, verify
-from fly.policies.base import accepts_exactly
-from fly.request import Sequence, by_policy
-from fly.sampling import BatchSampling
-from fly.types import Decision, Draft, Noise, Target
+from fly.executor import Answer, Batch, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, TokenByToken
+from fly.models.compiled import CompiledLayers
+from fly.models.llama import Llama, noting
+from fly.ops import upload
+from fly.policies import AcceptancePolicy
+from fly.types import Decision
 
 __all__ = ["CudaExecutor"]
 
-_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, unless it has a tree, and of a batch that a graph takes
-
-
-class _Part(NamedTuple):
-    """What a policy decided about its rows: ``packed`` [B, columns] int32, as ``pack`` gives it."""
-
-    packed: Tensor
-    draft: Draft
-    clauses: list[str]
-    relaxes: bool
-    deep: int  # tokens of the longest path, of trees
+_log = logging.getLogger("fly")
+_FEW, _FEW_IN_ALL = 32, 512  # tokens of a row, and of a batch, that ``score`` runs as a graph
 
 
 class CudaExecutor(TorchExecutor):
     """Runs a ``fly.models.Llama`` on a CUDA device.
 
-    Rounds of chains by one draft model or head, by prompt lookup or without a draft are graphs: of the draft's
-    forwards, of the target's, and of what the policies decide. A rule that a graph cannot hold runs between them
-    operation by operation (``fly.backends.cuda.waits``). Trees, other strategies, forms and log-probabilities take the
-    plain way.
-
     Args:
-        fuses: whether layers may be compiled.
-        awaited: entered around each wait, of a model that this process shares with others: then rounds are counted, not
-            timed, since all take the same.
+        compiles: whether layers may be compiled; false once that failed.
+        awaited: entered around each wait, of a model that this process shares with others. A call then takes a fixed
+            number of rounds, so that all processes take the same.
     """
 
     # Compiling takes some ten seconds for each number of tokens, the first time on a machine: as long as these rounds
     # took, so that compiling at most doubles the time of short work.
     often = 2000
 
-    def __init__(
-        self,
-        model: Any,
-        fuses: bool = True,
-        awaited: Awaited = nullcontext,
-    ) -> None:
+    def __init__(self, model: Any, compiles: bool = True, awaited: Awaited = nullcontext) -> None:
         super().__init__(model)
-        self.captures, self._fused = Captures(awaited), Fused() if fuses else None
-        self._works: WeakKeyDictionary[PagedKVCache, Works] = WeakKeyDictionary()
-
-    def hidden(
-        self, tokens_T: Tensor, positions_T: Tensor, kv: Any, compiled: bool = False, taken: Taken | None = None
-    ) -> Tensor:
-        """Final hidden states [T, C], and others as they are ``taken``; ``compiled``: by compiled layers, where these
-        can be had."""
-        states, model = {} if taken is None else taken, cast(Llama, self.model)
-
-        def run(through: Through) -> Tensor:
-            found: Tensor = model(tokens_T, positions_T, kv, through=through)
-            return found
-
-        hidden_TC = None
-        if compiled and self._fused is not None:
-            hidden_TC = self._fused.hidden(len(tokens_T), lambda layers: run(partial(layers, states=states)))
-        return run(noting(states)) if hidden_TC is None else hidden_TC
-
-    @property
-    def compiles(self) -> bool:  # type: ignore[override]
-        """Whether its layers can be compiled here."""
-        return self._fused is not None and self._fused.there
+        self.pool, self.compiles = GraphPool(awaited), compiles
+        self._compiled_layers = cache(CompiledLayers)  # made when they are needed: that imports torch's compiler
+        self._rounds: WeakKeyDictionary[PagedKVCache, DeviceRounds] = WeakKeyDictionary()
 
     def deterministic(self) -> Executor:
         """Never compiled: which operations compute a token must not depend on how often other shapes came up."""
-        return TokenByToken(CudaExecutor(self.model, False, self.captures.awaited))
-
-    def logits(self, hidden_TC: Tensor) -> Tensor:
-        """[T, V] float32."""
-        return self.model.logits(hidden_TC)
-
-    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
-        """Without a wait. A few tokens of each row are a graph. For more, all that the forward needs from the host is
-        uploaded at once. Many tokens beside a tree, or in a cache that FlashAttention does not take, go row by row
-        (``PagedBatch.attend``)."""
-        kv = batch.kv
-        trees = any(mask is not None for mask in kv.masks or ())
-        # A token alone with a mask is one of a tree whose others are stored before it (``TokenByToken``).
-        if trees and min(kv.counts) == max(kv.counts) == 1:
-            return super().score(batch, places, states)
-        if (trees or max(kv.counts) <= _FEW) and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
-            return score_few(self, batch, places, self._works_of(kv.cache), trees, tuple(states))
-        if trees or not flash_takes(kv.cache):
-            return super().score(batch, places, states)
-        size, tables = kv.cache.allocator.block_size, kv.tables()
-        width, slots, ends = max(map(len, tables)), [], [0]
-        for table, start, count in zip(tables, kv.starts, kv.counts):
-            slots += [table[at // size] * size + at % size for at in range(start, start + count)]
-            ends.append(ends[-1] + count)
-        used = [start + count for start, count in zip(kv.starts, kv.counts)]
-        parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
-        parts.append([page for table in listed(tables, width, 0) for page in table])
-        there = upload([number for part in parts for number in part], self.device)
-        tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
-        used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
-        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts), False)
-        taken = dict.fromkeys(states, positions_T)
-        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found, True), taken=taken)
-        states_TF = torch.cat([taken[number] for number in states], -1) if states else None
-        if places is not None and not len(places):
-            return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
-        return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]), None, states_TF)
-
-    def judge(self, rows: abc.Sequence[Sequence], target: Target, draft: Draft) -> list[Decision]:
-        """By the policies' tensors, and one download of all decisions."""
-        draft = draft.to(self.device)
-        seeds, starts = [row.seed for row in rows], [len(row.tokens) for row in rows]
-        parts, found = list[_Part](), dict[int, Decision]()
-        groups = by_policy(rows)
-        for policy, numbers in groups.items():
-            own, proposed = target, draft
-            if len(groups) > 1:
-                index_B = self.numbers(numbers)
-                own, proposed = target.rows(index_B, numbers), draft.rows(index_B, numbers)
-            those = [seeds[b] for b in numbers], [starts[b] for b in numbers]
-            parts.append(self._decided(policy, own, proposed, *those))
-        for numbers, decisions in zip(groups.values(), self._told(parts)):
-            found |= zip(numbers, decisions)
-        return [found[b] for b in range(len(rows))]
-
-    def decide(
-        self,
-        policy: AcceptancePolicy,
-        target: Target,
-        draft: Draft,
-        seeds: abc.Sequence[int],
-        starts: abc.Sequence[int],
-    ) -> list[Decision]:
-        """By the policy's tensors, and one download of the decisions."""
-        return self._told([self._decided(policy, target, draft, seeds, starts)])[0]
-
-    def _decided(
-        self,
-        policy: AcceptancePolicy,
-        target: Target,
-        draft: Draft,
-        seeds: abc.Sequence[int],
-        starts: abc.Sequence[int],
-    ) -> _Part:
-        noise: Noise | None = None
-        if not (target.all_greedy and accepts_exactly(policy)):
-            seed_B, start_B = upload([*seeds, *starts], self.device).chunk(2)
-            accept_BK = uniforms(seed_B, start_B, Stream.ACCEPT, draft.shape[1])
-            noise = Noise(accept_BK, uniforms(seed_B, start_B, Stream.SAMPLE, 1).squeeze(1))
-        verdict = verify(policy, target, draft, noise)
-        relaxes = may_relax(policy)
-        packed = pack(draft, target.argmax_BK, verdict, nats_of(target, draft) if relaxes else None)
-        deep = 0 if verdict.path_BK is None else verdict.path_BK.shape[1]
-        return _Part(packed, draft, list(verdict.clauses), relaxes, deep)
-
-    def _told(self, parts: abc.Sequence[_Part]) -> list[list[Decision]]:
-        """The decisions of each part, by one download."""
-        if not parts:
-            return []
-        with self.captures.awaited():
-            whole = torch.cat([part.packed.flatten() for part in parts]).cpu()
-        found = []
-        for part, own in zip(parts, whole.split([part.packed.numel() for part in parts])):
-            lines = own.view(part.packed.shape)
-            trees: abc.Sequence[list[int] | None] = part.draft.trees or [None] * len(lines)
-            each = zip(lines.tolist(), lines.view(torch.float32).tolist(), trees)
-            how = part.draft.shape[1], part.clauses, part.relaxes
-            found.append([unpack(values, nats, *how, tree, part.deep) for values, nats, tree in each])
-        return found
-
-    def extend(
-        self,
-        batch: Batch,
-        spec: DraftSpec,
-        rows: abc.Sequence[Sequence],
-        most: abc.Sequence[int],
-        sampling: BatchSampling | None = None,
-        seeds: abc.Sequence[int] = (),
-    ) -> Drafted | None:
-        """Of rows of two tokens or more, which all have after their prompt, and drafts that a graph holds."""
-        if spec.says or any(len(row.tokens) < 2 for row in rows) or max(most) > LONGEST:
-            return None
-        return draft(self, batch, spec, rows, most, sampling, seeds, self._works_of(batch.kv.cache))
-
-    def may_extend(self, row: Sequence) -> bool:
-        """Penalties, biases and bans are worked out on the device, and a form is looked at before and after."""
-        return True
-
-    def may_round(self, row: Sequence) -> bool:
-        """What a form allows is known to the host alone."""
-        return row.matcher is None
+        return TokenByToken(CudaExecutor(self.model, False, self.pool.awaited))
 
     def joins(self, drafter: Executor, spec: DraftSpec) -> bool:
-        return isinstance(drafter, (CudaExecutor, CudaHead)) and drafter.device == self.device and spec.tree is None
+        known = isinstance(drafter, (CudaExecutor, TorchHead))
+        return known and drafter.device == self.device and spec.tree is None
 
     def rounds(
         self,
@@ -242,18 +74,94 @@ class CudaExecutor(TorchExecutor):
         plan: Callable[[], RoundPlan | None],
         ask: Callable[[list[Decision], Question], Answer | None],
     ) -> Rounds | None:
-        """Graphs are found by their policies: those without a hash take the plain way."""
+        """Graphs are found by their rules: those without a hash take the plain way."""
         try:
             hash(tuple(rules))
         except TypeError:
             return None
-        if (made := plan()) is None:
-            return None
-        drafter = made.drafter
-        assert drafter is None or isinstance(drafter, (CudaExecutor, CudaHead))  # see ``joins``
-        return take_rounds(self, drafter, made, self._works_of(made.kv.cache))
+        return None if (made := plan()) is None else take_rounds(self, made, self._find_rounds(made.kv.cache))
 
-    def _works_of(self, cache: PagedKVCache) -> Works:
-        if (works := self._works.get(cache)) is None:
-            works = self._works[cache] = Works(self.captures)
-        return works
+    def hidden(
+        self,
+        tokens_T: Tensor,
+        positions_T: Tensor,
+        kv: Any,
+        states: dict[int, Tensor] | None = None,
+        compiled: bool = False,
+    ) -> Tensor:
+        """Final hidden states [T, C]. Each key of ``states`` gets the residual stream after so many layers
+        (``fly.models.llama.noting``). ``compiled``: by compiled layers, unless these have failed."""
+        states, model, hidden_TC = {} if states is None else states, cast(Llama, self.model), None
+        if compiled and self.compiles:
+            try:
+                hidden_TC = model(tokens_T, positions_T, kv, through=partial(self._compiled_layers(), states=states))
+            except Exception as error:  # Triton or a C compiler is missing, say; any other error comes again below
+                self.compiles, reason = False, f"{type(error).__name__}: {error}".splitlines()[0]
+                _log.warning("layers are not compiled, and run operation by operation in CUDA graphs: %s", reason)
+        if hidden_TC is None:
+            hidden_TC = model(tokens_T, positions_T, kv, through=noting(states))
+        return hidden_TC
+
+    def logits(self, hidden_TC: Tensor) -> Tensor:
+        """[T, V] float32."""
+        return self.model.logits(hidden_TC)
+
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        """A few tokens of each row are a graph, more of them one forward that needs nothing from the host. Trees, and
+        prompts in a cache that FlashAttention does not take, go row by row, with waits (``PagedBatch.attend``)."""
+        kv = batch.kv
+        if any(mask is not None for mask in kv.masks or ()):
+            return super().score(batch, places, states)
+        if max(kv.counts) <= _FEW and len(kv.counts) * max(kv.counts) <= _FEW_IN_ALL:
+            return self._score_few(batch, places, tuple(states))
+        if not takes_flash(kv.cache):
+            return super().score(batch, places, states)
+        return self._score_many(batch, places, states)
+
+    def _score_few(self, batch: Batch, places: abc.Sequence[int] | None, states: tuple[int, ...]) -> Scores:
+        """As in a round whose drafts are the tokens after each row's first one."""
+        kv = batch.kv
+        ends = itertools.accumulate(kv.counts, initial=0)
+        new = [batch.tokens[first:end] for first, end in itertools.pairwise(ends)]
+        k, rows = round_up(max(kv.counts) - 1), round_up(len(new))
+        shape = Shape(rows, 0, k, count_pages(kv, k), states=states)
+        round_ = self._find_rounds(kv.cache).find(shape, self, kv.cache)
+        lines = [
+            make_line({Column.LAST: tokens[0], Column.LENGTH: start + 1, Column.LEFT: 1})
+            for tokens, start in zip(new, kv.starts)
+        ]
+        empty = rows - len(new)
+        round_.table.load(lines + [make_line(PADDING)] * empty, kv, None, [*range(len(new)), *[-1] * empty])
+        round_.propose([tokens[1:] for tokens in new])
+        round_.rounds += 1
+        scored = round_.score()
+        every = [b * (k + 1) + n for b, count in enumerate(kv.counts) for n in range(count)]
+        wanted = every if places is None else [every[place] for place in places]
+        logits_NV = scored.logits_RJV.flatten(0, 1)[upload(wanted, self.device)]
+        if scored.states_RJF is None:
+            return Scores(logits_NV)
+        return Scores(logits_NV, states_TF=scored.states_RJF.flatten(0, 1)[upload(every, self.device)])
+
+    def _score_many(self, batch: Batch, places: abc.Sequence[int] | None, states: abc.Sequence[int]) -> Scores:
+        """All that the forward needs from the host goes up in one copy."""
+        kv, tables, slots = batch.kv, batch.kv.tables(), list[int]()
+        for seq, start, count in zip(kv.seqs, kv.starts, kv.counts):
+            own = kv.cache.slots(seq, start, start + count)
+            slots += range(own.start, own.stop) if isinstance(own, slice) else own
+        used = [start + count for start, count in zip(kv.starts, kv.counts)]
+        ends, width = [*itertools.accumulate(kv.counts, initial=0)], max(map(len, tables))
+        parts = [batch.tokens, batch.positions, slots, [] if places is None else list(places), used, ends]
+        parts.append([page for table in tables for page in table + [0] * (width - len(table))])
+        there = upload([number for part in parts for number in part], self.device)
+        tokens_T, positions_T, slots_T, places_N, *rest = there.split([len(part) for part in parts])
+        used_B, ends_B1, pages = (numbers.to(torch.int32) for numbers in rest)
+        found = Slots(slots_T, used_B, ends_B1, pages.view(-1, width), max(kv.counts))
+        taken = dict.fromkeys(states, positions_T)
+        hidden_TC = self.hidden(tokens_T, positions_T, PagedAttention(kv.cache, found), taken)
+        states_TF = torch.cat([taken[number] for number in states], -1) if states else None
+        if places is not None and not len(places):
+            return Scores(torch.zeros(0, self.config.vocab_size, device=self.device), None, states_TF)
+        return Scores(self.logits(hidden_TC if places is None else hidden_TC[places_N]), None, states_TF)
+
+    def _find_rounds(self, cache: PagedKVCache) -> DeviceRounds:
+        return self._rounds.setdefault(cache, DeviceRounds(self.pool))

@@ -1,135 +1,138 @@
-"""Work that becomes a CUDA graph, and copies between host and device that do not make the host wait."""
+"""What runs on the device without a wait of the host: captured graphs, copies through pinned memory, events.
+
+Every event and graph of this backend is made here. A ``DeviceRound`` (device_round.py) is made of ``Part``s; the host
+(rounds.py) reads their results by a ``Download`` and a ``Watch``.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Awaited", "Captures", "Download", "Kept", "Part", "Watch"]
+__all__ = ["Awaited", "Download", "GraphPool", "Part", "Timer", "Watch", "upload_into"]
 
 _log = logging.getLogger("fly")
-_NAP = 2e-5  # seconds; forwards take ten times as long
+_NAP = 2e-5  # seconds between two looks at an event; forwards take ten times as long
 Awaited = Callable[[], AbstractContextManager[Any]]
 _T = TypeVar("_T")
-_K = TypeVar("_K", bound=Hashable)
 
 
-class Download:
-    """Pinned memory for a tensor that the device works out again and again."""
-
-    def __init__(self, like: Tensor) -> None:
-        self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
-
-    def begin(self, found: Tensor, done: torch.cuda.Event) -> None:
-        """Copy ``found`` as soon as it is worked out; it is here when ``done`` is over."""
-        self.host.copy_(found, non_blocking=True)
-        done.record()
-
-
-class Watch:
-    """Numbers of the device that the host looks at while the device goes on.
+class GraphPool:
+    """The memory that graphs share, which run one after the other.
 
     Args:
-        most: numbers that there are at a time.
-    """
-
-    def __init__(self, most: int) -> None:
-        self.host = torch.empty(most, dtype=torch.int64, pin_memory=True)
-        self.events = [torch.cuda.Event() for _ in range(most)]
-
-    def leave(self, at: int, value_1: Tensor) -> None:
-        """Number ``at`` is what ``value_1`` [1] is now."""
-        self.host[at : at + 1].copy_(value_1, non_blocking=True)
-        self.events[at].record()
-
-    def seen(self, at: int) -> int:
-        """The number, once it has arrived. Call this while the device still has other work."""
-        while not self.events[at].query():
-            time.sleep(_NAP)  # other threads of the process go on meanwhile
-        return int(self.host[at])
-
-
-class Kept(Generic[_K, _T]):
-    """Values made for keys, at most so many, whose weights stay within ``budget`` (the last one always stays). Those
-    unused for longest are dropped."""
-
-    def __init__(self, most: int, budget: int = 0, weigh: Callable[[_T], int] = lambda _: 0) -> None:
-        self.most, self.budget, self.weigh = most, budget, weigh
-        self.made: OrderedDict[_K, _T] = OrderedDict()
-
-    def get(self, key: _K, make: Callable[[], _T], suits: Callable[[_T], bool] = lambda _: True) -> _T:
-        """What was made for ``key``; made now if there is none that ``suits``."""
-        found = self.made.pop(key) if key in self.made else None
-        self.made[key] = found = found if found is not None and suits(found) else make()
-        while len(self.made) > self.most or (len(self.made) > 1 and self._weight() > self.budget):
-            self.made.popitem(last=False)
-        return found
-
-    def _weight(self) -> int:
-        return sum(map(self.weigh, self.made.values()))
-
-
-class Captures:
-    """The memory that graphs share, which run one after the other, and how many were captured.
-
-    Args:
-        awaited: entered around each wait for the result of a graph, which may need other processes to do their part.
+        awaited: entered around each wait for the result of a graph: with ranks, other processes have to do their part.
     """
 
     def __init__(self, awaited: Awaited = nullcontext) -> None:
-        self.count, self.awaited = 0, awaited
-        self._pool: Any = None
+        self.awaited = awaited
+        self.among_ranks = awaited is not nullcontext
 
-    @property
-    def pool(self) -> Any:
-        if self._pool is None:
-            self._pool = torch.cuda.graph_pool_handle()
-        return self._pool
+    @cached_property
+    def handle(self) -> Any:
+        return torch.cuda.graph_pool_handle()
 
 
 class Part(Generic[_T]):
-    """A piece of work on memory that stays where it is. It runs operation by operation the first time, which warms up
-    what libraries prepare, is captured the second time, and is one launch from then on.
+    """A piece of work on memory that stays where it is.
 
-    From the second time on it returns the same tensors each time. What cannot be captured goes on operation by
-    operation, and ``why_not`` says why; then nothing that reads what it returns can be captured either (``follow``).
+    It runs operation by operation the first time, which warms up what libraries prepare. The second time it is captured
+    as a CUDA graph, and from then on it is one launch, which returns the same tensors each time.
+
+    Args:
+        run: the work.
+        reads: the part whose results it reads, which runs before it. If that cannot be captured, its results are other
+            tensors each time, so this part cannot be captured either.
+        refusal: why it cannot be captured, if that is known. It then always runs operation by operation.
     """
 
-    def __init__(self, run: Callable[[], _T], captures: Captures, why_not: str | None = None) -> None:
-        self.run, self.captures, self.why_not = run, captures, why_not
-        self._warm = False
+    def __init__(
+        self, run: Callable[[], _T], pool: GraphPool, reads: Part[Any] | None = None, refusal: str | None = None
+    ) -> None:
+        self.run, self.pool, self.reads, self.refusal = run, pool, reads, refusal
+        self._is_warm = False
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._made: _T | None = None
-
-    def follow(self, before: Part[Any]) -> None:
-        """This part reads what ``before`` returns, which was called first."""
-        if before.why_not is not None and self._graph is None:
-            self.why_not = self.why_not or before.why_not
+        self._results: _T | None = None
 
     def __call__(self) -> _T:
         if self._graph is not None:
             self._graph.replay()
-            return self._made  # type: ignore[return-value]
-        if not self._warm or self.why_not is not None:
-            self._warm = True
+            return self._results  # type: ignore[return-value]
+        if self.reads is not None:
+            self.refusal = self.refusal or self.reads.refusal
+        if not self._is_warm or self.refusal is not None:
+            self._is_warm = True
             return self.run()
+        return self._capture()
+
+    def _capture(self) -> _T:
         graph = torch.cuda.CUDAGraph()
         try:
-            # Other threads go on as usual meanwhile.
-            with torch.cuda.graph(graph, pool=self.captures.pool, capture_error_mode="thread_local"):
-                made = self.run()
+            # thread_local: other threads use the device as usual meanwhile.
+            with torch.cuda.graph(graph, pool=self.pool.handle, capture_error_mode="thread_local"):
+                self._results = self.run()
         except RuntimeError as error:
-            self.why_not = str(error)
+            self.refusal = str(error)
             _log.warning("a CUDA graph cannot hold this, which goes on operation by operation: %s", error)
             return self.run()
-        self.captures.count += 1
-        self._graph, self._made = graph, made
+        self._graph = graph
         graph.replay()
-        return made
+        return self._results
+
+
+def upload_into(memory: Tensor, values: Tensor) -> None:
+    """Copy ``values`` of the host into ``memory`` of the device, queued behind what was launched before."""
+    memory.copy_(values.pin_memory(), non_blocking=True)
+
+
+class Download:
+    """Pinned memory for a tensor that the device computes again and again."""
+
+    def __init__(self, like: Tensor) -> None:
+        self.host = torch.empty(like.shape, dtype=like.dtype, pin_memory=True)
+
+    def begin(self, values: Tensor) -> None:
+        """Queue the copy of ``values``; it has arrived when a later event is over."""
+        self.host.copy_(values, non_blocking=True)
+
+
+class Watch:
+    """Numbers of the device that the host reads while the device goes on.
+
+    Args:
+        count: how many numbers there are at a time.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.host = torch.empty(count, dtype=torch.int64, pin_memory=True)
+        self.events = [torch.cuda.Event() for _ in range(count)]
+
+    def begin(self, at: int, value_1: Tensor) -> None:
+        """Queue the copy of ``value_1`` [1] as number ``at``."""
+        self.host[at : at + 1].copy_(value_1, non_blocking=True)
+        self.events[at].record()
+
+    def read(self, at: int) -> int:
+        """Number ``at``, once it has arrived. The device should still have other work meanwhile."""
+        while not self.events[at].query():
+            time.sleep(_NAP)  # other threads of the process go on
+        return int(self.host[at])
+
+
+class Timer:
+    """Three moments of a round on the device's own clock."""
+
+    def __init__(self) -> None:
+        self.start, self.drafted, self.done = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+
+    def seconds(self) -> tuple[float, float]:
+        """How long the draft took, and everything after it, of a round that is done."""
+        whole, draft = (self.start.elapsed_time(end) / 1e3 for end in (self.done, self.drafted))
+        return draft, whole - draft

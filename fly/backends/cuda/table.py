@@ -1,145 +1,214 @@
-"""What the device knows of the rows of a batch, and a forward of a model over some of their tokens.
+"""What passes between host and device: one line a row goes up, and one line a row comes down.
 
-Shape legend: R rows (padding included), N new tokens of each row, W pages of a row, C columns of the state,
-S tokens of the longest text, J tokens of a row that are scored.
+Up goes what a round must know of each row (``make_line``, ``Table.load``), once for all rounds of a call, since each
+round updates the table by itself. Down comes each round's decision (``pack`` on the device, ``unpack`` on the host).
+
+Shape legend: R rows (padding included), W pages of a row, C columns of the state, S tokens of the longest text,
+K longest draft, J = K + 1 positions, N tokens of a row.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
 
-from fly.backends.cuda.attention import Branches, PagedAttention, Slots, flash_takes, listed
-from fly.backends.cuda.shape import Column, Model, Shape, Taken
-from fly.cache import PagedBatch, PagedKVCache
-from fly.models.config import LlamaConfig
+from fly.backends.cuda.attention import takes_flash
+from fly.backends.cuda.graphs import upload_into
+from fly.cache import PagedBatch
+from fly.executor import DraftSpec
 from fly.request import common_prefix
 from fly.sampling import BatchSampling
+from fly.types import Decision, Draft, Mismatch, Verdict, Why
 
-__all__ = ["Table"]
+__all__ = ["PADDING", "Column", "Shape", "Table", "count_pages", "make_line", "pack", "round_up", "unpack"]
+
+_SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 15, 16, 20, 24, 32, 48, 64, 96, 128, 192, 256)
+_ANY_SPEC = DraftSpec()
+
+
+def round_up(n: int) -> int:
+    """The next of a few sizes, so that few graphs serve all batches; 0 stays 0."""
+    return next((size for size in _SIZES if size >= n), n) if n else 0
+
+
+class Column(IntEnum):
+    """The columns of a row's state, int64. Those from ``NATS`` on are float64, bit by bit. From ``STOPS`` on come the
+    ids that end the row, and -1 where it has fewer."""
+
+    BEFORE = 0  # the last token but one
+    LAST = 1
+    LENGTH = 2  # tokens so far
+    LEFT = 3  # tokens it may still emit; 0 is padding
+    K = 4
+    CONTEXT = 5  # of the drafter
+    SEED = 6
+    GENERATED = 7
+    RELAXED = 8
+    LACKS = 9  # tokens before the last that the drafter has not cached
+    FIRST = 10  # number of the first token that a draft head has cached; 0 for a draft model
+    TOP_K = 11
+    NATS = 12  # cost of the relaxed tokens so far
+    TEMPERATURE = 13
+    TOP_P = 14
+    MIN_P = 15
+    REACH = 16  # where its draft stops (``DraftSpec.reach``)
+    STOPS = 17
+
+
+def make_line(values: Mapping[Column, float], stop_ids: Collection[int] = (), stops: int = 0) -> list[int]:
+    """A row's state as integers. Columns that are not given are 0; temperature and top-p are 1, which is neutral."""
+    values = {Column.TEMPERATURE: 1.0, Column.TOP_P: 1.0, **values}
+    numbers = [values.get(column, 0) for column in Column if column < Column.STOPS]
+    floats = numbers[Column.NATS :]
+    bits = struct.unpack(f"{len(floats)}q", struct.pack(f"{len(floats)}d", *floats))
+    return [*map(int, numbers[: Column.NATS]), *bits, *stop_ids, *[-1] * (stops - len(stop_ids))]
+
+
+PADDING = {Column.LENGTH: 2}  # the state of no row: nothing is left to emit
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the memory and the graphs of a round are made for: batches of one shape share them."""
+
+    rows: int  # padding included
+    drawn: int  # those above temperature 0, which stand first
+    k: int
+    pages: int  # of a row in the target's cache
+    draft_pages: int = 0
+    stops: int = 0  # ids that end a row
+    spec: DraftSpec = _ANY_SPEC  # its ``reach`` only says whether rows have one
+    top_k: int = 0  # the largest that a row asks for; 0 is none
+    top_p: bool = False
+    min_p: bool = False
+    text: int = 0  # tokens of a row's text that the device has room for
+    states: tuple[int, ...] = ()  # the target's hidden states that are wanted (``Executor.score``)
+    compiled: bool = False  # whether layers are compiled
+
+    @property
+    def copies(self) -> int:
+        """Tokens that prompt lookup copies for each forward of a drafter, which predicts the one after them."""
+        return min(self.spec.lookup.k, self.k - 1) if self.spec.lookup is not None and self.draft_pages else 0
+
+    @property
+    def ends_early(self) -> bool:
+        """Whether a draft may take fewer than K forwards."""
+        return self.k > 1 and (self.spec.stops or self.copies > 0)
+
+    def logit_bytes(self, vocab_size: int) -> int:
+        """Bytes of the target's logits, of a forward of the drafter's, and of what tokens are drawn from."""
+        places = self.rows * (self.k + 1 + self.copies + 1) + self.drawn * (self.k + self.copies + 1)
+        return 4 * vocab_size * places
 
 
 class Table:
-    """The state of each row (``Column``), its pages, in the target's cache and then in the drafter's, and its text, if
-    something reads it."""
+    """The state of each row (``Column``); its pages in the target's cache, and then in the drafter's; and its text, if
+    prompt lookup reads it."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         self.shape, self.device = shape, device
         self.state_RC = torch.zeros(shape.rows, Column.STOPS + shape.stops, dtype=torch.int64, device=device)
         self.pages_RW = torch.zeros(shape.rows, shape.pages + shape.draft_pages, dtype=torch.int32, device=device)
-        self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device) if shape.text else None
-        self._texts: list[list[int]] = [[] for _ in range(shape.rows)]  # what is in it, as far as it counts
-        self.sees_RJJ: Tensor | None = None  # of trees, which of the others each token sees, and
-        self.further_RJ: Tensor | None = None  # how many positions after the first it stands
-        if shape.trees:
-            self.sees_RJJ = torch.zeros(shape.rows, shape.k + 1, shape.k + 1, dtype=torch.bool, device=device)
-            self.further_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=device)
-        self.loaded: list[list[int]] = []  # what is in ``pages_RW``
+        self.target_pages_RW, self.draft_pages_RW = self.pages_RW.split([shape.pages, shape.draft_pages], 1)
+        self.text_RS = torch.zeros(shape.rows, shape.text, dtype=torch.int64, device=device)
+        self._loaded_pages: list[list[int]] = []
+        self._known_texts: list[list[int]] = [[] for _ in range(shape.rows)]
 
-    def know(self, texts: Sequence[list[int]]) -> None:
-        """Upload what the device does not know of the text in each place. It follows a text by itself, round by round;
-        ``knows`` sets what it has reached."""
-        if (text_RS := self.text_RS) is None:
-            return
-        for at, (text, known) in enumerate(zip(texts, self._texts)):
-            if (start := common_prefix(known, text)) < len(text):
-                text_RS[at, start : len(text)].copy_(torch.tensor(text[start:]).pin_memory(), non_blocking=True)
-        self.knows(texts)
-
-    def knows(self, texts: Sequence[list[int]]) -> None:
-        """The device knows these texts."""
-        self._texts = [list(text) for text in texts]
-
-    def branch(self, sees: Sequence[Tensor], further: Sequence[list[int]]) -> None:
-        """Upload the trees: of each row, which of its tokens each sees [N, N], and how far after the first it is."""
-        assert self.sees_RJJ is not None and self.further_RJ is not None
-        rows, width, _ = self.sees_RJJ.shape
-        sees_RJJ = torch.eye(width, dtype=torch.bool).repeat(rows, 1, 1)  # what sees nothing would be no number
-        for own_JJ, sees_NN in zip(sees_RJJ, sees):
-            own_JJ[: len(sees_NN), : len(sees_NN)] = sees_NN
-        lines = [[*own, *[0] * (width - len(own))] for own in further] + [[0] * width] * (rows - len(further))
-        self.sees_RJJ.copy_(sees_RJJ.pin_memory(), non_blocking=True)
-        self.further_RJ.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
-
-    def branches(self, start_R: Tensor) -> Branches | None:
-        """Those trees, whose rows' first new tokens have these positions; None if there are none."""
-        if self.sees_RJJ is None or self.further_RJ is None:
-            return None
-        return Branches(start_R, self.sees_RJJ, start_R.unsqueeze(1) + self.further_RJ)
-
-    def load(
-        self, lines: Sequence[Sequence[int]], kv: PagedBatch | None, draft_kv: PagedBatch | None, order: list[int]
-    ) -> None:
-        """Upload the state of each row, and the pages that have changed since last time. ``order`` says which row of
-        ``kv`` is in each place; -1 is padding."""
-        self.state_RC.copy_(torch.tensor(lines).pin_memory(), non_blocking=True)
-        shape, tables = self.shape, []
-        for batch, width in ((kv, shape.pages), (draft_kv, shape.draft_pages)):
+    def load(self, lines: list[list[int]], kv: PagedBatch, draft_kv: PagedBatch | None, order: list[int]) -> None:
+        """Upload the state of each row, and the pages if they have changed. ``order`` says which row of ``kv`` each
+        line is; -1 is padding."""
+        upload_into(self.state_RC, torch.tensor(lines))
+        pages: list[list[int]] = [[] for _ in order]
+        for batch, width in ((kv, self.shape.pages), (draft_kv, self.shape.draft_pages)):
             if batch is not None:
-                each = batch.tables()
-                tables.append(listed([each[b] if b >= 0 else [] for b in order], width, batch.cache.nobody))
-        joined = [[page for table in parts for page in table] for parts in zip(*tables)]
-        if joined != self.loaded:
-            self.pages_RW.copy_(torch.tensor(joined, dtype=torch.int32).pin_memory(), non_blocking=True)
-            self.loaded = joined
+                tables = [*batch.tables(), []]  # number -1, padding, has no pages
+                for line, b in zip(pages, order):
+                    line += tables[b] + [batch.cache.nobody] * (width - len(tables[b]))
+        if pages != self._loaded_pages:
+            upload_into(self.pages_RW, torch.tensor(pages, dtype=torch.int32))
+            self._loaded_pages = pages
 
-    @property
-    def draft_pages_RW(self) -> Tensor:
-        """Those of the drafter's cache."""
-        return self.pages_RW[:, self.shape.pages :]
+    def load_texts(self, texts: Sequence[list[int]]) -> None:
+        """Upload what the device does not know yet of the text in each line."""
+        if not self.shape.text:
+            return
+        for text_S, text, known in zip(self.text_RS, texts, self._known_texts):
+            if (start := common_prefix(known, text)) < len(text):
+                upload_into(text_S[start : len(text)], torch.tensor(text[start:]))
+        self.note_texts(texts)
 
-    def after(self, count: int) -> Tensor:
-        """[R, count] where the texts hold the tokens that follow."""
-        at_RN = self.column(Column.LENGTH).unsqueeze(1) + torch.arange(count, device=self.device)
-        return at_RN.clamp_max(self.shape.text - 1)
+    def note_texts(self, texts: Sequence[list[int]]) -> None:
+        """The device knows these texts: rounds write what they emit."""
+        self._known_texts = [list(text) for text in texts] if self.shape.text else []
+
+    def write_text(self, start_R: Tensor, tokens_RN: Tensor) -> None:
+        """Write tokens into the texts, from place ``start_R`` on."""
+        if self.shape.text:
+            at_RN = start_R.unsqueeze(1) + torch.arange(tokens_RN.shape[1], device=self.device)
+            self.text_RS.scatter_(1, at_RN.clamp_max(self.shape.text - 1), tokens_RN)
 
     def column(self, which: Column) -> Tensor:
-        """[R], of float64 from ``NATS`` on."""
+        """[R], float64 from ``NATS`` on. Writing to it changes the state."""
         column_R = self.state_RC[:, which]
         return column_R.view(torch.float64) if which >= Column.NATS else column_R
 
-    def sampling(self, rows: slice) -> BatchSampling:
+    def is_end(self, tokens_RN: Tensor) -> Tensor:
+        """[R, N] bool, whether a token ends its row."""
+        return (tokens_RN.unsqueeze(2) == self.state_RC[:, Column.STOPS :].unsqueeze(1)).any(2)
+
+    def read_sampling(self, rows: slice) -> BatchSampling:
         """How some rows above temperature 0 are drawn."""
-        cuts = self.shape.cuts
-        numbers = (self.column(which)[rows].float() for which in (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P))
-        temperature_B, top_p_B, min_p_B = numbers
+        columns = (Column.TEMPERATURE, Column.TOP_P, Column.MIN_P)
+        temperature_B, top_p_B, min_p_B = (self.column(which)[rows].float() for which in columns)
         return BatchSampling(
             temperature_B, self.column(Column.TOP_K)[rows], top_p_B, min_p_B,
             greedy_B=torch.zeros_like(temperature_B, dtype=torch.bool), some_greedy=False,
-            most_k=cuts.top_k, top_p=cuts.top_p, min_p=cuts.min_p,
+            most_k=self.shape.top_k, top_p=self.shape.top_p, min_p=self.shape.min_p,
         )  # fmt: skip
 
-    def forward(
-        self,
-        model: Model,
-        cache: PagedKVCache,
-        table_RW: Tensor,
-        tokens_RN: Tensor,
-        start_R: Tensor,
-        stored_RN: Tensor,
-        branches: Branches | None = None,
-        taken: Taken | None = None,
-    ) -> Tensor:
-        """Final hidden states [R, N, C] of new tokens of every row in the places from ``start_R`` on; others too, if
-        they are ``taken``."""
-        at_T, kv = self.places(model.config, cache, table_RW, start_R, stored_RN, branches)
-        hidden_TC = model.hidden(tokens_RN.flatten(), at_T, kv, self.shape.compiled, taken)
-        return hidden_TC.unflatten(0, tokens_RN.shape)
 
-    def places(
-        self,
-        config: LlamaConfig,
-        cache: PagedKVCache,
-        table_RW: Tensor,
-        start_R: Tensor,
-        stored_RN: Tensor,
-        branches: Branches | None = None,
-    ) -> tuple[Tensor, PagedAttention]:
-        """Positions [T] of such tokens, and where their keys and values go."""
-        slots = Slots.even_rows(table_RW, start_R, stored_RN, cache.allocator.block_size, cache.nobody, branches)
-        at_RN = start_R.unsqueeze(1) + torch.arange(stored_RN.shape[1], device=self.device)
-        at_RN = at_RN if branches is None else branches.at_BN
-        at_RN = at_RN.clamp(0, config.max_position_embeddings - 1)  # padding may stand beyond
-        return at_RN.flatten(), PagedAttention(cache, slots, flash_takes(cache))
+def count_pages(kv: PagedBatch, k: int) -> int:
+    """Pages that a row's table has room for. With FlashAttention, for which unused ones cost nothing, those of a whole
+    context; else those that are reserved, in powers of two. Padding may stand beyond."""
+    allocator, flash = kv.cache.allocator, takes_flash(kv.cache)
+    longest = kv.cache.context if flash else max(map(allocator.length, kv.seqs))
+    count = allocator.blocks_for(longest + k + 2)
+    return count if flash else 1 << (count - 1).bit_length()
+
+
+def pack(draft: Draft, choices_RJ: Tensor, verdict: Verdict, cost_RK: Tensor | None) -> Tensor:
+    """Decisions as [R, columns] int32, so that one download brings them all.
+
+    A line is: how many tokens were drafted, how many are accepted, and the token after them; the K drafted tokens; the
+    target's J likeliest ones. Under a rule that excuses mismatches there follow, for each drafted token, why it stands,
+    whether conditions were asked about it, the cost of keeping it (float32), and whether each condition held.
+
+    Args:
+        cost_RK: -ln target(token), or None for a rule that excuses nothing.
+    """
+    columns = [draft.lengths_B.unsqueeze(1), verdict.accepted_B.unsqueeze(1), verdict.next_token_B.unsqueeze(1)]
+    columns += [draft.tokens_BK, choices_RJ]
+    if cost_RK is not None:
+        columns += [verdict.why_BK, verdict.asked_BK, cost_RK.view(torch.int32), *verdict.clauses.values()]
+    return torch.cat([column.to(torch.int32) for column in columns], dim=1)
+
+
+def unpack(line: Sequence[int], k: int, relaxes: bool, conditions: Sequence[str]) -> Decision:
+    """The decision about one row from its ``line``; ``conditions`` are the names of its rule's."""
+    count, accepted, next_token, *rest = line
+    drafted, choices, rest = rest[:count], rest[k : k + count + 1], rest[2 * k + 1 :]
+    mismatches = list[Mismatch]()
+    if relaxes:
+        why, asked, cost, *held = (rest[n * k : n * k + count] for n in range(3 + len(conditions)))
+        for node in range(count):
+            stands = node < accepted and why[node] == Why.RELAXED
+            if stands or (conditions and asked[node]):
+                answers = {name: bool(column[node]) for name, column in zip(conditions, held)}
+                (nats,) = struct.unpack("f", struct.pack("i", cost[node])) if stands else (0.0,)
+                mismatches.append(Mismatch(node, stands, answers, nats))
+    return Decision(drafted, range(accepted), next_token, accepted == count, choices, mismatches)

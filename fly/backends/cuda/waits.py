@@ -1,8 +1,8 @@
-"""Whether a rule's decision can run inside a CUDA graph: found on any machine, with tensors that have no values.
+"""Whether a rule's decision can be part of a CUDA graph: found on any machine, with tensors that have no values.
 
-A graph cannot hold what makes the host wait for the device: values that Python looks at (``.item()``, ``bool(t)``,
-``.tolist()``), shapes that depend on values (masks as indices, ``nonzero``), and uploads (``torch.tensor(list,
-device=...)``).
+A graph cannot hold what makes the host wait for the device: a tensor's value that Python looks at (``.item()``,
+``bool(t)``, ``.tolist()``), a shape that depends on values (a mask as an index, ``nonzero``), and an upload
+(``torch.tensor(list, device=...)``). ``fly check`` asks here, and a ``DeviceRound`` before it captures a decision.
 
 Shape legend: B rows, K longest draft, V vocabulary.
 """
@@ -23,10 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from fly.policies import AcceptancePolicy, verify
 from fly.types import Draft, Noise, Target
 
-__all__ = ["HostWait", "OnHost", "host_wait"]
+__all__ = ["HostWait", "TextOnHost", "find_wait"]
 
-_VALUES = {"_local_scalar_dense", "equal", "is_nonzero"}
-_SHAPES = {"nonzero", "masked_select", "_unique", "_unique2", "unique_dim", "unique_consecutive", "bincount"}
 _INDEXING = {"index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index"}
 
 
@@ -34,8 +32,8 @@ class HostWait(RuntimeError):
     """The host would have to wait for the device."""
 
 
-class OnHost(list[list[int]]):
-    """Stands for the texts so far inside a graph, which has none."""
+class TextOnHost(list[list[int]]):
+    """Stands for the texts so far (``Target.history``) inside a graph, which has none."""
 
     def _refuse(self, *_: Any) -> Any:
         raise HostWait("it looks at the text before the block, which is on the host")
@@ -48,7 +46,7 @@ def _on_host(label: str) -> Tensor:
     raise HostWait("it keeps account of what relaxed tokens cost, which is on the host")
 
 
-class _Uploads(TorchFunctionMode):
+class _RefuseUploads(TorchFunctionMode):
     """Raises ``HostWait`` where a tensor is made from values on the host."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -58,68 +56,70 @@ class _Uploads(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-class _Watch(TorchDispatchMode):
-    """Raises ``HostWait`` at what would make the host wait."""
+class _RefuseWaits(TorchDispatchMode):
+    """Raises ``HostWait`` at an operation that would make the host wait, by torch's own tags of its operators."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        name = func._schema.name.split("::")[1]
-        if name in _VALUES:
+        kwargs, name = kwargs or {}, func._schema.name.split("::")[1]
+        with self:  # one that is made of others is looked at by those
+            if (made := func.decompose(*args, **kwargs)) is not NotImplemented:
+                return made
+        if torch.Tag.data_dependent_output in func.tags:
             raise HostWait("Python looks at a tensor's value")
-        if name in _SHAPES or (name == "repeat_interleave" and isinstance(args[0], Tensor) and "Tensor" in str(func)):
+        if name in _INDEXING:  # by numbers its shape is known
+            if any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
+                raise HostWait("a mask as an index gives a shape that depends on values")
+        elif torch.Tag.dynamic_output_shape in func.tags:
             raise HostWait(f"the shape of what {name} gives depends on values")
-        if name in _INDEXING and any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1]):
-            raise HostWait("a mask as an index gives a shape that depends on values")
         source = args[1] if name == "copy_" else args[0] if name == "_to_copy" else None
         if isinstance(source, Tensor):
             to = args[0].device if name == "copy_" else kwargs.get("device") or source.device
-            filled = name == "copy_" and source.dim() == 0
-            if torch.device(to).type != source.device.type and not filled:
+            fills = name == "copy_" and source.dim() == 0
+            if torch.device(to).type != source.device.type and not fills:
                 raise HostWait("a tensor is copied between host and device")
         if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
-            args, kwargs = tree_map(_without_values, (args, kwargs))  # such as what a rule knows of the vocabulary
+            args, kwargs = tree_map(_drop_values, (args, kwargs))  # such as what a rule knows of the vocabulary
         return func(*args, **kwargs)
 
 
-def _without_values(x: Any) -> Any:
+def _drop_values(x: Any) -> Any:
     return torch.empty_like(x, device="meta") if isinstance(x, Tensor) and x.dim() and not x.is_meta else x
 
 
-def host_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = False) -> str | None:
-    """Why a graph cannot hold how ``policy`` decides on chains, and where that is; None if it can.
+def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = False) -> str | None:
+    """Why a graph cannot hold how ``policy`` decides on chains, and at which line; None if it can.
 
     Args:
         drawn: of rows above temperature 0.
         sampled: of drafts that were drawn from a distribution.
     """
-    rows, longest, width, device = 2, 9, 32, torch.device("meta")  # no CPU, and without values
+    rows, longest, width, device = 2, 9, 32, torch.device("meta")  # not the CPU, and without values
     with torch.inference_mode():
         logits_BJV = torch.empty(rows, longest + 1, width, device=device)
-        probs_BJV = torch.empty_like(logits_BJV) if drawn else None
         tokens_BK = torch.empty(rows, longest, dtype=torch.int64, device=device)
         count_B = torch.empty(rows, dtype=torch.int64, device=device)
         target = Target(
             logits_BJV,
-            probs_BJV,
+            torch.empty_like(logits_BJV) if drawn else None,
             control_V=torch.empty(width, dtype=torch.bool, device=device),
             generated_B=torch.empty_like(count_B),
             relaxed_B=torch.empty_like(count_B),
             nats_B=torch.empty(rows, device=device),
             spent=_on_host,
-            history=OnHost(),
+            history=TextOnHost(),
         )
-        drawn_from = torch.empty(rows, longest, width, device=device) if sampled else None
+        draft = Draft(tokens_BK, count_B, torch.empty(rows, longest, width, device=device) if sampled else None)
         noise = Noise(torch.empty(rows, longest, device=device), torch.empty(rows, device=device))
         try:
-            with _Watch(), _Uploads():
-                verify(policy, target, Draft(tokens_BK, count_B, drawn_from), noise)
+            with _RefuseWaits(), _RefuseUploads():
+                verify(policy, target, draft, noise)
         except Exception as error:
             said = str(error) if isinstance(error, HostWait) else f"{type(error).__name__}: {error}".split("\n")[0]
-            return f"{said} ({_place(traceback.extract_tb(error.__traceback__))})"
+            return f"{said} ({_find_line(traceback.extract_tb(error.__traceback__))})"
     return None
 
 
-def _place(frames: Sequence[traceback.FrameSummary]) -> str:
+def _find_line(frames: Sequence[traceback.FrameSummary]) -> str:
     """The innermost line that is neither torch's nor of this file."""
     skipped = os.path.dirname(torch.__file__), __file__
     own = [frame for frame in frames if not frame.filename.startswith(skipped)]

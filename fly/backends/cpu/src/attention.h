@@ -15,31 +15,34 @@ inline int query_tokens(const Shape& shape) { return most_of(QUERIES / (shape.he
 inline int query_groups(int queries) { return most_of(QUERIES / queries, 1); }
 
 struct Scratch {
-    long stride, bytes;                  // of scores, from one query to the next; of all
+    long stride;                         // of scores, from one query to the next
     float *scores, *out, *sums, *block;  // of the last: keys transposed, or values widened
     char* queries;
     void* normed;
     uint8_t* narrow;
     float* steps;
 
-    Scratch(char* base, const Shape& shape, int longest) : stride(padded(longest, BLOCK)) {
-        const long queries_of = most_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
-        Dealer dealer = {base, 0};
-        scores = dealer.take<float>(queries_of * stride);
-        out = dealer.take<float>(queries_of * width);
-        sums = dealer.take<float>(queries_of);
-        block = dealer.take<float>(BLOCK * width);
-        queries = dealer.take<char>(queries_of * width * 4);
-        normed = dealer.take<float>((long)OWN_NORMS * padded(shape.width));
-        narrow = dealer.take<uint8_t>(shape.weights == W8A8 ? (long)OWN_NORMS * padded(most_inputs(shape), 64) : 0);
-        steps = dealer.take<float>(OWN_NORMS);
-        bytes = dealer.used;
+    Scratch(Dealer& from, const Shape& shape, int longest) : stride(padded(longest, BLOCK)) {
+        const int queries_of = most_of(shape.heads / shape.kv_heads, QUERIES), width = padded(shape.head_dim);
+        scores = from.take<float>(queries_of, stride);
+        out = from.take<float>(queries_of, width);
+        sums = from.take<float>(queries_of);
+        block = from.take<float>(BLOCK, width);
+        queries = from.take<char>(queries_of, width, 4);
+        normed = from.take<float>(OWN_NORMS, padded(shape.width));
+        narrow = from.take<uint8_t>(shape.weights == W8A8 ? OWN_NORMS : 0, padded(most_inputs(shape), 64));
+        steps = from.take<float>(OWN_NORMS);
     }
-
-    Scratch(const Model* model, int thread) : Scratch(model->work.scratch[thread], model->shape, model->work.longest) {}
 };
 
-long scratch_bytes(const Shape* shape, int longest) { return Scratch(nullptr, *shape, longest).bytes; }
+void lay_scratch(Dealer& from, const Shape* shape, int longest) { Scratch(from, *shape, longest); }
+
+// A thread's own, which ``make_room`` has laid out.
+inline Scratch scratch_of(const Model* model, int thread) {
+    const Block& own = model->work.scratch[thread];
+    Dealer from = {own.memory, own.bytes, 0, false};
+    return Scratch(from, model->shape, model->work.longest);
+}
 
 // The vector of one head: D values from ``from`` on, normalised where the layer has a norm for it, and rotated.
 inline void rotate(const Model* model, const Layer& layer, Norm which, const float* from, int64_t position, float* to) {

@@ -6,58 +6,107 @@ using namespace fly;
 
 namespace {
 
-long bytes_of_rows(const Batch* batch) { return batch->rows * (long)(sizeof(Row) + sizeof(Piece)) + 2 * 64; }
-
-int check(const Model* model, const Batch* batch) {
-    for (int t = 0; t < batch->tokens; t++) {
-        if (batch->token[t] < 0 || batch->token[t] >= model->tokens) return BAD_TOKEN;
-        if (batch->position[t] < 0 || batch->position[t] >= model->shape.positions) return BAD_POSITION;
+// Whether a batch is what it says: tokens of the vocabulary at positions of the context, in rows whose pages are the
+// cache's and have room for all that is stored, and for ``limit[b]`` - 1 tokens after that (or none). An error or OK.
+int check(const Model* model, const Batch* batch, const int32_t* limit) {
+    const Shape& shape = model->shape;
+    const int rows = batch->rows, page = batch->page;
+    const long each = (long)shape.kv_heads * shape.head_dim, cached = bytes_of_type(batch->cache_type);
+    if (const int error = within("rows", rows, 0, MOST) ?: within("tokens", batch->tokens, 0, MOST) ?:
+                          within("cache_type", batch->cache_type, FLOAT32, BFLOAT16) ?: within("page", page, 1, MOST) ?:
+                          holds("token", batch->token, batch->tokens) ?: holds("position", batch->position, batch->tokens) ?:
+                          holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
+                          holds("tables", batch->tables, rows) ?: within("layer_stride", batch->layer_stride, 0, BEYOND) ?:
+                          holds("keys", batch->keys, shape.layers, batch->layer_stride, cached) ?:
+                          holds("values", batch->values, shape.layers, batch->layer_stride, cached) ?:
+                          holds_or_none("masks", batch->masks, rows))
+        return error;
+    const long pages = batch->layer_stride / each / page;
+    long tokens = 0;
+    for (int b = 0; b < rows; b++) {
+        const int start = batch->start[b], count = batch->count[b];
+        const Span<const int32_t>& table = batch->tables[b];
+        const long stored = (long)start + count, ends = stored + (limit ? limit[b] - 1 : 0);
+        if (const int error = within("start of a row", start, 0, MOST) ?: within("count of a row", count, 1, MOST) ?:
+                              within("tokens that a row stores", ends, 1, MOST) ?:
+                              holds("the table of a row", table, (ends + page - 1) / page))
+            return error;
+        uint32_t last = 0;  // of a number below 0, more than any
+        for (const int32_t number : table) last = (uint32_t)number > last ? (uint32_t)number : last;
+        if (const int error = within("a page of a row", last, 0, pages - 1)) return error;
+        if (batch->masks.there() && batch->masks[b])
+            if (const int error = holds("the mask of a row", batch->masks[b], count, stored)) return error;
+        tokens += count;
     }
+    if (const int error = within("tokens", batch->tokens, tokens, tokens)) return error;
+    for (int t = 0; t < batch->tokens; t++)
+        if (const int error = within("a token id", batch->token[t], 0, model->tokens - 1, OUTSIDE) ?:
+                              within("a position", batch->position[t], 0, shape.positions - 1, OUTSIDE))
+            return error;
     return OK;
 }
 
-// Everything of a call but its work, for forwards of at most ``tokens`` that store up to ``extra`` tokens of a row after
-// those of the batch. Returns an error or OK.
-int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int tokens, int last_rows, int extra) {
+// Everything of a call but its work, for forwards of at most ``tokens``; ``deal`` takes what only this job needs, and
+// ``limit`` is as for ``check``. An error or OK.
+template <class Deal>
+int prepare(Call* call, Job job, Model* model, const Batch* batch, Arena* arena, int64_t tokens, int64_t last_rows,
+            const int32_t* limit, Deal deal) {
     memset((void*)call, 0, sizeof(Call));
-    if (!arena->base) return NO_MEMORY;
-    if (const int error = check(model, batch)) return error;
+    if (const int error = check(model, batch, limit) ?: within("tokens of a forward", most_of(tokens, last_rows), 0, MOST))
+        return error;
     (Batch&)*call = *batch;
     call->job = job;
     call->model = model;
-    Row* rows = arena->take<Row>(batch->rows);
+    if (const int error = lay_out(arena, "a call", false, [&](Dealer& from) {
+            call->row = from.take<Row>(batch->rows), call->pieces = from.take<Piece>(batch->rows);
+            deal(from);
+        }))
+        return error;
     int longest = 0;
     for (int b = 0; b < batch->rows; b++) {
-        rows[b] = {batch->tables + batch->table_at[b], batch->masks ? batch->masks[b] : nullptr, batch->start[b],
-                   batch->count[b]};
-        longest = most_of(longest, batch->start[b] + batch->count[b]);
+        const uint8_t* mask = batch->masks.there() ? batch->masks[b].at : nullptr;
+        call->row[b] = {batch->tables[b], mask, batch->start[b], batch->count[b]};
+        longest = most_of(longest, batch->start[b] + batch->count[b] + (limit ? limit[b] - 1 : 0));
     }
-    call->row = rows;
-    call->pieces = arena->take<Piece>(batch->rows);
-    if (!make_room(model, tokens, last_rows, longest + extra, threads_for(batch->threads))) return NO_MEMORY;
+    if (const int error = make_room(model, (int)tokens, (int)last_rows, longest, threads_for(batch->threads))) return error;
     next_tile(call);
     return OK;
 }
 
+constexpr auto NOTHING = [](Dealer&) {};
+
+// The same of a call that is not over a batch, of so many rows of hidden states.
+int prepare(Call* call, Job job, Model* model, const void* hidden, int rows, int threads) {
+    memset((void*)call, 0, sizeof(Call));
+    call->job = job;
+    call->model = model;
+    call->hidden = (void*)hidden;
+    return make_room(model, rows, 0, 1, threads_for(threads));
+}
+
 // Runs a call of so many tokens in so many forwards. It waits for workers an eighth (of that, ``share``) of what it will
 // take, by a rough guess at the processor, and at most a millisecond.
-void start(Call* call, int threads, long tokens, long forwards, int share = 1) {
+void start(Call* call, int threads, double tokens, double forwards, int share = 1) {
     const Shape& shape = call->model->shape;
-    const long layer = (long)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim +
-                       3L * shape.width * shape.intermediate;
-    const long weights = shape.layers * layer + (long)shape.width * shape.vocab;
-    const int64_t guess = weights * forwards / 32 + weights * tokens / 64;
-    run(call, call->model->variant->work, threads, (2000 + (guess < 8000000 ? guess : 8000000) / 8) / share);
+    const double layer = (double)shape.width * (shape.heads + shape.kv_heads) * 2 * shape.head_dim +
+                         3.0 * shape.width * shape.intermediate;
+    const double weights = shape.layers * layer + (double)shape.width * shape.vocab;
+    const double guess = weights * forwards / 32 + weights * tokens / 64;
+    run(call, call->model->variant->work, threads, (2000 + (int64_t)(guess < 8e6 ? guess : 8e6) / 8) / share);
 }
+
+// Bytes of a value of the hidden states that go in and out.
+int value_bytes(const Model* model) { return bytes_of_type(model->shape.hidden); }
 
 }  // namespace
 
-// Hidden states [T, C] of a batch. Positions and tokens are checked before anything is written.
-EXPORT int fly_forward(Model* model, const Batch* batch, void* hidden) {
-    Arena arena(bytes_of_rows(batch));
+// Hidden states [T, C] of a batch. All is checked before anything is written.
+EXPORT int fly_forward(Model* model, const Batch* batch, Span<char> hidden) {
+    if (const int error = holds("hidden", hidden, batch->tokens, model->shape.width, value_bytes(model))) return error;
+    Arena arena;
     const Locked locked(model);
     Call call;
-    const int error = prepare(&call, FORWARD, model, batch, &arena, batch->tokens, 0, 0);
+    const int error = prepare(&call, FORWARD, model, batch, &arena, batch->tokens, 0, nullptr, NOTHING);
     if (error || !batch->tokens) return error;
     call.hidden = hidden;
     start(&call, batch->threads, batch->tokens, 1);
@@ -65,132 +114,168 @@ EXPORT int fly_forward(Model* model, const Batch* batch, void* hidden) {
 }
 
 // Logits [T, V], float32, of hidden states [T, C].
-EXPORT int fly_logits(Model* model, const void* hidden, int tokens, float* logits, int threads) {
+EXPORT int fly_logits(Model* model, Span<const char> hidden, int tokens, Span<float> logits, int threads) {
+    if (const int error = within("tokens", tokens, 0, MOST) ?: holds("logits", logits, tokens, model->shape.vocab) ?:
+                          holds("hidden", hidden, tokens, model->shape.width, value_bytes(model)))
+        return error;
     if (!tokens) return OK;
     const Locked locked(model);
     Call call;
-    memset((void*)&call, 0, sizeof(Call));
-    call.job = LOGITS;
-    call.model = model;
+    if (const int error = prepare(&call, LOGITS, model, hidden, tokens, threads)) return error;
     call.kept_count = tokens;
-    call.hidden = (void*)hidden;
     call.logits = logits;
-    if (!make_room(model, tokens, 0, 1, threads_for(threads))) return NO_MEMORY;
     start(&call, threads, tokens, 1, 8);
     return OK;
 }
 
 // What each token is fed as [V, C], in the type of hidden states.
-EXPORT int fly_embedding(Model* model, void* embedding, int threads) {
+EXPORT int fly_embedding(Model* model, Span<char> embedding, int threads) {
+    const Shape& shape = model->shape;
+    if (const int error = holds("embedding", embedding, shape.vocab, shape.width, value_bytes(model))) return error;
     const Locked locked(model);
     Call call;
-    memset((void*)&call, 0, sizeof(Call));
-    call.job = EMBED;
-    call.model = model;
-    call.hidden = embedding;
-    if (!make_room(model, threads_for(threads), 0, 1, threads_for(threads))) return NO_MEMORY;  // a row each
-    start(&call, threads, model->shape.vocab, 1);
+    if (const int error = prepare(&call, EMBED, model, embedding, threads_for(threads), threads)) return error;  // a row each
+    start(&call, threads, shape.vocab, 1);
     return OK;
 }
 
-// Logits [N, V], float32, after the tokens of a batch numbered in ``kept`` [N] (null: all), and the most likely token of
+// Logits [N, V], float32, after the tokens of a batch numbered in ``kept`` [N] (none: all), and the most likely token of
 // each, the lowest id among equals: a forward and its logits in one call. ``read`` [T, states · C] gets the residual stream
 // of all tokens after ``state`` layers each, in the type of hidden states.
-EXPORT int fly_score(Model* model, const Batch* batch, const int32_t* kept, int count, float* logits, int32_t* choice,
-                     const int32_t* state, int states, void* read) {
-    const long bytes = (long)batch->tokens * model->shape.width * (model->shape.hidden == FLOAT32 ? 4 : 2);
-    Arena arena(bytes_of_rows(batch) + bytes + 64);
+EXPORT int fly_score(Model* model, const Batch* batch, Span<const int32_t> kept, Span<float> logits, Span<int32_t> choice,
+                     Span<const int32_t> state, Span<char> read) {
+    const Shape& shape = model->shape;
+    const int64_t count = kept.there() ? kept.count() : batch->tokens, states = state.count();
+    if (const int error = holds("logits", logits, count, shape.vocab) ?: holds_or_none("choice", choice, count) ?:
+                          (states ? holds("read", read, batch->tokens, states, shape.width, value_bytes(model)) : OK))
+        return error;
+    for (const int32_t number : kept)
+        if (const int error = within("a token to score", number, 0, batch->tokens - 1)) return error;
+    for (const int32_t passed : state)
+        if (const int error = within("layers passed", passed, 0, shape.layers)) return error;
+    Arena arena;
     const Locked locked(model);
     Call call;  // a token may be kept more than once
-    const int error = prepare(&call, SCORE, model, batch, &arena, most_of(count, batch->tokens), 0, 0);
+    const int64_t most = most_of<int64_t>(count, batch->tokens);
+    const int error = prepare(&call, SCORE, model, batch, &arena, most, 0, nullptr, [&](Dealer& from) {
+        call.hidden = from.take<char>(batch->tokens, shape.width, value_bytes(model));
+    });
     if (error || !batch->tokens) return error;
-    call.hidden = arena.take<char>(bytes);
-    call.kept = kept, call.kept_count = count;
-    call.logits = logits, call.choice = choice;
-    call.state = state, call.states = states, call.read = read;
+    call.kept = kept.there() ? kept.at : nullptr, call.kept_count = (int)count;
+    call.logits = logits, call.choice = choice.there() ? choice.at : nullptr;
+    call.state = state, call.states = (int)states, call.read = read;
     start(&call, batch->threads, batch->tokens, 1);
     return OK;
 }
 
 // A step of a draft head: each token of a batch is fed with what it is ``given`` of the target's hidden states [T, F], in
-// the type of its own, or (null) with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens numbered in ``kept``
+// the type of its own, or (none) with a feature ``x`` [T, C], float32. Logits [N, U] after the tokens numbered in ``kept``
 // [N], and the features after all of them, ``features`` [T, C], in the type of hidden states.
-EXPORT int fly_step(Model* model, const Batch* batch, const void* given, const float* x, const int32_t* kept, int count,
-                    float* logits, void* features) {
-    const int32_t after[] = {1};
-    const long width = model->shape.width, bytes = batch->tokens * width * (model->shape.hidden == FLOAT32 ? 4 : 2);
-    Arena arena(bytes_of_rows(batch) + bytes + batch->tokens * 4L + 2 * 64);
+EXPORT int fly_step(Model* model, const Batch* batch, Span<const char> given, Span<const float> x, Span<const int32_t> kept,
+                    Span<float> logits, Span<char> features) {
+    constexpr int32_t after[] = {1};
+    const Shape& shape = model->shape;
+    const int tokens = batch->tokens, width = shape.width;
+    if (const int error = within("features of a head", shape.features, 1, MOST) ?:
+                          (given.there() ? holds("given", given, tokens, shape.features, value_bytes(model)) :
+                                           holds("x", x, tokens, width)) ?:
+                          holds("logits", logits, kept.count(), shape.vocab) ?:
+                          holds("features", features, tokens, width, value_bytes(model)))
+        return error;
+    for (const int32_t number : kept)
+        if (const int error = within("a token to score", number, 0, tokens - 1)) return error;
+    Arena arena;
     const Locked locked(model);
     Call call;
-    if (const int error = prepare(&call, SCORE, model, batch, &arena, batch->tokens, batch->tokens, 0)) return error;
-    if (!batch->tokens) return OK;
-    call.hidden = arena.take<char>(bytes);
-    call.carried_at = arena.take<int32_t>(batch->tokens);
-    for (int t = 0; t < batch->tokens; t++) call.carried_at[t] = t;
-    call.given = given;
-    if (!given) memcpy(model->work.carried, x, batch->tokens * width * sizeof(float));
-    call.kept = kept, call.kept_count = count;
+    const int64_t most = most_of<int64_t>(kept.count(), tokens);
+    const int error = prepare(&call, SCORE, model, batch, &arena, most, tokens, nullptr, [&](Dealer& from) {
+        call.hidden = from.take<char>(tokens, width, value_bytes(model));
+        call.carried_at = from.take<int32_t>(tokens);
+    });
+    if (error || !tokens) return error;
+    for (int t = 0; t < tokens; t++) call.carried_at[t] = t;
+    call.given = given.there() ? given.at : nullptr;
+    if (!call.given) copy(model->work.carried, x.at, (long)tokens * width);
+    call.kept = kept, call.kept_count = (int)kept.count();
     call.logits = logits;
     call.state = after, call.states = 1, call.read = features;
-    start(&call, batch->threads, batch->tokens, 1);
+    start(&call, batch->threads, tokens, 1);
     return OK;
 }
 
-// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its stop ids, or
+// Continuations: row b drafts until limit[b] tokens stand, at least 1 and at most ``most``, or one of its ``stop`` ids, or
 // the first it is not ``sure[b]`` of. All but the last are then stored, so the rows' pages must have room for count[b] +
-// limit[b] - 1 new tokens. Tokens are the most likely ones where ``sampling`` is null; else drawn by ``uniform`` from what
-// ``distributions`` [B, most, V] shows then, with zeros after the last; at a temperature below 0 they are the most likely
-// ones, and it shows the logits. They are the same with a
-// ``lookup`` (or null), which copies from ``texts``: of each row the start[b] tokens that are stored. New tokens are
-// causal, at the positions after those. A draft head takes what it is ``given`` of the target's hidden states [T, F] before
-// each token of the batch, in the type of its own, and has no lookup; its distributions are over the target's vocabulary.
-EXPORT int fly_draft(Model* model, const Batch* batch, int most, const int32_t* limit, const int64_t* stop,
-                     const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const Sampling* sampling,
-                     const float* uniform, float* distributions, Lookup* lookup, const int32_t* const* texts, const Sure* sure,
-                     const void* given) {
-    const int rows = batch->rows, copies = lookup ? least_of(rows * least_of(lookup->most, most), MAX_COPIES) : 0;
-    const int tokens = batch->tokens + copies;
-    long text = 0;
-    for (int b = 0; b < rows; b++) text += batch->start[b] + batch->count[b] + limit[b];
-    Arena arena(bytes_of_rows(batch) + rows * (long)(sizeof(Row) + 4 * 4 + 8) + 4 + tokens * 16L + text * 4 + 9 * 64);
+// limit[b] - 1 new tokens. Tokens are the most likely ones where there is no ``sampling``; else drawn by ``uniform`` from
+// what ``distributions`` [B, most, V] shows then, with zeros after the last; at a temperature below 0 they are the most
+// likely ones, and it shows the logits. They are the same with a ``lookup`` (or null), which copies from ``texts``: of each
+// row the start[b] tokens that are stored. New tokens are causal, at the positions after those. A draft head takes what it
+// is ``given`` of the target's hidden states [T, F] before each token of the batch, in the type of its own, and has no
+// lookup; its distributions are over the target's vocabulary.
+EXPORT int fly_draft(Model* model, const Batch* batch, int most, Span<const int32_t> limit,
+                     Span<const Span<const int64_t>> stop, Span<int64_t> drafted, Span<int32_t> drafted_count,
+                     Span<const Sampling> sampling, Span<const float> uniform, Span<float> distributions, Lookup* lookup,
+                     Span<const Span<const int32_t>> texts, Span<const Sure> sure, Span<const char> given) {
+    const Shape& shape = model->shape;
+    const int rows = batch->rows;
+    if (const int error = within("most", most, 0, MOST) ?: holds("limit", limit, rows) ?: holds("stop", stop, rows) ?:
+                          holds("drafted", drafted, rows, most) ?: holds("drafted_count", drafted_count, rows) ?:
+                          holds("sure", sure, rows) ?: within("masks of a draft", batch->masks.there(), 0, 0) ?:
+                          holds("start", batch->start, rows) ?: holds("count", batch->count, rows) ?:
+                          (shape.features ? holds("given", given, batch->tokens, shape.features, value_bytes(model)) : OK))
+        return error;
+    if (lookup)
+        if (const int error = holds("texts", texts, rows) ?: within("lookup.most", lookup->most, 0, INT32_MAX) ?:
+                              within("features of who looks up", shape.features, 0, 0))
+            return error;
+    if (sampling.there())
+        if (const int error = holds("sampling", sampling, rows) ?:
+                              holds("distributions", distributions, rows, most, model->tokens))
+            return error;
+    int64_t text = 0;  // of all rows
+    for (int b = 0; b < rows; b++) {
+        const int64_t known = (int64_t)batch->start[b] + batch->count[b], longest = shape.positions + 1 - known;
+        if (const int error = within("limit of a row", limit[b], 1, most) ?:
+                              within("tokens to draft within the context", limit[b], 1, longest, OUTSIDE) ?:
+                              (sampling.there() && sampling[b].temperature > 0 ? holds("uniform", uniform, rows, most) : OK) ?:
+                              (lookup ? holds("the text of a row", texts[b], batch->start[b]) : OK))
+            return error;
+        text += known + limit[b];
+    }
+    const int64_t copies = lookup ? least_of<int64_t>((int64_t)rows * least_of(lookup->most, most), MAX_COPIES) : 0;
+    const int64_t tokens = batch->tokens + copies;
+    int32_t* end;
+    Arena arena;
     const Locked locked(model);
     Call call;
-    if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, rows + copies, most)) return error;
-    for (int b = 0; b < rows; b++)
-        if (batch->start[b] + batch->count[b] + limit[b] - 1 > model->shape.positions) return BAD_POSITION;
+    if (const int error = prepare(&call, DRAFT, model, batch, &arena, tokens, rows + copies, limit, [&](Dealer& from) {
+            call.carried_at = from.take<int32_t>(rows), call.reached = from.take<float>(rows);
+            call.live_row = from.take<int32_t>(rows), call.matched = from.take<int32_t>(rows);
+            call.kept_at = from.take<int32_t>(rows + 1L), call.text = from.take<int32_t*>(rows);
+            call.live_token = from.take<int64_t>(tokens), call.live_position = from.take<int64_t>(tokens);
+            end = from.take<int32_t>(text);
+        }))
+        return error;
     if (!rows) return OK;
-    call.most = most, call.limit = limit, call.stop = stop, call.stop_at = stop_at;
+    call.most = most, call.limit = limit, call.stop = stop;
     call.drafted = drafted, call.drafted_count = drafted_count;
-    call.sampling = sampling, call.uniform = uniform, call.distributions = distributions;
+    call.sampling = sampling.there() ? sampling.at : nullptr, call.uniform = uniform, call.distributions = distributions;
     call.lookup = lookup, call.sure = sure;
-    call.given = given;
-    call.carried_at = arena.take<int32_t>(rows);
-    call.live = arena.take<Row>(rows);
-    call.reached = arena.take<float>(rows);
-    call.live_row = arena.take<int32_t>(rows);
-    call.matched = arena.take<int32_t>(rows);
-    call.kept_at = arena.take<int32_t>(rows + 1);
-    call.text = arena.take<int32_t*>(rows);
-    call.live_token = arena.take<int64_t>(tokens);
-    call.live_position = arena.take<int64_t>(tokens);
-    int32_t* end = arena.take<int32_t>(text);
+    call.given = given.there() ? given.at : nullptr;
     const int64_t* token = batch->token;
     for (int b = 0; b < rows; b++) {
-        call.live[b] = call.row[b];
         call.live_row[b] = b;
         drafted_count[b] = 0;
         call.reached[b] = 1;
         call.text[b] = end;
-        if (lookup) memcpy(end, texts[b], batch->start[b] * sizeof(int32_t));
+        if (lookup) copy(end, texts[b].at, batch->start[b]);
         end += batch->start[b];
         for (int n = 0; n < batch->count[b]; n++) *end++ = (int32_t)*token++;
         end += limit[b];
     }
-    call.row = call.live;
     call.live_rows = rows;
-    start(&call, batch->threads, batch->tokens + (long)rows * most, most);
+    start(&call, batch->threads, batch->tokens + (double)rows * most, most);
     const long vocab = model->tokens;
-    for (int b = 0; sampling && b < rows; b++)
+    for (int b = 0; call.sampling && b < rows; b++)
         memset(distributions + ((long)b * most + drafted_count[b]) * vocab, 0, (most - drafted_count[b]) * vocab * 4);
     return OK;
 }

@@ -83,4 +83,4 @@ int activation_bytes(int weights) {
 }
 
 // What a variant is to the others (fly.h: Variant).
-#define CODE(NAME) {NAME, activation_bytes, scratch_bytes, work, top, kept, accepts, follow, siblings, look_up}
+#define CODE(NAME) {NAME, activation_bytes, lay_scratch, work, top, kept, accepts, follow, siblings, look_up}

@@ -37,10 +37,10 @@ inline void pack(Call* call) {
     Lookup* lookup = call->lookup;
     int tokens = 0, kept = 0, room = MAX_COPIES, forward = 0;  // of the last: its tokens, as far as it is decided
     float expected = call->live_rows;
-    for (int i = 0; i < call->live_rows; i++) forward += call->live[i].count;
+    for (int i = 0; i < call->live_rows; i++) forward += call->row[i].count;
     for (int i = 0; i < call->live_rows; i++) {
         const int b = call->live_row[i];
-        Row& row = call->live[i];
+        Row& row = call->row[i];
         int32_t* text = call->text[b];
         int copies = 0;
         if (lookup) {
@@ -67,7 +67,7 @@ inline void pack(Call* call) {
     }
     call->kept_at[call->live_rows] = kept;
     call->rows = call->live_rows, call->tokens = tokens;
-    call->token = call->live_token, call->position = call->live_position;
+    call->token.at = call->live_token, call->position.at = call->live_position;
     call->tile_at = call->tile_tokens = call->piece_count = 0;
     if (tokens) next_tile(call);
 }
@@ -79,7 +79,7 @@ inline void advance(Call* call) {
     for (int i = 0; i < call->live_rows; i++) {
         const int b = call->live_row[i], copies = call->kept_at[i + 1] - call->kept_at[i] - 1;
         const float* logits = model->work.logits + (long)call->kept_at[i] * model->shape.vocab;
-        Row row = call->live[i];
+        Row row = call->row[i];
         int32_t* next = call->text[b] + row.start + row.count - copies;
         row.start += row.count - copies - 1, row.count = 1;
         const int matched = call->lookup ? call->matched[i] : 0;
@@ -96,10 +96,10 @@ inline void advance(Call* call) {
             call->drafted[(long)b * call->most + call->drafted_count[b]++] = token;
             row.start++;
             ends = !goes_on || call->drafted_count[b] == call->limit[b];
-            for (int at = call->stop_at[b]; at < call->stop_at[b + 1]; at++) ends |= call->stop[at] == token;
+            for (const int64_t stop : call->stop[b]) ends |= stop == token;
         }
         if (ends) continue;
-        call->live[live] = row;
+        call->row[live] = row;
         call->live_row[live] = b;
         call->carried_at[live] = i;
         live++;

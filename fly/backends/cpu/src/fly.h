@@ -11,8 +11,16 @@
 
 #include "interface.h"
 
+#ifdef __SANITIZE_ADDRESS__  // what lies between two pieces of an arena belongs to nobody
+#include <sanitizer/asan_interface.h>
+#define KEEP_OFF(base, at, bytes) (base ? __asan_poison_memory_region(at, bytes) : (void)0)
+#define APART 64
+#else
+#define KEEP_OFF(base, at, bytes) (void)0
+#define APART 0
+#endif
+
 #define UNROLL _Pragma("GCC unroll 16")
-#define ALWAYS_INLINE inline __attribute__((always_inline))  // what would be called by way of memory
 #define NOINLINE __attribute__((noinline))  // what needs all registers to itself
 
 namespace fly {
@@ -21,6 +29,8 @@ constexpr int PANEL = 32;       // outputs of a matrix that lie together
 constexpr int MAX_TILE = 256;   // packed tokens that go through all layers at once
 constexpr int MAX_COPIES = 256; // tokens of a drafter's forward that a lookup copied
 constexpr int MAX_THREADS = 64;
+constexpr int MOST = 1 << 30;          // of anything that is counted, so that sums of two are numbers
+constexpr int64_t BEYOND = 1LL << 62;  // bytes that nothing has
 
 // How the values of a panel lie: those of ``step`` inputs output by output, or (``together``) some outputs of one input
 // after the same outputs of the next.
@@ -54,22 +64,40 @@ struct Layer {
     int32_t rope;                  // which of the tables
 };
 
-// Deals out memory piece by piece, each at a multiple of 64 bytes. Without a ``base`` it counts what that takes.
+// Bytes of so many values, as a product of sizes; -1 if one is less than 0, or beyond all bounds.
+template <class T, class... Sizes>
+static ALWAYS_INLINE int64_t bytes_of(Sizes... sizes) {
+    const int64_t all[] = {(int64_t)sizes..., sizeof(T)};
+    int64_t bytes = 1;
+    for (const int64_t size : all)
+        if (size < 0 || __builtin_mul_overflow(bytes, size, &bytes)) return -1;
+    return bytes < BEYOND ? bytes : -1;
+}
+
+// Deals out ``size`` bytes piece by piece, each at a multiple of 64. Without a ``base`` it counts what that takes. What is
+// beyond the end is nowhere: it ``failed`` then (library.h: lay_out).
 struct Dealer {
     char* base;
-    long used;
+    int64_t size, used;
+    bool failed;
 
-    template <class T>
-    ALWAYS_INLINE T* take(long count) {
-        T* mine = (T*)((uintptr_t)base + used);
-        used += (count * (long)sizeof(T) + 63) / 64 * 64;
+    template <class T, class... Sizes>
+    ALWAYS_INLINE Span<T> take(Sizes... sizes) {
+        const int64_t bytes = bytes_of<T>(sizes...), room = (bytes + 63) / 64 * 64 + APART;
+        if (bytes < 0 || room > size - used) {
+            failed = true;
+            return {};
+        }
+        const Span<T> mine = {base ? (T*)(base + used) : nullptr, bytes};
+        KEEP_OFF(base, base + used + bytes, room - bytes);
+        used += room;
         return mine;
     }
 };
 
 struct Block {
     char* memory;
-    long bytes;
+    int64_t bytes;
 };
 
 // Buffers of one tile. Everything is padded to 32 values with zeros, which stay zeros.
@@ -93,8 +121,7 @@ struct Workspace {
     float* spread;    // [2, V padded], of one row
     float* carried;   // [rows, C] of a head: the features of a step's last tokens
     int longest;      // stored tokens that the following are for
-    long scratch_bytes;  // of each thread's own
-    char* scratch[MAX_THREADS];
+    Block scratch[MAX_THREADS];  // of each thread's own
 };
 
 struct Variant;
@@ -107,7 +134,7 @@ struct Model {
     Matrix head;
     Matrix fuse;             // of a draft head: from hidden states of the target to a feature
     const int64_t* target;   // of a draft head: the target's ids of its own, its owner's
-    const void* embedding;  // [V, C], its owner's; null where the head's panels serve as well
+    Span<const char> embedding;  // [V, C], its owner's; null where the head's panels serve as well
     // Where several processes share a model, each holds a part of every matrix and ``shape.vocab`` of all ``tokens``,
     // from ``first_token`` on; ``sum`` adds up ``count`` values over the processes, in place. Null is one process.
     void (*sum)(float* values, int64_t count);
@@ -141,7 +168,7 @@ enum Job { FORWARD, LOGITS, SCORE, DRAFT, EMBED };
 struct Call : Batch {
     Job job;
     Model* model;
-    const Row* row;
+    Row* row;             // [B], of a drafter's loop those of the current step
     void* hidden;         // [T, C] in or out
     float* logits;        // [T, V] out, of all tokens or of those that are kept
     const int32_t* kept;  // [N] their numbers; null is all
@@ -154,8 +181,7 @@ struct Call : Batch {
     // a drafter's loop
     int32_t most;           // columns of ``drafted``
     const int32_t* limit;   // [B] tokens to draft at most
-    const int64_t* stop;    // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
-    const int32_t* stop_at;
+    const Span<const int64_t>* stop;  // [B] ids that end a row
     int64_t* drafted;       // [B, most] out
     int32_t* drafted_count; // [B] out
     float* reached;         // [B] product of the largest probabilities so far
@@ -167,8 +193,7 @@ struct Call : Batch {
     // shared by the threads
     Piece* pieces;   // [B]
     int32_t piece_count, tile_tokens, tile_at;
-    Row* live;           // rows of the current step, [B]
-    int32_t* live_row;   // [B] their numbers
+    int32_t* live_row;   // [B] numbers of the rows of the current step
     int64_t *live_token, *live_position;  // [T]
     int32_t live_rows;
     int32_t** text;      // [B] all tokens of each row (those stored only for a lookup), with room for what is drafted
@@ -184,7 +209,7 @@ struct Call : Batch {
 struct Variant {
     const char* name;
     int (*activation_bytes)(int weights);  // of one value that goes into a product
-    long (*scratch_bytes)(const Shape*, int longest);
+    void (*lay_scratch)(Dealer& from, const Shape*, int longest);  // all that a thread has of its own
     void (*work)(Call*, int thread);  // the call's job
     void (*top)(const float* logits, int vocab, int n, float* found);
     void (*kept)(const float* logits, int rows, int each, int vocab, const Sampling* how, float* spread, float* peak,
@@ -201,14 +226,17 @@ struct Variant {
 extern const Variant avx512bf16, avx512, avx2;
 
 static inline int padded(int n, int to = PANEL) { return (n + to - 1) / to * to; }
-static inline int least_of(int a, int b) { return a < b ? a : b; }
-static inline int most_of(int a, int b) { return a > b ? a : b; }
-static inline float most_of(float a, float b) { return a > b ? a : b; }
+template <class T>
+static ALWAYS_INLINE T least_of(T a, T b) { return a < b ? a : b; }
+template <class T>
+static ALWAYS_INLINE T most_of(T a, T b) { return a > b ? a : b; }
 
 // Inputs of the widest matrix.
 static inline int most_inputs(const Shape& shape) {
     return most_of(most_of(shape.width, shape.heads * shape.head_dim), shape.intermediate);
 }
+
+static inline int bytes_of_type(int type) { return type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1; }
 
 // Whether what a layer adds to the residual stream is put aside first.
 static inline bool adds_apart(const Model* model) { return model->sum || model->layers[0].norm[ATTENTION_OUT]; }

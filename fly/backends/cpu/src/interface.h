@@ -6,7 +6,30 @@
 #pragma once
 #include <stdint.h>
 
+#define ALWAYS_INLINE inline __attribute__((always_inline))  // what would be called by way of memory, or linked in once for
+                                                             // all variants
+
 namespace fly {
+
+// Memory that one side of a call hands to the other: where it begins, and its bytes, less than 0 where there is none. Who is
+// called checks that it holds what is needed (library.h: holds).
+template <class T>
+struct Span {
+    T* at = nullptr;
+    int64_t bytes = -1;
+
+    Span() = default;
+    ALWAYS_INLINE Span(T* from, int64_t size) : at(from), bytes(size) {}
+    template <class U>
+    ALWAYS_INLINE Span(const Span<U>& other) : at(other.at), bytes(other.bytes) {}
+    ALWAYS_INLINE operator T*() const { return at; }
+    ALWAYS_INLINE bool there() const { return bytes >= 0; }
+    ALWAYS_INLINE int64_t count() const { return there() ? bytes / (int64_t)sizeof(T) : 0; }
+    ALWAYS_INLINE T* begin() const { return at; }
+    ALWAYS_INLINE T* end() const { return at + count(); }
+    // Only so many values of it.
+    ALWAYS_INLINE Span first(int64_t n) const { return {at, n < count() ? n * (int64_t)sizeof(T) : bytes}; }
+};
 
 // W8A8 is int8 whose products are of whole numbers: what it is multiplied with is rounded to 8 bits as well, row by row.
 enum Type : int32_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, W8A8 = 3 };
@@ -27,13 +50,12 @@ struct Shape {
 // What a forward is about.
 struct Batch {
     int32_t rows, tokens;
-    const int64_t *token, *position;  // [T]
-    const int32_t *start, *count;     // [B]
-    const int32_t* tables;            // the rows' pages, one row's after another's
-    const int32_t* table_at;          // [B] where each row's begin
-    const uint8_t* const* masks;      // [B] or null
-    void *keys, *values;              // [layers, slots, G, D]
-    int64_t layer_stride;             // in values
+    Span<const int64_t> token, position;     // [T]
+    Span<const int32_t> start, count;        // [B]
+    Span<const Span<const int32_t>> tables;  // [B] each row's pages
+    Span<const Span<const uint8_t>> masks;   // [B] [count, start + count] what each new token sees; none is causal
+    Span<char> keys, values;                 // [layers, slots, G, D]
+    int64_t layer_stride;                    // in values
     int32_t cache_type, page;
     int32_t threads;
 };
@@ -67,8 +89,8 @@ struct Lookup {
 // How a drafter grows a tree (fly/executor.py: Growth): ``width`` candidates after each token of a level that is followed,
 // of which the ``follow`` likeliest are followed; the ``nodes`` likeliest of all are proposed.
 struct Growth {
-    int32_t nodes, follow, depth;
-    const int32_t* width;  // [depth]
+    int32_t nodes, follow;
+    Span<const int32_t> width;  // [levels]
 };
 
 // A condition of those that together excuse a mismatch at temperature 0.
@@ -95,49 +117,46 @@ struct Going {
     int32_t draft_start;         // tokens that the drafter has stored, in and out
     int32_t clause_at, clauses;  // of all: what excuses what the exact rule does not keep, where all hold
     int64_t seed;
-    int64_t* text;               // [room + 1] the row's tokens, in and out
-    int32_t* copied;             // [room + 1] the tokens for a lookup, or null
     int32_t first;               // of a draft head: number of the first token that it holds
+    Span<int64_t> text;          // [room + 1] the row's tokens, in and out
+    Span<int32_t> copied;        // [room + 1] the tokens for a lookup, or none
+    Span<const int64_t> stop;    // ids that end it
 };
 
 // Rounds of some rows: what goes in, and where it comes to.
 struct Rounds {
-    Going* going;              // [B]; ``length`` and ``left`` are out as before the last round
-    int32_t k, most;           // the most tokens that any row drafts a round, or nodes of its tree; rounds
-    const int64_t* stop;       // ids that end a row, those of row b from stop_at[b] to stop_at[b + 1]
-    const int32_t* stop_at;
-    const int32_t* hurry;      // no further round begins while this is not 0; or null
-    int64_t nanoseconds;       // nor after these
-    float* logits;             // [B · (k + 1), V] out, of the last round, one row's after another's
-    int64_t* drafted;          // [B, most, k] out
-    int32_t* drafted_count;    // [B, most] out
-    int32_t* choice;           // [B, most, k + 1] out: the target's most likely tokens
-    int32_t* accepted;         // [B, most] out: drafted tokens that stand
-    int64_t* following;        // [B, most] out: the token after them, NO_NUMBER where a NaN leaves it open
-    const Sampling* sampling;  // [B] how rows draw; null where all take the most likely
-    float* distributions;      // [B, k, V] out: what the last round's drafts were drawn from; null where they were not
-    float* spread;             // [2, V padded] for what is drawn
-    int32_t variant;           // which of them judges what is drawn, and what a clause asks
-    const Clause* clause;
-    const uint8_t* control;    // [V] which tokens are control tokens
-    Ask* ask;                  // [most_asks] out
-    int32_t most_asks, asks;
-    void (*decide)(int32_t);   // of a row alone, asked of a round by its number, if the exact rule keeps not all of its
-                               // draft; null is the exact rule. It sets what follows, and
-    int32_t* stands;           // how many stand; -1 is the end of the row, and UNANSWERED that it did not answer
-    int32_t rounds;            // out
+    Span<Going> going;              // [B]; ``length`` and ``left`` are out as before the last round
+    int32_t k, most;                // the most tokens that any row drafts a round, or nodes of its tree; rounds
+    Span<const int32_t> hurry;      // no further round begins while this is not 0; or none
+    int64_t nanoseconds;            // nor after these
+    Span<float> logits;             // [B · (k + 1), V] out, of the last round, one row's after another's
+    Span<int64_t> drafted;          // [B, most, k] out
+    Span<int32_t> drafted_count;    // [B, most] out
+    Span<int32_t> choice;           // [B, most, k + 1] out: the target's most likely tokens
+    Span<int32_t> accepted;         // [B, most] out: drafted tokens that stand
+    Span<int64_t> following;        // [B, most] out: the token after them, NO_NUMBER where a NaN leaves it open
+    Span<const Sampling> sampling;  // [B] how rows draw; none where all take the most likely
+    Span<float> distributions;      // [B, k, V] out: what the last round's drafts were drawn from; none where they were not
+    int32_t variant;                // which of them judges what is drawn, and what a clause asks
+    Span<const Clause> clause;
+    Span<const uint8_t> control;    // [V] which tokens are control tokens
+    Span<Ask> ask;                  // [at least B · (k + 1)] out
+    int32_t asks;
+    void (*decide)(int32_t);        // of a row alone, asked of a round by its number, if the exact rule keeps not all of its
+                                    // draft; null is the exact rule. It sets what follows, and
+    Span<int32_t> stands;           // how many stand; -1 is the end of the row, and UNANSWERED that it did not answer
+    int32_t rounds;                 // out
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
                                                   // first round and of the others
-    const Sure* sure;          // [B] where the drafter stops
-    const int32_t* state;      // [states] hidden states after so many layers each are asked for, for draft heads
-    int32_t states, read_before;  // out: tokens of the rounds before the last
-    void* given;               // [late tokens, F] those before the tokens that a head has not stored, row by row
-    void* read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's; of a tree,
-                               // first those that stand
-    const Growth* growth;      // drafts are trees, which the drafter grows; null: chains
-    int32_t* parent;           // [B, most, k] out: the number of the node that each follows, -1 for the row's last token
-    int32_t* path;             // [B, most, k] out: numbers of those that stand
-    int32_t spare;             // slots that a round of trees needs after a row's tokens
+    Span<const Sure> sure;          // [B] where the drafter stops
+    Span<const int32_t> state;      // hidden states after so many layers each are asked for, for draft heads
+    int32_t read_before;            // out: tokens of the rounds before the last
+    Span<const char> given;         // [late tokens, F] those before the tokens that a head has not stored, row by row
+    Span<char> read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's; of a
+                                    // tree, first those that stand
+    const Growth* growth;           // drafts are trees, which the drafter grows; null: chains
+    Span<int32_t> parent;           // [B, most, k] out: the number of the node that each follows, -1 for the row's last token
+    Span<int32_t> path;             // [B, most, k] out: numbers of those that stand
 };
 
 constexpr int32_t UNANSWERED = -2;

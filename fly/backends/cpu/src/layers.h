@@ -12,11 +12,11 @@ inline void embed(const Model* model, int64_t token, float* x) {
         for (int i = 0; model->shape.embedding != 1 && i < room; i += W) st(x + i, ld(x + i) * set1(model->shape.embedding));
     };
     if (model->embedding && model->shape.hidden == BFLOAT16) {
-        convert((const uint16_t*)model->embedding + token * width, width, x, room);
+        convert((const uint16_t*)model->embedding.at + token * width, width, x, room);
         return scaled();
     }
     if (model->embedding) {
-        convert((const float*)model->embedding + token * width, width, x, room);
+        convert((const float*)model->embedding.at + token * width, width, x, room);
         return scaled();
     }
     const Weight* from = (const Weight*)(head.data + token / PANEL * head.panel_bytes);
@@ -197,7 +197,7 @@ void project(Call* call, const typename Wt::Act* a, int rows, float* logits, int
     const Matrix& head = model->head;
     const int vocab = model->shape.vocab;
     const long ldx = padded(model->shape.width);
-    const Scratch s(model, thread);
+    const Scratch s = scratch_of(model, thread);
     for (int from = 0; from < rows; from += MAX_TILE) {  // more than that is not narrowed at once
         if (from) wait(call);
         const int some = least_of(rows - from, MAX_TILE);
@@ -243,7 +243,7 @@ void finish(Call* call, int thread, const Scratch& s, Act* last) {
 
 template <class Wt, class K, class H>
 void tiles(Call* call, int thread, typename Wt::Act* last) {
-    const Scratch s(call->model, thread);
+    const Scratch s = scratch_of(call->model, thread);
     for (;;) {
         decode<Wt, K, H>(call, thread, s);
         finish<H>(call, thread, s, last);

@@ -9,8 +9,8 @@ using namespace fly;
 const Variant* const fly::variants[] = {&avx512bf16, &avx512, &avx2};
 
 // A forward reads every weight, and small pages cost time.
-void* fly::allocate(long bytes, bool zero) {
-    constexpr long large = 2 << 20;
+void* fly::allocate(int64_t bytes, bool zero) {
+    constexpr int64_t large = 2 << 20;
     void* memory = nullptr;
     if (bytes <= 0) bytes = 64;
     if (posix_memalign(&memory, bytes >= large ? large : 64, bytes)) return nullptr;
@@ -49,46 +49,99 @@ int64_t fly::derived(int64_t seed, int64_t position) {
     return (int64_t)scramble(scramble((uint64_t)seed ^ MIX_LAST) + (uint64_t)position * MIX);
 }
 
-EXPORT int fly_abi() { return 30; }
+namespace {
+
+thread_local struct {
+    const char* what;
+    int64_t has, least, most;
+} refusal;
+
+// [2, V padded] for what is drawn from one row's logits.
+int spread_of(Arena* arena, int vocab, Span<float>* spread) {
+    return lay_out(arena, "a distribution", false, [&](Dealer& from) { *spread = from.take<float>(2, padded(vocab)); });
+}
+
+}  // namespace
+
+int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64_t most) {
+    refusal = {what, has, least, most};
+    return error;
+}
+
+int fly::known(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
+
+EXPORT int fly_abi() { return 31; }
+
+// What the last call of this thread that gave an error was about: what it ``has`` [3], and the least and most that it may.
+EXPORT const char* fly_refusal(int64_t* has) {
+    has[0] = refusal.has, has[1] = refusal.least, has[2] = refusal.most;
+    return refusal.what;
+}
 
 // The name of variant ``number``, null after the last; ``runs`` says whether this processor runs it.
 EXPORT const char* fly_variant(int number, int32_t* runs) {
-    if (number >= (int)(sizeof(variants) / sizeof(*variants))) return nullptr;
+    if (known(number)) return nullptr;
     *runs = runs_here(variants[number]);
     return variants[number]->name;
 }
 
-// The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all; n is 1 to V.
-EXPORT void fly_top(int variant, const float* logits, int vocab, int n, float* found) {
+// The ``n`` largest of ``logits`` [V], largest first, then ln of the sum of exp over all, ``found`` [n + 1]; n is 1 to V.
+EXPORT int fly_top(int variant, Span<const float> logits, int n, Span<float> found) {
+    const int vocab = (int)logits.count();
+    if (const int error = known(variant) ?: within("n", n, 1, vocab) ?: holds("found", found, n + 1L)) return error;
     variants[variant]->top(logits, vocab, n, found);
-}
-
-// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedDistribution): at each position the
-// largest logit, the least that is kept, and ln of the mass kept, [B, J] each; of a row at temperature 0 as at 1.
-EXPORT int fly_kept(int variant, const float* logits, int rows, int each, int vocab, const Sampling* how, float* peak,
-                    float* least, float* total) {
-    const Spread spread(vocab);
-    if (!spread.at) return NO_MEMORY;
-    variants[variant]->kept(logits, rows, each, vocab, how, spread.at, peak, least, total);
     return OK;
 }
 
-// Which of ``count`` drafted tokens the exact rule keeps (sampling.h: accepts), by logits [count, V]; -1 without memory.
-EXPORT int fly_accepts(int variant, const float* logits, int vocab, const Sampling* how, const int64_t* drafted,
-                       int count, const float* distributions, const float* coins, int all, uint8_t* keeps) {
-    const Spread spread(vocab);
-    if (!spread.at) return -1;
-    return variants[variant]->accepts(logits, vocab, how, drafted, count, distributions, coins, all, spread.at, keeps);
+// What sampling keeps of ``logits`` [B, J, V], float32 (fly/sampling.py: ProcessedDistribution): at each position the
+// largest logit, the least that is kept, and ln of the mass kept, [3, B, J]; of a row at temperature 0 as at 1.
+EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, Span<const Sampling> how, Span<float> found) {
+    const int64_t rows = how.count(), places = rows * each;
+    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: within("positions", places, 0, MOST) ?:
+                          holds("logits", logits, rows, each, vocab) ?: holds("found", found, 3, places))
+        return error;
+    Arena arena;
+    Span<float> spread;
+    if (const int error = spread_of(&arena, vocab, &spread)) return error;
+    variants[variant]->kept(logits, (int)rows, each, vocab, how, spread, found, found + places, found + 2 * places);
+    return OK;
 }
 
-// The token after those that stand (sampling.h: follow), by logits [V]; -1 without memory.
-EXPORT int64_t fly_follow(int variant, const float* logits, int vocab, const Sampling* how, int64_t rejected,
-                          const float* distribution, float uniform) {
-    const Spread spread(vocab);
-    return spread.at ? variants[variant]->follow(logits, vocab, how, rejected, distribution, uniform, spread.at) : -1;
+// Which of the ``drafted`` tokens [K] the exact rule keeps (sampling.h: accepts), by logits [K, V], its ``coins`` [K] and
+// the ``distributions`` [K, V] they were drawn from (or none); ``keeps`` [K] is out.
+EXPORT int fly_accepts(int variant, Span<const float> logits, int vocab, Span<const Sampling> how, Span<const int64_t> drafted,
+                       Span<const float> distributions, Span<const float> coins, int all, Span<uint8_t> keeps) {
+    const int count = (int)drafted.count();
+    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: holds("logits", logits, count, vocab) ?:
+                          holds("how", how, 1) ?: holds("coins", coins, count) ?: holds("keeps", keeps, count) ?:
+                          holds_or_none("distributions", distributions, count, vocab))
+        return error;
+    for (const int64_t token : drafted)
+        if (const int error = within("a drafted token", token, 0, vocab - 1, OUTSIDE)) return error;
+    Arena arena;
+    Span<float> spread;
+    if (const int error = spread_of(&arena, vocab, &spread)) return error;
+    return variants[variant]->accepts(logits, vocab, how, drafted, count, distributions, coins, all, spread, keeps);
 }
 
-// Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms).
-EXPORT void fly_uniforms(const int64_t* seed, const int64_t* round, int rows, int stream, int n, float* uniform) {
-    for (int b = 0; b < rows; b++) uniforms(seed[b], round[b], stream, n, uniform + (long)b * n);
+// The token after those that stand (sampling.h: follow), by logits [V] and the ``distribution`` [V] (or none) that the
+// ``rejected`` one was drawn from.
+EXPORT int64_t fly_follow(int variant, Span<const float> logits, Span<const Sampling> how, int64_t rejected,
+                          Span<const float> distribution, float uniform) {
+    const int vocab = (int)logits.count();
+    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: holds("how", how, 1) ?:
+                          holds_or_none("distribution", distribution, vocab))
+        return error;
+    Arena arena;
+    Span<float> spread;
+    if (const int error = spread_of(&arena, vocab, &spread)) return error;
+    return variants[variant]->follow(logits, vocab, how, rejected, distribution, uniform, spread);
+}
+
+// Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms), of as many rows as there are seeds.
+EXPORT int fly_uniforms(Span<const int64_t> seed, Span<const int64_t> round, int stream, int n, Span<float> uniform) {
+    const int64_t rows = seed.count();
+    if (const int error = holds("round", round, rows) ?: holds("uniform", uniform, rows, n)) return error;
+    for (int64_t b = 0; b < rows; b++) uniforms(seed[b], round[b], stream, n, uniform + b * n);
+    return OK;
 }

@@ -10,26 +10,59 @@
 
 namespace fly {
 
-enum Error { OK = 0, NO_MEMORY = 1, BAD_TOKEN = 2, BAD_POSITION = 3 };
+enum Error { OK = 0, NO_MEMORY = -11, OUTSIDE = -12, REFUSED = -13 };  // numbers that no call has as a result
+
+// Notes why this thread's call fails, for ``fly_refusal``: ``what`` is ``has``, and not from ``least`` to ``most``.
+int refuse(Error error, const char* what, int64_t has, int64_t least, int64_t most = BEYOND);
+
+// The same unless it is.
+inline int within(const char* what, int64_t has, int64_t least, int64_t most, Error error = REFUSED) {
+    return has >= least && has <= most ? OK : refuse(error, what, has, least, most);
+}
+
+// The same unless a span has room for as many values as the product of ``sizes``.
+template <class T, class... Sizes>
+int holds(const char* what, const Span<T>& span, Sizes... sizes) {
+    const int64_t needed = bytes_of<T>(sizes...);
+    return needed >= 0 && span.bytes >= needed ? OK : refuse(REFUSED, what, span.bytes, needed < 0 ? BEYOND : needed);
+}
+
+template <class T, class... Sizes>
+int holds_or_none(const char* what, const Span<T>& span, Sizes... sizes) {
+    return span.there() ? holds(what, span, sizes...) : OK;
+}
 
 extern const Variant* const variants[];
+int known(int variant);
+
+// What has no memory is not read, even where nothing is.
+template <class T>
+inline void copy(T* to, const T* from, int64_t count) {
+    if (count > 0) memcpy(to, from, count * sizeof(T));
+}
 
 // Zeros (unless all is to be written anyway), on large pages where the system gives any; freed by ``free``. Null without
 // memory.
-void* allocate(long bytes, bool zero = true);
+void* allocate(int64_t bytes, bool zero = true);
 
-// Memory that a call is given for its bookkeeping, freed at its end.
-struct Arena : Dealer {
-    explicit Arena(long bytes) : Dealer{(char*)malloc(bytes ? bytes : 1), 0} {}
-    ~Arena() { free(base); }
-};
+// Memory in place of a block's, whose fields ``deal`` takes from a dealer: once to count what they take, and once again from
+// as much. An error or OK.
+template <class Deal>
+int lay_out(Block* block, const char* what, bool zero, Deal deal) {
+    Dealer sizes = {nullptr, BEYOND, 0, false};
+    deal(sizes);
+    free(block->memory);
+    *block = {sizes.failed ? nullptr : (char*)allocate(sizes.used, zero), sizes.used};
+    if (!block->memory) return refuse(NO_MEMORY, what, 0, sizes.used);
+    Dealer dealer = {block->memory, sizes.used, 0, false};
+    deal(dealer);
+    return dealer.failed ? refuse(REFUSED, what, sizes.used, sizes.used + 1) : OK;
+}
 
-// [2, V padded] for what is drawn from one row's logits.
-struct Spread {
-    float* at;
-
-    explicit Spread(int vocab) : at((float*)allocate(2L * padded(vocab) * 4)) {}
-    ~Spread() { free(at); }
+// A call's own, freed at its end.
+struct Arena : Block {
+    Arena() : Block{nullptr, 0} {}
+    ~Arena() { free(memory); }
 };
 
 // As long as it lives nobody else has the model's workspace.
@@ -47,8 +80,8 @@ void run(Call* call, void (*work)(Call*, int), int threads, int64_t patience);
 static inline int threads_for(int wanted) { return wanted < 1 ? 1 : least_of(wanted, MAX_THREADS); }
 
 // Makes the workspace large enough for ``tokens`` at once, ``last_rows`` of a drafter's step, and rows of ``longest``
-// stored tokens. False without memory.
-bool make_room(Model* model, int tokens, int last_rows, int longest, int threads);
+// stored tokens. An error or OK.
+int make_room(Model* model, int tokens, int last_rows, int longest, int threads);
 
 enum Stream : int { ACCEPT = 0, SAMPLE = 1 };  // fly/sampling.py: Stream
 
@@ -61,11 +94,13 @@ int64_t derived(int64_t seed, int64_t position);
 }  // namespace fly
 
 // What one source exports and another calls.
-EXPORT int fly_score(fly::Model* model, const fly::Batch* batch, const int32_t* kept, int count, float* logits,
-                     int32_t* choice, const int32_t* state, int states, void* read);
-EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, const int32_t* limit, const int64_t* stop,
-                     const int32_t* stop_at, int64_t* drafted, int32_t* drafted_count, const fly::Sampling* sampling,
-                     const float* uniform, float* distributions, fly::Lookup* lookup, const int32_t* const* texts,
-                     const fly::Sure* sure, const void* given);
-EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, const void* given, const float* x, const int32_t* kept,
-                    int count, float* logits, void* features);
+EXPORT int fly_score(fly::Model* model, const fly::Batch* batch, fly::Span<const int32_t> kept, fly::Span<float> logits,
+                     fly::Span<int32_t> choice, fly::Span<const int32_t> state, fly::Span<char> read);
+EXPORT int fly_draft(fly::Model* model, const fly::Batch* batch, int most, fly::Span<const int32_t> limit,
+                     fly::Span<const fly::Span<const int64_t>> stop, fly::Span<int64_t> drafted,
+                     fly::Span<int32_t> drafted_count, fly::Span<const fly::Sampling> sampling,
+                     fly::Span<const float> uniform, fly::Span<float> distributions, fly::Lookup* lookup,
+                     fly::Span<const fly::Span<const int32_t>> texts, fly::Span<const fly::Sure> sure,
+                     fly::Span<const char> given);
+EXPORT int fly_step(fly::Model* model, const fly::Batch* batch, fly::Span<const char> given, fly::Span<const float> x,
+                    fly::Span<const int32_t> kept, fly::Span<float> logits, fly::Span<char> features);

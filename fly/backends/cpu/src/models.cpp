@@ -15,10 +15,14 @@ int source_row(int panel, int lane, int n, bool pairs) {
     return at >= half ? -1 : lane < PANEL / 2 ? at : half + at;
 }
 
-float* vector_of(const float* from, int n, int room) {
-    float* to = (float*)allocate(room * 4L);
-    if (to && from) memcpy(to, from, n * 4L);
+float* vector_of(const float* from, int64_t n, int64_t room) {
+    float* to = (float*)allocate(room * 4);
+    if (to) copy(to, from, n);
     return to;
+}
+
+void drop(const Matrix& matrix) {
+    for (void* memory : {(void*)matrix.data, (void*)matrix.bias, (void*)matrix.scale, (void*)matrix.offset}) free(memory);
 }
 
 template <class T>
@@ -58,7 +62,7 @@ bool by_output(const Matrix& matrix, bool pairs, T** to, Of of) {
 // ``bias`` and ``scale`` [N] float32 or null.
 bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, const float* scale, int type, bool pairs) {
     const Layout layout = layout_of(type);
-    const int bytes = type == FLOAT32 ? 4 : type == BFLOAT16 ? 2 : 1;
+    const int bytes = bytes_of_type(type);
     matrix->n = n, matrix->k = k;
     matrix->panels = pairs ? padded(n / 2, PANEL / 2) / (PANEL / 2) : padded(n) / PANEL;
     matrix->panel_bytes = (long)padded(k, layout.step) * PANEL * bytes;
@@ -79,72 +83,71 @@ bool make(Matrix* matrix, int n, int k, const void* data, const float* bias, con
            (!scale || by_output(*matrix, pairs, &matrix->scale, [=](int row) { return scale[row]; }));
 }
 
-// A larger block in place of one, for what ``deal`` takes of it.
-template <class Deal>
-bool grow(Block* block, Deal deal) {
-    Dealer sizes = {}, dealer = {};
-    deal(sizes);
-    free(block->memory);
-    *block = {(char*)allocate(sizes.used), sizes.used};
-    dealer.base = block->memory;
-    deal(dealer);
-    return block->memory;
+// Whether there is code for a model of these sizes, none of whose products is beyond the numbers it is counted in.
+int check(const Shape& s) {
+    constexpr int WIDE = 1 << 24, HEADS = 1 << 16, WIDEST_HEAD = 1024, EXACT = 1 << 16;
+    return within("width", s.width, 1, WIDE) ?: within("intermediate", s.intermediate, 1, WIDE) ?:
+           within("layers", s.layers, 1, HEADS) ?: within("kv_heads", s.kv_heads, 1, HEADS) ?:
+           within("heads", s.heads, s.kv_heads, HEADS) ?: within("heads, of kv_heads,", s.heads % s.kv_heads, 0, 0) ?:
+           within("head_dim", s.head_dim, 2, WIDEST_HEAD) ?: within("head_dim, by 2,", s.head_dim % 2, 0, 0) ?:
+           within("vocab", s.vocab, 1, MOST) ?: within("positions", s.positions, 1, MOST) ?:
+           within("weights", s.weights, FLOAT32, W8A8) ?: within("hidden", s.hidden, FLOAT32, BFLOAT16) ?:
+           within("ropes", s.ropes, 1, HEADS) ?: within("features", s.features, 0, WIDE) ?:
+           within("width of a head, by 32,", s.features ? s.width % PANEL : 0, 0, 0) ?:
+           within("inputs of 8 bits", s.weights == W8A8 ? most_inputs(s) : 0, 0, EXACT);  // whose sums are exact
 }
 
 }  // namespace
 
-bool fly::make_room(Model* model, int tokens, int last_rows, int longest, int threads) {
+int fly::make_room(Model* model, int tokens, int last_rows, int longest, int threads) {
     const Shape& shape = model->shape;
     Workspace& work = model->work;
-    const long act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
+    const int act = model->variant->activation_bytes(shape.weights), width = padded(shape.width);
     if (least_of(tokens, MAX_TILE) > work.tile) {
-        const long tile = tokens <= 32 ? 32 : MAX_TILE;
+        const int tile = tokens <= 32 ? 32 : MAX_TILE;
         work.tile = 0;
         const Layer& layer = model->layers[0];
-        if (!grow(&work.of_tile, [&](Dealer& dealer) {
+        if (const int error = lay_out(&work.of_tile, "the workspace of a tile", true, [&](Dealer& from) {
                 const bool drafts = shape.features;
-                work.x = dealer.take<float>(tile * width);
-                work.embedded = dealer.take<float>(drafts ? tile * width : 0);
-                work.given = dealer.take<char>(tile * padded(shape.features) * act);
-                work.part = dealer.take<float>(adds_apart(model) ? tile * width : 0);
-                work.qkv = dealer.take<float>(tile * layer.qkv.panels * PANEL);
-                work.normed = dealer.take<char>((drafts ? 2 : 1) * tile * width * act);
-                work.attended = dealer.take<char>(tile * padded(shape.heads * shape.head_dim) * act);
-                work.gated = dealer.take<char>(tile * layer.gate_up.panels * (PANEL / 2) * act);
-                work.narrow = dealer.take<uint8_t>(shape.weights == W8A8 ? tile * padded(most_inputs(shape), 64) : 0);
-                work.steps = dealer.take<float>(tile);
+                work.x = from.take<float>(tile, width);
+                work.embedded = from.take<float>(drafts ? tile : 0, width);
+                work.given = from.take<char>(tile, padded(shape.features), act);
+                work.part = from.take<float>(adds_apart(model) ? tile : 0, width);
+                work.qkv = from.take<float>(tile, layer.qkv.panels, PANEL);
+                work.normed = from.take<char>(drafts ? 2 : 1, tile, width, act);
+                work.attended = from.take<char>(tile, padded(shape.heads * shape.head_dim), act);
+                work.gated = from.take<char>(tile, layer.gate_up.panels, PANEL / 2, act);
+                work.narrow = from.take<uint8_t>(shape.weights == W8A8 ? tile : 0, padded(most_inputs(shape), 64));
+                work.steps = from.take<float>(tile);
             }))
-            return false;
-        work.tile = (int)tile;
+            return error;
+        work.tile = tile;
     }
     if (last_rows > work.last_rows) {
         work.last_rows = 0;
-        if (!grow(&work.of_last, [&](Dealer& dealer) {
-                work.last = dealer.take<char>(last_rows * width * act);
-                work.logits = dealer.take<float>((long)last_rows * shape.vocab);
-                work.spread = dealer.take<float>(2L * padded(shape.vocab));
-                work.carried = dealer.take<float>(shape.features ? last_rows * width : 0);
+        if (const int error = lay_out(&work.of_last, "the workspace of a draft", true, [&](Dealer& from) {
+                work.last = from.take<char>(last_rows, width, act);
+                work.logits = from.take<float>(last_rows, shape.vocab);
+                work.spread = from.take<float>(2, padded(shape.vocab));
+                work.carried = from.take<float>(shape.features ? last_rows : 0, width);
             }))
-            return false;
+            return error;
         work.last_rows = last_rows;
     }
     if (longest > work.longest) {
-        work.longest = 0;
-        for (char*& scratch : work.scratch) free(scratch), scratch = nullptr;
-        longest = padded(longest + longest / 4, 256);  // it grows with every token, but not the workspace
-        work.scratch_bytes = model->variant->scratch_bytes(&shape, longest);
-        work.longest = longest;
+        work.longest = padded(longest + longest / 4, 256);  // it grows with every token, but not the workspace
+        for (Block& scratch : work.scratch) free(scratch.memory), scratch = {};
     }
     for (int i = 0; i < threads; i++)
-        if (!work.scratch[i] && !(work.scratch[i] = (char*)allocate(work.scratch_bytes))) return false;
-    return true;
+        if (!work.scratch[i].memory)
+            if (const int error = lay_out(work.scratch + i, "the workspace of a thread", true,
+                                          [&](Dealer& from) { model->variant->lay_scratch(from, &shape, work.longest); }))
+                return error;
+    return OK;
 }
 
 EXPORT void fly_free(Model* model) {
     if (!model) return;
-    const auto drop = [](const Matrix& matrix) {
-        for (void* memory : {(void*)matrix.data, (void*)matrix.bias, (void*)matrix.scale, (void*)matrix.offset}) free(memory);
-    };
     for (int i = 0; model->layers && i < model->shape.layers; i++) {
         const Layer& layer = model->layers[i];
         for (float* norm : layer.norm) free(norm);
@@ -152,65 +155,109 @@ EXPORT void fly_free(Model* model) {
     }
     drop(model->head);
     drop(model->fuse);
-    for (char* scratch : model->work.scratch) free(scratch);
+    for (const Block& scratch : model->work.scratch) free(scratch.memory);
     free(model->work.of_tile.memory), free(model->work.of_last.memory);
     free(model->layers), free(model->norm), free(model->cos), free(model->sin);
     pthread_mutex_destroy(&model->lock);
     free(model);
 }
 
-// An empty model, null without memory. ``cos``, ``sin`` [ropes, positions, D/2]; ``embedding`` [V, C] must outlive it, or null.
-EXPORT Model* fly_new(int variant, const Shape* shape, const float* norm, const float* cos, const float* sin,
-                      const void* embedding) {
+// An empty model, in ``made``. ``norm`` [C]; ``cos``, ``sin`` [ropes, positions, D/2]; ``embedding`` [V, C] must outlive it,
+// or none.
+EXPORT int fly_new(Model** made, int variant, const Shape* shape, Span<const float> norm, Span<const float> cos,
+                   Span<const float> sin, Span<const char> embedding) {
+    if (const int error = known(variant) ?: check(*shape) ?: holds("norm", norm, shape->width) ?:
+                          holds("cos", cos, shape->ropes, shape->positions, shape->head_dim / 2) ?:
+                          holds("sin", sin, shape->ropes, shape->positions, shape->head_dim / 2) ?:
+                          holds_or_none("embedding", embedding, shape->vocab, shape->width, bytes_of_type(shape->hidden)))
+        return error;
     Model* model = (Model*)allocate(sizeof(Model));
-    if (!model) return nullptr;
+    if (!model) return refuse(NO_MEMORY, "a packed model", 0, sizeof(Model));
     pthread_mutex_init(&model->lock, nullptr);
-    const int table = shape->ropes * shape->positions * (shape->head_dim / 2);
     model->shape = *shape;
     model->variant = variants[variant];
     model->embedding = embedding;
     model->tokens = shape->vocab;
-    model->layers = (Layer*)allocate(shape->layers * (long)sizeof(Layer));
+    model->layers = (Layer*)allocate(shape->layers * (int64_t)sizeof(Layer));
     model->norm = vector_of(norm, shape->width, padded(shape->width));
-    model->cos = vector_of(cos, table, table);
-    model->sin = vector_of(sin, table, table);
-    if (model->layers && model->norm && model->cos && model->sin) return model;
+    model->cos = vector_of(cos, cos.count(), cos.count());
+    model->sin = vector_of(sin, sin.count(), sin.count());
+    if (model->layers && model->norm && model->cos && model->sin) return *made = model, OK;
     fly_free(model);
-    return nullptr;
+    return refuse(NO_MEMORY, "a packed model", 0, 2 * cos.bytes);
 }
 
 // Share the model with other processes, before its first call: of all ``tokens`` it holds those from ``first`` on.
-EXPORT void fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int first) {
+EXPORT int fly_share(Model* model, void (*sum)(float*, int64_t), int tokens, int first) {
+    if (const int error = within("first", first, 0, tokens - (int64_t)model->shape.vocab)) return error;
     model->sum = sum, model->tokens = tokens, model->first_token = first;
+    return OK;
 }
 
 // Make it a draft head of a target of so many ``tokens``, whose ids of its own are ``target`` [U], which must outlive it;
 // before its first call.
-EXPORT void fly_draft_for(Model* model, int tokens, const int64_t* target) { model->tokens = tokens, model->target = target; }
+EXPORT int fly_draft_for(Model* model, int tokens, Span<const int64_t> target) {
+    const Shape& shape = model->shape;
+    if (const int error = within("tokens", tokens, shape.vocab, MOST) ?: holds("target", target, shape.vocab) ?:
+                          holds("embedding", model->embedding, tokens, shape.width, bytes_of_type(shape.hidden)))
+        return error;
+    for (int i = 0; i < shape.vocab; i++)
+        if (const int error = within("a token id", target[i], 0, tokens - 1, OUTSIDE)) return error;
+    model->tokens = tokens, model->target = target;
+    return OK;
+}
 
-// The norms of a layer, float32 [C] or [D], or null; its window, and which of the tables it rotates by.
-EXPORT int fly_set_layer(Model* model, int number, const float* const* norms, int window, int rope) {
+// The norms of a layer [NORMS], float32 [C] or [D], or none; its window, and which of the tables it rotates by.
+EXPORT int fly_set_layer(Model* model, int number, Span<const Span<const float>> norms, int window, int rope) {
+    const Shape& shape = model->shape;
+    if (const int error = within("layer", number, 0, shape.layers - 1) ?: holds("norms", norms, NORMS) ?:
+                          within("window", window, 0, INT32_MAX) ?: within("rope", rope, 0, shape.ropes - 1))
+        return error;
     Layer& layer = model->layers[number];
     layer.window = window, layer.rope = rope;
     for (int which = 0; which < NORMS; which++) {
-        const int width = which == QUERY || which == KEY ? model->shape.head_dim : model->shape.width;
-        if (norms[which] && !(layer.norm[which] = vector_of(norms[which], width, padded(width)))) return NO_MEMORY;
+        if (!norms[which].there()) continue;
+        const int width = which == QUERY || which == KEY ? shape.head_dim : shape.width;
+        if (const int error = holds("a norm", norms[which], width)) return error;
+        free(layer.norm[which]);
+        if (!(layer.norm[which] = vector_of(norms[which], width, padded(width))))
+            return refuse(NO_MEMORY, "a norm", 0, width * 4L);
     }
     return OK;
 }
 
-// Matrix ``which`` of a layer (qkv, o, gate_up, down), the head (4), or what fuses a draft head's inputs (5): [N, K] in the type of the weights.
-EXPORT int fly_set_matrix(Model* model, int number, int which, int n, int k, const void* data, const float* bias,
-                          const float* scale) {
+// Matrix ``which`` of a layer (qkv, o, gate_up, down), the head (4), or what fuses a draft head's inputs (5): [N, K] in the
+// type of the weights, with ``bias`` and ``scale`` [N] or none.
+EXPORT int fly_set_matrix(Model* model, int number, int which, Span<const char> data, Span<const float> bias,
+                          Span<const float> scale) {
+    const Shape& s = model->shape;
+    if (const int error = within("layer", number, 0, s.layers - 1) ?: within("matrix", which, 0, s.features ? 5 : 4))
+        return error;
     Layer& layer = model->layers[number];
-    Matrix* all[] = {&layer.qkv, &layer.o, &layer.gate_up, &layer.down, &model->head, &model->fuse};
-    return make(all[which], n, k, data, bias, scale, model->shape.weights, which == 2) ? OK : NO_MEMORY;
+    const int attended = s.heads * s.head_dim, qkv = attended + 2 * s.kv_heads * s.head_dim;
+    struct {
+        Matrix* matrix;
+        int n, k;
+    } const all[] = {{&layer.qkv, qkv, s.features ? 2 * s.width : s.width}, {&layer.o, s.width, attended},
+                     {&layer.gate_up, 2 * s.intermediate, s.width}, {&layer.down, s.width, s.intermediate},
+                     {&model->head, s.vocab, s.width}, {&model->fuse, s.width, s.features}};
+    const auto [matrix, n, k] = all[which];
+    if (const int error = holds("a matrix", data, n, k, bytes_of_type(s.weights)) ?:
+                          holds_or_none("bias", bias, n) ?: holds_or_none("scale", scale, n) ?:
+                          within("scale", scale.there(), bytes_of_type(s.weights) == 1, 1))
+        return error;
+    drop(*matrix);
+    *matrix = {};
+    const float *own_bias = bias.there() ? bias.at : nullptr, *own_scale = scale.there() ? scale.at : nullptr;
+    if (make(matrix, n, k, data.at, own_bias, own_scale, s.weights, which == 2)) return OK;
+    return refuse(NO_MEMORY, "a matrix", 0, data.bytes);
 }
 
 // Bytes of a model's workspace at present.
 EXPORT int64_t fly_workspace(Model* model) {
+    const Locked locked(model);
     const Workspace& work = model->work;
     int64_t bytes = work.of_tile.bytes + work.of_last.bytes;
-    for (const char* scratch : work.scratch) bytes += scratch ? work.scratch_bytes : 0;
+    for (const Block& scratch : work.scratch) bytes += scratch.bytes;
     return bytes;
 }

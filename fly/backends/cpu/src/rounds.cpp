@@ -8,27 +8,30 @@ using namespace fly;
 
 namespace {
 
-// The arrays of a forward over some of the rows of ``of``, whose rows are filled in one by one.
+// The arrays of a forward over some of the rows of a batch, which are filled in one by one.
 struct Packed {
     Batch batch;
-    int32_t *start, *count, *table_at, *row;
-    int64_t *token, *position;
-    const int32_t* all_tables;
+    Span<int32_t> start, count, row;
+    Span<int64_t> token, position;
+    Span<Span<const int32_t>> tables;
 
-    static long bytes(long rows, long tokens) { return rows * 4 * 4 + tokens * 16 + 6 * 64; }
-
-    Packed(Arena* arena, const Batch* of, long tokens) : batch(*of), all_tables(of->table_at) {
-        batch.start = start = arena->take<int32_t>(of->rows), batch.count = count = arena->take<int32_t>(of->rows);
-        batch.table_at = table_at = arena->take<int32_t>(of->rows), row = arena->take<int32_t>(of->rows);
-        batch.token = token = arena->take<int64_t>(tokens), batch.position = position = arena->take<int64_t>(tokens);
+    void deal(Dealer& from, int rows, int64_t tokens) {
+        start = from.take<int32_t>(rows), count = from.take<int32_t>(rows), row = from.take<int32_t>(rows);
+        tables = from.take<Span<const int32_t>>(rows);
+        token = from.take<int64_t>(tokens), position = from.take<int64_t>(tokens);
     }
 
-    void clear() { batch.rows = batch.tokens = 0; }
+    // Begins again without rows, over the cache of ``of``.
+    void clear(const Batch& of) {
+        batch = of;
+        batch.start = start, batch.count = count, batch.tables = tables, batch.token = token, batch.position = position;
+        batch.rows = batch.tokens = 0;
+    }
 
-    // The tokens ``from`` to ``to`` of row ``b``, of which those before ``first`` are not held.
-    void add(int b, const int64_t* text, int from, int to, int first = 0) {
+    // The tokens ``from`` to ``to`` of row ``b`` of ``of``, of which those before ``first`` are not held.
+    void add(const Batch& of, int b, const int64_t* text, int from, int to, int first = 0) {
         const int i = batch.rows++;
-        row[i] = b, start[i] = from - first, count[i] = to - from, table_at[i] = all_tables[b];
+        row[i] = b, start[i] = from - first, count[i] = to - from, tables[i] = of.tables[b];
         for (int at = from; at < to; at++) token[batch.tokens] = text[at], position[batch.tokens++] = at - first;
     }
 };
@@ -37,58 +40,131 @@ struct Packed {
 struct Play {
     Rounds* it;
     Model *target, *drafter;
+    const Batch *batch, *draft_batch;
     Lookup* lookup;
-    int rows, vocab, k, new_tokens, stops;
-    const long state_bytes;  // of the target's hidden states of a token, where they are asked for
-    const bool heads;        // whether the drafter is a head, which drafts by them
+    const int rows, vocab, k;
+    const bool heads;      // whether the drafter is a head, which drafts by hidden states
+    int new_tokens = 0;    // of a round, at most
+    long state_bytes = 0;  // of the target's hidden states of a token, where they are asked for
+    int64_t spare = 0;     // slots that a round of trees needs after a row's tokens
+    int error = OK;        // of what was decided
     Arena arena;
     Packed scored, draft;
-    int32_t *limit, *drafts, *proposed, *stop_at, *choice;  // drafts of each row, limit and proposed of each drafted for
-    int64_t *stop, *chain;
-    float* coins;
-    Sampling* drawing;
-    Sure* sure;
-    const int32_t** texts;
+    Span<int32_t> limit, drafts, proposed, choice;  // drafts of each row, limit and proposed of each drafted for
+    Span<int64_t> chain;
+    Span<float> coins, spread;
+    Span<Sampling> drawing;
+    Span<Sure> sure;
+    Span<Span<const int64_t>> stop;
+    Span<Span<const int32_t>> texts;
     // Of a draft head: what a forward is given of hidden states, and where those of each row's tokens lie that it has not
     // stored.
-    char* given;
-    const char** states;
-    int32_t longest;  // tokens that a row of this round drafts
-    Forest* forest;   // where drafts are trees
-    int64_t* sibling;  // what may follow one place of a tree, and which nodes they are
-    int32_t* node;
-    uint8_t* mask;
-    const uint8_t** masks;
+    Span<char> given;
+    Span<const char*> states;
+    int32_t longest = 0;  // tokens that a row of this round drafts
+    Forest forest;        // where drafts are trees
+    Span<int64_t> sibling;  // what may follow one place of a tree, and which nodes they are
+    Span<int32_t> node;
+    Span<uint8_t> mask;
+    Span<Span<const uint8_t>> masks;
 
-    Play(Rounds* rounds, Model* whose, const Batch* batch, Model* who, const Batch* draft_batch, Lookup* looks, long late,
-         Forest* trees, long seen)
-        : it(rounds), target(whose), drafter(who), lookup(looks), rows(batch->rows), vocab(whose->shape.vocab), k(it->k),
-          new_tokens(rows * (k + 1)), stops(it->stop_at[rows]),
-          state_bytes(it->states * whose->shape.width * (whose->shape.hidden == FLOAT32 ? 4L : 2L)),
-          heads(who && who->shape.features),
-          arena(Packed::bytes(rows, new_tokens) + Packed::bytes(rows, late) +
-                rows * (4 * 4 + 2 * 8L + sizeof(Sampling) + sizeof(Sure)) + stops * 8L + new_tokens * (8 + 4 + 4L) +
-                (heads ? late * state_bytes : 0) + (trees ? rows * 8 + k * 12L + seen : 0) + 17 * 64),
-          scored(&arena, batch, new_tokens), draft(&arena, drafter ? draft_batch : batch, late), forest(trees) {
-        limit = arena.take<int32_t>(rows), drafts = arena.take<int32_t>(rows);
-        proposed = arena.take<int32_t>(rows), stop_at = arena.take<int32_t>(rows + 1);
-        stop = arena.take<int64_t>(stops), chain = arena.take<int64_t>(new_tokens);
-        choice = arena.take<int32_t>(new_tokens), coins = arena.take<float>(new_tokens);
-        drawing = arena.take<Sampling>(rows), sure = arena.take<Sure>(rows), texts = arena.take<const int32_t*>(rows);
-        given = arena.take<char>(heads ? late * state_bytes : 0), states = arena.take<const char*>(rows);
-        sibling = arena.take<int64_t>(forest ? k : 0), node = arena.take<int32_t>(forest ? k : 0);
-        mask = arena.take<uint8_t>(forest ? seen : 0), masks = arena.take<const uint8_t*>(forest ? rows : 0);
-        const char* from = (const char*)it->given;
+    Play(Rounds* rounds, Model* whose, const Batch* of, Model* who, const Batch* draft_of, Lookup* looks)
+        : it(rounds), target(whose), drafter(who), batch(of), draft_batch(draft_of), lookup(looks), rows(of->rows),
+          vocab(whose->shape.vocab), k(it->k), heads(who && who->shape.features) {}
+
+    // Whether all that is read is there, and all that is written has room. An error or OK.
+    int check(const Extent& extent) const {
+        const Shape& shape = target->shape;
+        const Growth* growth = it->growth;
+        const int64_t wide = k + 1L, places = (int64_t)rows * it->most, features = it->state.count() * shape.width;
+        if (const int bad = within("rows", rows, 1, MOST) ?: within("k", k, 0, MOST) ?: within("most", it->most, 1, MOST) ?:
+                            within("tokens of a round", rows * wide, 1, MOST) ?: known(it->variant) ?:
+                            within("tokens of the target", target->tokens, vocab, vocab) ?:
+                            holds("tables", batch->tables, rows) ?: holds("going", it->going, rows) ?:
+                            holds("logits", it->logits, rows, wide, vocab) ?: holds("drafted", it->drafted, places, k) ?:
+                            holds("drafted_count", it->drafted_count, places) ?: holds("choice", it->choice, places, wide) ?:
+                            holds("accepted", it->accepted, places) ?: holds("following", it->following, places) ?:
+                            holds_or_none("hurry", it->hurry, 1) ?: holds_or_none("sampling", it->sampling, rows) ?:
+                            (it->decide ? within("rows that are asked about", rows, 1, 1) ?: holds("stands", it->stands, 1) : OK))
+            return bad;
+        if (it->clause.there())
+            if (const int bad = holds("control", it->control, vocab) ?: holds("ask", it->ask, rows, wide)) return bad;
+        if (features)
+            if (const int bad = holds("read", it->read, places, wide, features, bytes_of_type(shape.hidden))) return bad;
+        if (drafter)
+            if (const int bad = within("rows of the draft", draft_batch->rows, rows, rows) ?: holds("sure", it->sure, rows) ?:
+                                holds("tables of the draft", draft_batch->tables, rows) ?:
+                                within("tokens of the drafter", drafter->tokens, 1, vocab) ?:
+                                (growth ? OK : holds_or_none("distributions", it->distributions, rows, k, vocab)))
+                return bad;
+        if (heads)
+            if (const int bad = within("features", features, drafter->shape.features, drafter->shape.features) ?:
+                                within("their type", shape.hidden, drafter->shape.hidden, drafter->shape.hidden))
+                return bad;
+        if (growth)
+            if (const int bad = within("nodes", growth->nodes, 1, k) ?: within("follow", growth->follow, 1, MOST) ?:
+                                within("candidates", extent.candidates, 1, MOST) ?: holds("path", it->path, places, k) ?:
+                                holds("parent", it->parent, places, k) ?: within("drafters", drafter != nullptr, 1, 1))
+                return bad;
+        return OK;
+    }
+
+    // The same of a row.
+    int check(const Going& row) const {
+        return within("length", row.length, 1, MOST) ?: within("left", row.left, 1, MOST) ?: within("k", row.k, 0, k) ?:
+               within("room", row.room, row.length + needs(row, row.left), MOST) ?: holds("text", row.text, row.room + 1L) ?:
+               (lookup ? holds("copied", row.copied, row.room + 1L) : OK) ?: within("clauses", row.clauses, 0, 31) ?:
+               within("clause_at", row.clause_at, 0, it->clause.count() - row.clauses) ?: within("first", row.first, 0, MOST) ?:
+               (drafter ? within("draft_start", row.draft_start, row.first, row.length - 1) : OK);
+    }
+
+    // Checks what is asked for, and makes room for it. An error or OK.
+    int begin() {
+        const Growth* growth = it->growth;
+        const Extent extent(growth);
+        if (const int bad = check(extent)) return bad;
+        state_bytes = it->state.count() * target->shape.width * bytes_of_type(target->shape.hidden);
+        new_tokens = rows * (k + 1);
+        spare = growth ? most_of<int64_t>(growth->nodes, extent.followed) : 0;
+        int64_t late = 0, behind = 0, room = 0, seen = 0;  // tokens of any forward of the draft, of its first; of a row, of all
+        for (int b = 0; b < rows; b++) {
+            const Going& row = it->going[b];
+            if (const int bad = check(row)) return bad;
+            if (drafter) behind += row.length - row.draft_start, late += row.length - row.draft_start + k + 1;
+            room = most_of<int64_t>(room, row.room), seen += row.room;
+        }
+        if (const int bad = (heads ? holds("given", it->given, behind, state_bytes) : OK) ?:
+                            (growth ? forest.make_room(growth, extent, drafter, variants[it->variant], rows, room, late) : OK) ?:
+                            lay_out(&arena, "rounds", false, [&](Dealer& from) {
+                                const int trees = growth ? 1 : 0;
+                                scored.deal(from, rows, new_tokens), draft.deal(from, rows, late);
+                                limit = from.take<int32_t>(rows), drafts = from.take<int32_t>(rows);
+                                proposed = from.take<int32_t>(rows), stop = from.take<Span<const int64_t>>(rows);
+                                chain = from.take<int64_t>(new_tokens), choice = from.take<int32_t>(new_tokens);
+                                coins = from.take<float>(new_tokens), spread = from.take<float>(2, padded(vocab));
+                                drawing = from.take<Sampling>(rows), sure = from.take<Sure>(rows);
+                                texts = from.take<Span<const int32_t>>(rows), states = from.take<const char*>(rows);
+                                given = from.take<char>(heads ? late : 0, state_bytes);
+                                sibling = from.take<int64_t>(trees, k), node = from.take<int32_t>(trees, k);
+                                mask = from.take<uint8_t>(trees, seen, k + 1L);
+                                masks = from.take<Span<const uint8_t>>(trees, rows);
+                            }))
+            return bad;
+        const char* from = it->given;
         for (int b = 0; heads && b < rows; b++) {
             states[b] = from;
             from += (it->going[b].length - it->going[b].draft_start) * state_bytes;
         }
+        return OK;
     }
+
+    // Slots that a row's next round needs after its tokens, of which ``left`` may follow.
+    int64_t needs(const Going& row, int64_t left) const { return it->growth ? spare : least_of<int64_t>(row.k, left - 1); }
 
     // Whether ``token`` ends row ``b``.
     bool ends(int b, int64_t token) const {
         bool found = false;
-        for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) found |= it->stop[s] == token;
+        for (const int64_t stop : it->going[b].stop) found |= stop == token;
         return found;
     }
 
@@ -99,12 +175,15 @@ struct Play {
     int32_t* path_of(int b) const { return it->path + place(b) * k; }
 
     // Where the hidden states of this round's tokens lie.
-    char* read() const { return it->read ? (char*)it->read + it->read_before * state_bytes : nullptr; }
+    Span<char> read() const {
+        const int64_t before = it->read_before * (int64_t)state_bytes;
+        return {it->read.at + before, it->read.bytes - before};
+    }
 
     // Which rows draft, and what is copied where nobody else drafts.
     void plan() {
         longest = 0;
-        draft.clear();
+        draft.clear(drafter ? *draft_batch : *batch);
         for (int b = 0; b < rows; b++) {
             const Going& row = it->going[b];
             const int most = least_of(least_of(row.k, row.left - 1), row.context - row.length);
@@ -113,8 +192,8 @@ struct Play {
             if (drafter) {
                 const int i = draft.batch.rows;
                 const long known = draft.batch.tokens * state_bytes;
-                if (heads) memcpy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
-                draft.add(b, row.text, row.draft_start, row.length, row.first);
+                if (heads) copy(given + known, states[b], (row.length - row.draft_start) * state_bytes);
+                draft.add(*draft_batch, b, row.text, row.draft_start, row.length, row.first);
                 texts[i] = row.copied;
                 limit[i] = most, longest = most_of(longest, most);
             } else if (lookup && target->variant->look_up(*lookup, row.copied, row.length, most)) {
@@ -131,67 +210,64 @@ struct Play {
     // Has the drafter draft. Returns its error or OK.
     int propose() {
         const int asked = draft.batch.rows;
-        stop_at[0] = 0;
         for (int i = 0; i < asked; i++) {
             const int b = draft.row[i];
-            stop_at[i + 1] = stop_at[i];
-            for (int s = it->stop_at[b]; s < it->stop_at[b + 1]; s++) stop[stop_at[i + 1]++] = it->stop[s];
-            sure[i] = it->sure[b];
-            if (!it->sampling) continue;
+            stop[i] = it->going[b].stop, sure[i] = it->sure[b];
+            if (!it->sampling.there()) continue;
             const int64_t seed = derived(it->going[b].seed, it->going[b].length);
             drawing[i] = it->sampling[b];
             for (int n = 0; n < limit[i]; n++) uniforms(seed, it->going[b].length + n, SAMPLE, 1, coins + i * longest + n);
         }
-        if (forest) return grow();
-        if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, stop_at, chain, proposed,
-                                        it->sampling ? drawing : nullptr, coins, it->distributions, lookup, texts, sure,
-                                        heads ? given : nullptr))
+        if (it->growth) return grow();
+        if (const int error = fly_draft(drafter, &draft.batch, longest, limit, stop, chain, proposed,
+                                        it->sampling.there() ? drawing : Span<Sampling>(), coins, it->distributions, lookup,
+                                        texts, sure, given))
             return error;
         for (int i = 0; i < asked; i++) {
             const int b = draft.row[i], n = drafts[b] = proposed[i];
             Going& row = it->going[b];
             const int64_t* tokens = chain + i * longest;
             row.draft_start = row.length + (heads ? 0 : n - 1);  // the last is not stored; a head's own features do not stay
-            memcpy(drafted_of(b), tokens, n * sizeof(int64_t));
-            memcpy(row.text + row.length, tokens, n * sizeof(int64_t));
+            copy(drafted_of(b), tokens, n);
+            copy(row.text + row.length, tokens, n);
         }
         return OK;
     }
 
     // The same of trees.
     int grow() {
-        if (const int error = forest->grow(draft.batch, limit, stop, stop_at, heads ? given : nullptr)) return error;
+        if (const int error = forest.grow(draft.batch, limit, stop, given)) return error;
         for (int i = 0; i < draft.batch.rows; i++) {
-            const int b = draft.row[i], n = drafts[b] = forest->propose(i, drafted_of(b), parents_of(b));
+            const int b = draft.row[i], n = drafts[b] = forest.propose(i, drafted_of(b), parents_of(b));
             Going& row = it->going[b];
             row.draft_start = row.length;
-            memcpy(row.text + row.length, drafted_of(b), n * sizeof(int64_t));
+            copy(row.text + row.length, drafted_of(b), n);
         }
         return OK;
     }
 
     // Has the target score the rows' last tokens and what was drafted. Returns its error or OK.
     int score() {
-        scored.clear();
+        scored.clear(*batch);
         uint8_t* sees = mask;
         for (int b = 0; b < rows; b++) {
             const int length = it->going[b].length, n = drafts[b], first = scored.batch.tokens + 1;
-            scored.add(b, it->going[b].text, length - 1, length + n);
-            if (!forest) continue;
+            scored.add(*batch, b, it->going[b].text, length - 1, length + n);
+            if (!it->growth) continue;
             const int32_t* parents = parents_of(b);
-            masks[b] = n ? sees : nullptr;
+            masks[b] = n ? Span<uint8_t>(sees, (n + 1L) * (length + n)) : Span<uint8_t>();
             for (int t = -1; t < n && n; t++, sees += length + n) {
                 see(sees, length, n, parents, t);
                 if (t >= 0) scored.position[first + t] = scored.position[first + parents[t]] + 1;
             }
-            scored.batch.masks = masks;
         }
-        return fly_score(target, &scored.batch, nullptr, scored.batch.tokens, it->logits, choice, it->state, it->states, read());
+        if (it->growth) scored.batch.masks = masks;
+        return fly_score(target, &scored.batch, {}, it->logits, choice, it->state, read());
     }
 
     // Whether a clause holds at the mismatch ``n``, where the largest logits are ``top`` and all of them have that
     // ``total``.
-    bool holds(const Clause& clause, int b, const int64_t* drafted, const int32_t* own, int n, const float* top, int best) const {
+    bool admits(const Clause& clause, int b, const int64_t* drafted, const int32_t* own, int n, const float* top, int best) const {
         if (clause.kind == ENTROPY) {  // as ``_entropy`` of host.py
             double entropy = 0, total = top[best];
             for (int i = 0; i < best; i++)
@@ -216,7 +292,7 @@ struct Play {
             const double total = top[best], logit = logits[(long)n * vocab + drafted[n]];
             uint32_t held = 0;
             for (int c = 0; c < count; c++)
-                held |= (uint32_t)(holds(clauses[c], b, drafted, own, n, top, best) != (bool)clauses[c].negated) << c;
+                held |= (uint32_t)(admits(clauses[c], b, drafted, own, n, top, best) != (bool)clauses[c].negated) << c;
             const bool excused = held == (uint32_t)((1ull << count) - 1) && logit != -__builtin_inf();
             it->ask[it->asks++] = {b, it->rounds, n, held, excused, total - logit};
             if (!excused) break;
@@ -248,7 +324,7 @@ struct Play {
                     says = after >= clauses[c].count;
                     for (int to = leaf, n = after; says && to > at; n--, to = parents[to])
                         says = n > clauses[c].count || drafted[to] == own[parents[to] + 1];
-                } else says = holds(clauses[c], b, drafted, own, at, top, best);
+                } else says = admits(clauses[c], b, drafted, own, at, top, best);
                 held |= (uint32_t)(says != (bool)clauses[c].negated) << c;
             }
             anywhere |= held;
@@ -256,6 +332,18 @@ struct Play {
         }
         it->ask[it->asks++] = {b, it->rounds, at, anywhere, excused, excused ? top[best] - logit : 0};
         return excused;
+    }
+
+    // What is decided about row ``b``, which is alone: how many of its drafted tokens stand, and of a tree which.
+    int decide(int b) {
+        *it->stands = UNANSWERED;
+        it->decide(it->rounds);
+        const int n = *it->stands;
+        const int32_t* path = path_of(b);
+        error = within("tokens that stand", n, UNANSWERED, drafts[b]);
+        for (int t = 0; it->growth && t < n && !error; t++)
+            error = within("a node that stands", path[t], t ? path[t - 1] + 1 : 0, drafts[b] - 1);
+        return error ? -1 : n;
     }
 
     // How many tokens of row ``b``'s tree stand, as ``verify``: from each place on to the first to follow that matches, or
@@ -266,7 +354,7 @@ struct Play {
         const int64_t* drafted = drafted_of(b);
         const int32_t* parents = parents_of(b);
         int32_t* path = path_of(b);
-        const bool draws = it->sampling && it->sampling[b].temperature > 0;
+        const bool draws = it->sampling.there() && it->sampling[b].temperature > 0;
         float uniform = 0;
         if (draws) uniforms(row.seed, row.length, SAMPLE, 1, &uniform);
         for (int n = 0, at = -1;; n++) {
@@ -281,15 +369,11 @@ struct Play {
             if (draws) {
                 uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
                 for (int i = 0; i < count; i++) coins[i] = coins[node[i]];  // none lies before its own number
-                const int kept = judge->siblings(here, vocab, it->sampling + b, sibling, coins, count, uniform, it->spread,
+                const int kept = judge->siblings(here, vocab, it->sampling + b, sibling, coins, count, uniform, spread,
                                                  &following);
                 next = kept < 0 ? -1 : node[kept];
             }
-            if (next < 0 && count && it->decide) {
-                *it->stands = UNANSWERED;
-                it->decide(it->rounds);
-                return *it->stands;
-            }
+            if (next < 0 && count && it->decide) return decide(b);
             if (next < 0 && count && row.clauses) {
                 const int asked = it->asks, best = least_of(vocab, 3);
                 float top[4];
@@ -309,16 +393,15 @@ struct Play {
         Going& row = it->going[b];
         const int64_t* drafted = drafted_of(b);
         const int32_t* path = path_of(b);
-        char* states = read();
+        const Span<char> states = read();
         for (int t = 0; t < n; t++) {
             row.text[row.length + t] = drafted[path[t]];
-            const int32_t* table = scored.batch.tables + scored.all_tables[b];
-            move_stored(scored.batch, target->shape, table, row.length + path[t], row.length + t);
-            if (states && path[t] != t)
+            move_stored(*batch, target->shape, batch->tables[b], row.length + path[t], row.length + t);
+            if (state_bytes && path[t] != t)
                 memcpy(states + (at + 1 + t) * state_bytes, states + (at + 1 + path[t]) * state_bytes, state_bytes);
         }
         // A head's own features do not stay.
-        if (i >= 0 && !heads) row.draft_start += forest->keep(i, draft.batch, path, n, row.length);
+        if (i >= 0 && !heads) row.draft_start += forest.keep(i, draft.batch, path, n, row.length);
     }
 
     // A NaN leaves it open what follows row ``b``.
@@ -332,30 +415,26 @@ struct Play {
     int verify(int b, const float* logits, const int32_t* own, const float* distributions) {
         for (int n = 0; n <= drafts[b]; n++)
             if (own[n] < 0) return leave_open(b);
-        if (forest) return walk(b, logits, own);
+        if (it->growth) return walk(b, logits, own);
         const Variant* judge = variants[it->variant];
         const Going& row = it->going[b];
         const int64_t* drafted = drafted_of(b);
-        const bool draws = it->sampling && it->sampling[b].temperature > 0;
+        const bool draws = it->sampling.there() && it->sampling[b].temperature > 0;
         int n = 0;
         if (draws) {
             uniforms(row.seed, row.length, ACCEPT, drafts[b], coins);
-            n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, it->spread,
+            n = judge->accepts(logits, vocab, it->sampling + b, drafted, drafts[b], distributions, coins, false, spread,
                                nullptr);
             if (n < 0) return leave_open(b);
         } else {
             while (n < drafts[b] && drafted[n] == own[n]) n++;
         }
-        if (n < drafts[b] && it->decide) {
-            *it->stands = UNANSWERED;
-            it->decide(it->rounds);
-            return *it->stands;
-        }
+        if (n < drafts[b] && it->decide) return decide(b);
         if (draws) {
             const long at = (long)n * vocab;
             uniforms(row.seed, row.length, SAMPLE, 1, coins);
             it->following[place(b)] = judge->follow(logits + at, vocab, it->sampling + b, n < drafts[b] ? drafted[n] : -1,
-                                                    distributions ? distributions + at : nullptr, coins[0], it->spread);
+                                                    distributions ? distributions + at : nullptr, coins[0], spread);
             return n;
         }
         if (n < drafts[b] && row.clauses) n = excuse(b, logits, drafted, own, n);
@@ -373,17 +452,9 @@ struct Play {
 EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const Batch* draft_batch, Lookup* lookup,
                       Rounds* it) {
     const int64_t begin = nanoseconds();
-    const int rows = batch->rows;
-    long late = 0;
-    for (int b = 0; drafter && b < rows; b++) late += it->going[b].length - it->going[b].draft_start + it->k + 1;
-    long longest = 0, seen = 0;
-    for (int b = 0; b < rows; b++) {
-        const long room = it->going[b].room;
-        longest = room > longest ? room : longest, seen += room;
-    }
-    Forest forest(it->growth, drafter ? drafter : target, variants[it->variant], rows, longest, late);
-    Play play(it, target, batch, drafter, draft_batch, lookup, late, it->growth ? &forest : nullptr, seen * (it->k + 1));
-    if (!forest.has_memory() || !play.arena.base) return NO_MEMORY;
+    Play play(it, target, batch, drafter, draft_batch, lookup);
+    if (const int error = play.begin()) return error;
+    const int rows = play.rows;
     it->rounds = it->asks = it->read_before = 0;
     for (int i = 0; i < 2; i++) it->elapsed[i] = it->scoring[i] = it->drafting[i] = 0;
     for (int64_t now = begin;;) {
@@ -406,7 +477,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const Going& row = it->going[b];
             const long place = play.place(b);
             const bool drafted = i < asked && play.draft.row[i] == b;
-            const float* distributions = drafted ? it->distributions : nullptr;
+            const float* distributions = drafted ? it->distributions.at : nullptr;
             if (distributions) distributions += (long)i * play.longest * play.vocab;
             const int tree = drafted ? i : -1;
             i += drafted;
@@ -415,18 +486,19 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             if (play.heads) play.states[b] = play.read() + at * play.state_bytes;
             const float* logits = it->logits + (long)at * play.vocab;
             const int n = it->accepted[place] = play.verify(b, logits, play.choice + at, distributions);
+            if (play.error) return play.error;
             if (it->growth) play.settle(b, at, tree, n);
             if (n >= 0) row.text[row.length + n] = it->following[place];
             for (int t = row.length; t <= row.length + n; t++) over |= play.ends(b, row.text[t]);
-            const int next = it->growth ? it->spare : least_of(row.k, row.left - n - 2);  // it drafts so many, at most
-            over |= n < 0 || it->following[place] < 0 || n + 1 >= row.left || row.length + n + 1 + next > row.room;
+            over |= n < 0 || it->following[place] < 0 || n + 1 >= row.left ||
+                    row.length + n + 1 + play.needs(row, row.left - n - 1) > row.room;
         }
         it->rounds++;
         lap();
         it->elapsed[later] += now - from;
         over |= now - begin >= it->nanoseconds;
-        over |= it->clause && it->asks + play.new_tokens > it->most_asks;
-        over |= it->hurry && __atomic_load_n(it->hurry, __ATOMIC_RELAXED);
+        over |= it->clause.there() && it->asks + play.new_tokens > it->ask.count();
+        over |= it->hurry.there() && __atomic_load_n(it->hurry.at, __ATOMIC_RELAXED);
         if (over) return OK;
         it->read_before += play.scored.batch.tokens;
         for (int b = 0; b < rows; b++) {
@@ -434,7 +506,7 @@ EXPORT int fly_rounds(Model* target, const Batch* batch, Model* drafter, const B
             const int before = row.length, n = it->accepted[(long)b * it->most + it->rounds - 1];
             row.length += n + 1, row.left -= n + 1;
             row.draft_start = least_of(row.draft_start, before + n);
-            for (int t = before; row.copied && t < row.length; t++) row.copied[t] = (int32_t)row.text[t];
+            for (int t = before; lookup && t < row.length; t++) row.copied[t] = (int32_t)row.text[t];
         }
     }
 }

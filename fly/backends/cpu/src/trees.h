@@ -16,10 +16,10 @@ inline void see(uint8_t* mask, int before, int after, const int32_t* parent, int
 // Keys and values of a row's stored token ``from`` go to where those of token ``to`` lie, by the row's ``table``.
 inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* table, int from, int to) {
     if (from == to) return;
-    const long each = (long)shape.kv_heads * shape.head_dim, bytes = batch.cache_type == FLOAT32 ? 4 : 2;
-    const auto slot = [&](void* base, int layer, int at) {
+    const long each = (long)shape.kv_heads * shape.head_dim, bytes = bytes_of_type(batch.cache_type);
+    const auto slot = [&](char* base, int layer, int at) {
         const long number = (long)table[at / batch.page] * batch.page + at % batch.page;
-        return (char*)base + (layer * batch.layer_stride + number * each) * bytes;
+        return base + (layer * batch.layer_stride + number * each) * bytes;
     };
     for (int layer = 0; layer < shape.layers; layer++) {
         memcpy(slot(batch.keys, layer, to), slot(batch.keys, layer, from), each * bytes);
@@ -29,11 +29,15 @@ inline void move_stored(const Batch& batch, const Shape& shape, const int32_t* t
 
 // How large what a ``Growth`` makes is at most: candidates, those followed at once and in all, and after one token.
 struct Extent {
-    long candidates = 0, lines = 1, followed = 0, width = 1;
+    int64_t candidates = 0, lines = 1, followed = 0, width = 1;
 
     explicit Extent(const Growth* growth) {
-        long level = 1;
-        for (int i = 0; growth && i < growth->depth; i++) {
+        int64_t level = 1;
+        for (int64_t i = 0; growth && i < growth->width.count() && candidates <= MOST; i++) {
+            if (growth->width[i] < 1) {  // refused by ``Play::check``, as nothing would follow
+                candidates = 0;
+                return;
+            }
             if (i) followed += level, lines = level > lines ? level : lines;
             width = growth->width[i] > width ? growth->width[i] : width;
             candidates += level *= growth->width[i];
@@ -54,37 +58,27 @@ class Forest {
         int32_t* proposed;   // numbers of those that are
     };
 
-    const Growth* growth;
-    Model* drafter;
-    const Shape& shape;
-    const Variant* judge;
-    const bool head;
-    const int rows;
-    const Extent extent;
-    const long lines, longest;  // of a forward; stored tokens
+    const Growth* growth = nullptr;
+    Model* drafter = nullptr;
+    const Variant* judge = nullptr;
     Arena arena;
-    Tree* trees;
-    int64_t *token, *position;
-    int32_t *start, *count, *table_at, *line_row, *line_node, *kept, *order;
-    float *logits, *best, *carried;
-    char* features;
-    uint8_t* mask;
-    const uint8_t** masks;
-
-    static long bytes(const Extent& extent, long rows, const Shape& shape, long longest, long late) {
-        const long lines = rows * extent.lines, head = shape.features ? shape.width * 4L : 0;
-        return rows * (sizeof(Tree) + extent.candidates * (2 * 8 + 5 * 4) + 7 * 64 + 3 * 4 + 8) +
-               lines * (2 * 8 + 3 * 4 + shape.vocab * 4L + head + longest) + (late + lines) * head +
-               (extent.candidates + 2 * extent.width + 2) * 4 + 20 * 64;
-    }
+    Span<Tree> trees;
+    Span<int64_t> token, position;
+    Span<int32_t> start, count, line_row, line_node, kept, order;
+    Span<float> logits, best, carried;
+    Span<char> features;
+    Span<uint8_t> mask;
+    Span<Span<const int32_t>> tables;
+    Span<Span<const uint8_t>> masks;
 
     // The ``n`` likeliest tokens after ``node`` by its logits, the lowest id first among equals.
     void add(Tree& tree, int node, const float* line, int token_of_line, int n) {
-        n = least_of(n, shape.vocab);
-        judge->top(line, shape.vocab, n, best);
+        const int vocab = drafter->shape.vocab;
+        n = least_of(n, vocab);
+        judge->top(line, vocab, n, best);
         const float least = best[n - 1], total = best[n];
         int found = 0;
-        for (int v = 0; v < shape.vocab; v++) {
+        for (int v = 0; v < vocab; v++) {
             if (line[v] < least || !(line[v] > -__builtin_inff())) continue;
             int at = found < n ? found++ : n;
             for (; at > 0 && line[order[at - 1]] < line[v]; at--)
@@ -116,50 +110,54 @@ class Forest {
 
     // The feature of a head after a token of the forward before, as one of its own.
     void carry(int line, int from) {
-        const long width = shape.width;
+        const long width = drafter->shape.width;
         float* to = carried + line * width;
-        if (shape.hidden == FLOAT32) {
-            memcpy(to, (const float*)features + from * width, width * sizeof(float));
+        if (drafter->shape.hidden == FLOAT32) {
+            memcpy(to, (const float*)features.at + from * width, width * sizeof(float));
             return;
         }
         for (int i = 0; i < width; i++) {
-            const uint32_t bits = (uint32_t)((const uint16_t*)features)[from * width + i] << 16;
+            const uint32_t bits = (uint32_t)((const uint16_t*)features.at)[from * width + i] << 16;
             memcpy(to + i, &bits, 4);
         }
     }
 
 public:
-    // For so many rows of at most ``longest`` stored tokens, that begin with at most ``late`` in all; without a ``growth``
-    // there are none.
-    Forest(const Growth* how, Model* who, const Variant* variant, int most_rows, long longest_row, long late)
-        : growth(how), drafter(who), shape(who->shape), judge(variant), head(who->shape.features), rows(most_rows),
-          extent(how), lines(rows * extent.lines), longest(longest_row + extent.followed),
-          arena(how ? bytes(extent, rows, shape, longest, late) : 0) {
-        if (!how || !arena.base) return;
-        const long most = extent.candidates;
-        trees = arena.take<Tree>(rows);
-        for (int i = 0; i < rows; i++) {
-            Tree& tree = trees[i];
-            tree.token = arena.take<int64_t>(most), tree.score = arena.take<double>(most);
-            tree.parent = arena.take<int32_t>(most), tree.depth = arena.take<int32_t>(most);
-            tree.place = arena.take<int32_t>(most), tree.line = arena.take<int32_t>(most);
-            tree.proposed = arena.take<int32_t>(most);
-        }
-        token = arena.take<int64_t>(lines), position = arena.take<int64_t>(lines);
-        start = arena.take<int32_t>(rows), count = arena.take<int32_t>(rows), table_at = arena.take<int32_t>(rows);
-        line_row = arena.take<int32_t>(lines), line_node = arena.take<int32_t>(lines), kept = arena.take<int32_t>(lines);
-        order = arena.take<int32_t>(most + extent.width), best = arena.take<float>(extent.width + 1);
-        logits = arena.take<float>(lines * shape.vocab);
-        carried = arena.take<float>(head ? lines * shape.width : 0);
-        features = arena.take<char>(head ? (late + lines) * shape.width * 4L : 0);
-        mask = arena.take<uint8_t>(lines * longest), masks = arena.take<const uint8_t*>(rows);
+    // Makes room for trees of ``rows`` of at most ``longest`` stored tokens, that begin with at most ``late`` in all, as
+    // ``how`` says and with the ``extent`` of that. An error or OK.
+    int make_room(const Growth* how, const Extent& extent, Model* who, const Variant* variant, int rows, int64_t longest,
+                  int64_t late) {
+        growth = how, drafter = who, judge = variant;
+        const Shape& shape = who->shape;
+        const int64_t most = extent.candidates, lines = rows * extent.lines, head = shape.features ? 1 : 0;
+        Span<int64_t> tokens;
+        Span<double> scores;
+        Span<int32_t> parents, depths, places, line_of, proposed;
+        if (const int error = lay_out(&arena, "trees", false, [&](Dealer& from) {
+                trees = from.take<Tree>(rows);
+                tokens = from.take<int64_t>(rows, most), scores = from.take<double>(rows, most);
+                parents = from.take<int32_t>(rows, most), depths = from.take<int32_t>(rows, most);
+                places = from.take<int32_t>(rows, most), line_of = from.take<int32_t>(rows, most);
+                proposed = from.take<int32_t>(rows, most);
+                token = from.take<int64_t>(lines), position = from.take<int64_t>(lines);
+                start = from.take<int32_t>(rows), count = from.take<int32_t>(rows);
+                line_row = from.take<int32_t>(lines), line_node = from.take<int32_t>(lines), kept = from.take<int32_t>(lines);
+                order = from.take<int32_t>(most + extent.width), best = from.take<float>(extent.width + 1);
+                logits = from.take<float>(lines, shape.vocab);
+                carried = from.take<float>(head * lines, shape.width);
+                features = from.take<char>(head * (late + lines), shape.width, bytes_of_type(shape.hidden));
+                mask = from.take<uint8_t>(lines, longest + extent.followed);
+                tables = from.take<Span<const int32_t>>(rows), masks = from.take<Span<const uint8_t>>(rows);
+            }))
+            return error;
+        for (long i = 0, at = 0; i < rows; i++, at += most)
+            trees[i] = {0, 0, tokens + at, scores + at, parents + at, depths + at, places + at, line_of + at, proposed + at};
+        return OK;
     }
-
-    bool has_memory() const { return arena.base; }
 
     // Grows a tree of at most ``limit`` levels (1 or more) after each row of ``known``, by what a head is ``given`` of its
     // target's hidden states. Nothing follows a token that ends a row (``stop``, as of ``fly_draft``). An error or OK.
-    int grow(const Batch& known, const int32_t* limit, const int64_t* stop, const int32_t* stop_at, const void* given) {
+    int grow(const Batch& known, const int32_t* limit, const Span<const int64_t>* stop, Span<const char> given) {
         Batch batch = known;
         int asked = known.rows;
         for (int i = 0, end = 0; i < asked; i++) {
@@ -167,41 +165,43 @@ public:
             line_row[i] = i, line_node[i] = -1;
             kept[i] = (end += known.count[i]) - 1;
         }
+        const int levels = (int)growth->width.count(), vocab = drafter->shape.vocab;
         for (int level = 0; asked; level++) {
-            const void* of_target = level ? nullptr : given;
-            const int error = head ? fly_step(drafter, &batch, of_target, carried, kept, asked, logits, features)
-                                   : fly_score(drafter, &batch, kept, asked, logits, nullptr, nullptr, 0, nullptr);
+            const int error = drafter->shape.features
+                                  ? fly_step(drafter, &batch, level ? Span<const char>() : given, carried, kept.first(asked),
+                                             logits, features)
+                                  : fly_score(drafter, &batch, kept.first(asked), logits, {}, {}, {});
             if (error) return error;
             for (int line = 0; line < asked; line++)
-                add(trees[line_row[line]], line_node[line], logits + (long)line * shape.vocab, kept[line],
-                    growth->width[level]);
+                add(trees[line_row[line]], line_node[line], logits + (long)line * vocab, kept[line], growth->width[level]);
             asked = batch.rows = 0;
             uint8_t* sees = mask;
-            for (int i = 0; i < known.rows && level + 1 < growth->depth; i++) {
+            for (int i = 0; i < known.rows && level + 1 < levels; i++) {
                 Tree& tree = trees[i];
                 int open = 0;
                 for (int node = 0; node < tree.count && level + 1 < limit[i]; node++) {
                     bool ends = tree.depth[node] < level;
-                    for (int s = stop_at[i]; s < stop_at[i + 1]; s++) ends |= stop[s] == tree.token[node];
+                    for (const int64_t id : stop[i]) ends |= id == tree.token[node];
                     if (!ends) order[open++] = node;
                 }
                 const int n = likeliest(tree, order, open, growth->follow), base = known.start[i] + known.count[i];
                 if (!n) continue;
-                const int row = batch.rows++;
-                start[row] = base + tree.fed, count[row] = n, table_at[row] = known.table_at[i], masks[row] = sees;
+                const int row = batch.rows++, width = base + tree.fed + n;
+                start[row] = base + tree.fed, count[row] = n;
+                tables[row] = known.tables[i], masks[row] = {sees, (int64_t)n * width};
                 for (int j = 0; j < n; j++, asked++) {
                     const int node = order[j];
                     tree.place[node] = tree.fed + j;
                     token[asked] = tree.token[node], position[asked] = base + level;
                     see(sees, base, tree.fed + n, tree.parent, node, tree.place);
-                    sees += base + tree.fed + n;
-                    if (head) carry(asked, tree.line[node]);
+                    sees += width;
+                    if (drafter->shape.features) carry(asked, tree.line[node]);
                     line_row[asked] = i, line_node[asked] = node, kept[asked] = asked;
                 }
                 tree.fed += n;
             }
             batch.tokens = asked, batch.token = token, batch.position = position;
-            batch.start = start, batch.count = count, batch.table_at = table_at, batch.masks = masks;
+            batch.start = start, batch.count = count, batch.tables = tables, batch.masks = masks;
         }
         return OK;
     }
@@ -229,7 +229,7 @@ public:
         for (; kept < n; kept++) {
             const int place = tree.place[tree.proposed[path[kept]]];
             if (place < 0) break;
-            move_stored(known, shape, known.tables + known.table_at[i], to + place, to + kept);
+            move_stored(known, drafter->shape, known.tables[i], to + place, to + kept);
         }
         return kept;
     }

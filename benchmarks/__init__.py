@@ -1,0 +1,1 @@
+"""Benches that run from a checkout, as ``python -m benchmarks.peers``; README.md says what each does."""

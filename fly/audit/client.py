@@ -1,0 +1,273 @@
+"""Requests to an OpenAI-compatible server, and its answers as plain values. Knows nothing of what is checked."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx2
+
+__all__ = ["Answer", "Budget", "Failed", "OutOfBudget", "Place", "Refused", "Reply", "Server", "Unreachable"]
+
+_BUSY = (429, 503)
+_NONE: Mapping[str, Any] = {}
+
+
+class Unreachable(ConnectionError):
+    """Nothing answers at the address, or what answers is no such server: the audit cannot be run."""
+
+
+class Refused(Exception):
+    """The server said no to a request (4xx), as it may to a field that it does not support."""
+
+
+class Failed(Exception):
+    """The server did not answer a request as it should: 5xx, no JSON, a broken connection, or too late."""
+
+
+class OutOfBudget(Exception):
+    """The audit has spent its time or its requests."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One generated token: its text, its log-probability, and the likeliest tokens there, the likeliest first."""
+
+    token: str
+    logprob: float
+    top: tuple[tuple[str, float], ...]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One choice. ``places`` is empty if the server gave no log-probabilities; ``ids`` is None if it gave no ids."""
+
+    text: str
+    places: tuple[Place, ...] = ()
+    finish: str | None = None
+    ids: tuple[int, ...] | None = None
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return tuple(place.token for place in self.places)
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What one request got: its choices, the rest of the body, and the seconds that it took."""
+
+    answers: tuple[Answer, ...]
+    body: Mapping[str, Any]
+    seconds: float
+
+    @property
+    def answer(self) -> Answer:
+        return self.answers[0]
+
+    @property
+    def generated(self) -> int | None:
+        """The number of generated tokens by the server's own count."""
+        count = (self.body.get("usage") or {}).get("completion_tokens")
+        return count if isinstance(count, int) else None
+
+
+@dataclass
+class Budget:
+    """How many seconds and requests may be spent; None is no limit."""
+
+    seconds: float | None = None
+    requests: int | None = None
+    spent: int = 0
+    started: float = field(default_factory=time.monotonic)
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def elapsed(self) -> float:
+        return time.monotonic() - self.started
+
+    def take(self) -> None:
+        """Count one request. Raises ``OutOfBudget`` where there is none left."""
+        with self._lock:
+            if self.seconds is not None and self.elapsed > self.seconds:
+                raise OutOfBudget(f"the {self.seconds:g} seconds are spent")
+            if self.requests is not None and self.spent >= self.requests:
+                raise OutOfBudget(f"the {self.requests} requests are spent")
+            self.spent += 1
+
+
+class Server:
+    """A server under one model's name.
+
+    Args:
+        url: its address, with or without ``/v1``.
+        name: the model's name; None is the first that ``/v1/models`` lists.
+        key: a bearer token.
+        endpoint: ``completions``, ``chat``, or ``auto`` for completions if the server has them.
+        parallel: the most requests at the same time.
+        timeout: the most seconds for one answer.
+
+    Raises ``Unreachable`` if nothing answers a first small request, and ``ValueError`` for another ``endpoint``.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        name: str | None = None,
+        key: str | None = None,
+        endpoint: str = "auto",
+        parallel: int = 8,
+        timeout: float = 600.0,
+        budget: Budget | None = None,
+    ) -> None:
+        if endpoint not in (choices := ("auto", "completions", "chat")):
+            raise ValueError(f"endpoint {endpoint!r}; choices: {list(choices)}")
+        self.root = url.rstrip("/").removesuffix("/v1")
+        self.parallel, self.budget = parallel, budget or Budget()
+        limits = httpx2.Limits(max_connections=64, max_keepalive_connections=64)
+        headers = {} if key is None else {"authorization": f"Bearer {key}"}
+        try:
+            self._http = httpx2.Client(base_url=self.root, headers=headers, timeout=timeout, limits=limits)
+        except httpx2.InvalidURL as error:
+            raise Unreachable(f"{url!r} is no address: {error}") from None
+        self.name = name or self._first_model()
+        self.chat = endpoint == "chat"
+        self.top = self._first_answer(endpoint == "auto")
+
+    def close(self) -> None:
+        self._http.close()
+
+    def ask(
+        self, prompt: str, fields: Mapping[str, Any] = _NONE, *, top: bool = True, chat: bool | None = None
+    ) -> Reply:
+        """The answers to one prompt under these fields. ``top``: with log-probabilities, if the server has them;
+        ``chat``: by that endpoint or not, whichever the server has been found to have.
+
+        Raises ``Refused``, ``Failed`` or ``OutOfBudget``.
+        """
+        chat = self.chat if chat is None else chat
+        body: dict[str, Any] = {"model": self.name, **fields}
+        if chat:
+            body["messages"] = [{"role": "user", "content": prompt}]
+            if top and self.top:
+                body |= {"logprobs": True, "top_logprobs": self.top}
+        else:
+            body["prompt"] = prompt
+            if top and self.top:
+                body["logprobs"] = self.top
+        return self._send("/v1/chat/completions" if chat else "/v1/completions", body)
+
+    def ask_all(
+        self,
+        asked: Sequence[tuple[str, Mapping[str, Any]]],
+        parallel: int | None = None,
+        *,
+        top: bool = True,
+        chat: bool | None = None,
+    ) -> list[Reply]:
+        """The same for several prompts, each with its fields, ``parallel`` of them at the same time."""
+        with ThreadPoolExecutor(parallel or self.parallel) as pool:
+            return list(pool.map(lambda each: self.ask(*each, top=top, chat=chat), asked))
+
+    def fetch(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """What another path of the server has, as JSON or else as text; None if it has no such path."""
+        try:
+            answer = self._http.get(path) if body is None else self._http.post(path, json=body)
+            if answer.status_code != 200:
+                return None
+            return answer.json() if "json" in answer.headers.get("content-type", "") else answer.text
+        except (httpx2.HTTPError, ValueError):
+            return None
+
+    def alive(self) -> bool:
+        """Whether anything still answers at its address."""
+        try:
+            self._http.get("/v1/models", timeout=10)
+        except httpx2.HTTPError:
+            return False
+        return True
+
+    def _first_model(self) -> str:
+        try:
+            answer = self._http.get("/v1/models")
+        except httpx2.HTTPError as error:
+            raise Unreachable(f"{self.root} does not answer: {type(error).__name__}: {error}") from None
+        try:
+            return str(answer.json()["data"][0]["id"])
+        except (ValueError, LookupError, TypeError):
+            what = f"{self.root}/v1/models answers {answer.status_code} {answer.text[:80]!r}"
+            raise Unreachable(f"{what}, which names no model; name one with --name") from None
+
+    def _first_answer(self, either: bool) -> int:
+        """How many of the likeliest tokens it lists (0: it has no log-probabilities); finds out the endpoint too."""
+        problem = ""
+        for chat in (False, True) if either else (self.chat,):
+            self.chat = chat
+            for self.top in (20, 5, 0):
+                try:
+                    answer = self.ask("Hello", {"max_tokens": 2, "temperature": 0}).answer
+                except (Refused, Failed) as error:
+                    problem = str(error)
+                    continue
+                if not self.top or (answer.places and answer.places[0].top):
+                    return self.top
+        raise Unreachable(f"{self.root} does not answer a first request: {problem}")
+
+    def _send(self, path: str, body: Mapping[str, Any]) -> Reply:
+        for attempt in itertools.count():
+            self.budget.take()
+            begun = time.monotonic()
+            try:
+                answer = self._http.post(path, json=body)
+            except httpx2.HTTPError as error:
+                raise Failed(f"{type(error).__name__}: {error}") from None
+            # A server that is full says to come back; nothing else is tried again, or faults would go unseen.
+            if answer.status_code in _BUSY and attempt < 5:
+                time.sleep(min(2.0**attempt, 10.0))
+                continue
+            break
+        said = answer.text[:300]
+        if 400 <= answer.status_code < 500:
+            raise Refused(f"{answer.status_code} {said}")
+        if answer.status_code != 200:
+            raise Failed(f"{answer.status_code} {said}")
+        try:
+            read = answer.json()
+            if isinstance(read, dict) and read.get("error"):
+                raise Refused(f"200 with an error: {said}")
+            answers = tuple(_answer(choice) for choice in read["choices"])
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise Failed(f"the answer cannot be read ({type(error).__name__}: {error}): {said}") from None
+        if not answers:
+            raise Failed(f"the answer has no choices: {said}")
+        return Reply(answers, read, time.monotonic() - begun)
+
+
+def _answer(choice: Mapping[str, Any]) -> Answer:
+    """A choice of either endpoint."""
+    text = choice["message"].get("content") if "message" in choice else choice["text"]
+    ids = choice.get("token_ids")
+    places = tuple(_places(choice.get("logprobs") or {}))
+    return Answer(text or "", places, choice.get("finish_reason"), None if ids is None else tuple(ids))
+
+
+def _places(listed: Mapping[str, Any]) -> list[Place]:
+    if "content" in listed:  # of a chat
+        return [
+            _place(each["token"], each["logprob"], [(top["token"], top["logprob"]) for top in each["top_logprobs"]])
+            for each in listed["content"] or ()
+        ]
+    tokens, values = listed.get("tokens") or (), listed.get("token_logprobs") or ()
+    tops = listed.get("top_logprobs") or [{}] * len(tokens)
+    return [_place(*each) for each in zip(tokens, values, (list((top or {}).items()) for top in tops), strict=True)]
+
+
+def _place(token: str, logprob: float | None, top: list[tuple[str, float]]) -> Place:
+    number = -math.inf if logprob is None else float(logprob)
+    finite = [(name, float(value)) for name, value in top if value is not None]
+    return Place(token, number, tuple(sorted(finite, key=lambda each: -each[1])))

@@ -1,0 +1,172 @@
+"""What the checks of one audit share: the servers, the prompts, and answers that several checks look at."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fly.audit.client import Answer, Refused, Reply, Server
+from fly.audit.distributions import Draw, Fields, distance, draws_of, expected, reported
+from fly.audit.report import Finding
+
+__all__ = ["CHECKS", "Check", "Context", "check"]
+
+# Values that change nothing. A server may have others by default, so they are sent with every request.
+_NEUTRAL: dict[str, tuple[float, ...]] = {
+    "top_p": (1.0,),
+    "top_k": (0, -1),
+    "min_p": (0.0,),
+    "presence_penalty": (0.0,),
+    "frequency_penalty": (0.0,),
+    "repetition_penalty": (1.0,),
+}
+_GREEDY_PROMPTS, _GREEDY_TOKENS = 24, 48
+
+
+@dataclass(frozen=True)
+class Check:
+    """One check: what it tests, in a sentence, and how. ``needs``: the parts that it cannot do without."""
+
+    name: str
+    tests: str
+    run: Callable[[Context], Finding]
+
+
+CHECKS: dict[str, Check] = {}
+
+
+def check(name: str, tests: str) -> Callable[[Callable[[Context], Finding]], Callable[[Context], Finding]]:
+    """Add a check under a name, in the order in which they run."""
+
+    def add(run: Callable[[Context], Finding]) -> Callable[[Context], Finding]:
+        CHECKS[name] = Check(name, tests, run)
+        return run
+
+    return add
+
+
+@dataclass
+class Context:
+    """One audit.
+
+    ``samples`` is the number of answers drawn for the first tokens; others are in proportion. ``p`` is the p-value that
+    a single check must have to fail, by which powers are stated. ``step`` is called with what is being done.
+    """
+
+    server: Server
+    reference: Server | None
+    prompts: Sequence[str]
+    samples: int
+    p: float
+    step: Callable[[str], None] = field(default=lambda text: None)
+    gone: bool = False  # whether the server has stopped answering
+    ids: dict[str, int | None] = field(
+        default_factory=dict
+    )  # of texts that are known to be one token; None: they are not
+
+    @functools.cached_property
+    def neutral(self) -> dict[str, float]:
+        """The neutral values that the server takes, of the fields that it takes."""
+        taken: dict[str, float] = {}
+        for name, values in _NEUTRAL.items():
+            for value in values:
+                try:
+                    self.server.ask("Hello", {"max_tokens": 1, "temperature": 0, name: value}, top=False)
+                except Refused:
+                    continue
+                taken[name] = value
+                break
+        return taken
+
+    def fields(self, given: Fields) -> dict[str, Any]:
+        """The fields of a request: neutral, but for those given."""
+        return {"temperature": 1.0, **self.neutral, **given}
+
+    @functools.cached_property
+    def greedy(self) -> list[Reply]:
+        """Greedy answers to the first prompts, one request at a time."""
+        return self.greedy_of(self.server)
+
+    @functools.cached_property
+    def greedy_beside(self) -> list[Reply]:
+        """The same of the reference."""
+        assert self.reference is not None
+        return self.greedy_of(self.reference)
+
+    def greedy_of(self, server: Server, parallel: int = 1) -> list[Reply]:
+        fields = self.fields({"temperature": 0.0, "max_tokens": _GREEDY_TOKENS})
+        return server.ask_all([(prompt, fields) for prompt in self.prompts[:_GREEDY_PROMPTS]], parallel)
+
+    @functools.cached_property
+    def choices(self) -> int:
+        """How many choices one request of the sampling checks asks for: 1 if the server does not give several."""
+        try:
+            reply = self.server.ask(self.prompts[0], self.fields({"n": 8, "max_tokens": 1}), top=False)
+        except Refused:
+            return 1
+        return 8 if len(reply.answers) == 8 else 1
+
+    @functools.cached_property
+    def lively(self) -> list[int]:
+        """The prompts, those first whose next tokens are open enough to test and still come often enough to count:
+        entropies near 1 nat. Found out by answers that no check uses."""
+        length = 8
+        asked = [(prompt, self.fields({"max_tokens": length})) for prompt in self.prompts]
+        score = []
+        for number, reply in enumerate(self.server.ask_all(asked)):
+            entropies = [_entropy(reported(place, self.server.top)) for place in reply.answer.places]
+            gain = [value * math.exp(-value) for value in entropies]
+            # The first tokens count twice; a place that is missing since the answer ended counts as nothing.
+            score.append((-(sum(gain) + sum(gain[:3])) / length, number))
+        return [number for _, number in sorted(score)]
+
+    @functools.cached_property
+    def as_is(self) -> bool:
+        """Whether the log-probabilities are those after the sampling parameters: then a temperature changes them."""
+        fields = self.fields({"max_tokens": 1})
+        numbers = self.lively[:4]
+        plain = self.server.ask_all([(self.prompts[number], fields) for number in numbers])
+        cold = self.server.ask_all([(self.prompts[number], fields | {"temperature": 0.5}) for number in numbers])
+        same = sharper = 0.0
+        for number, one, other in zip(numbers, plain, cold):
+            first, second = one.answer.places[0], other.answer.places[0]
+            head = reported(second, self.server.top)
+            same += distance(reported(first, self.server.top), head)
+            made = expected(first, {"temperature": 0.5}, (), self.prompts[number], self.server.top)
+            if made is not None:
+                sharper += distance(dict(zip(made.tokens, made.probs_H)), head)
+        return bool(sharper < same)
+
+    def sample(self, given: Fields, count: int, length: int, prompts: int, rounds: int = 4) -> Iterator[list[Draw]]:
+        """Draw ``count`` answers of ``length`` tokens, over the liveliest ``prompts``, and give the draws so far after
+        each round. Whoever has seen enough may stop."""
+        fields = self.fields({**given, "max_tokens": length})
+        numbers = self.lively[:prompts]
+        each = max(1, math.ceil(count / (rounds * len(numbers))))
+        if (choices := min(each, self.choices)) > 1:
+            fields |= {"n": choices}
+            each = math.ceil(each / choices)
+        draws: list[Draw] = []
+        for _ in range(rounds):
+            asked = [number for number in numbers for _ in range(each)]
+            replies = self.server.ask_all([(self.prompts[number], fields) for number in asked])
+            for number, reply in zip(asked, replies):
+                for answer in reply.answers:
+                    draws += draws_of(answer, self.prompts[number], number, given, self.server.top, self.as_is)
+            yield draws
+
+    def firsts(self, given: Mapping[str, Any], count: int) -> list[tuple[int, Answer]]:
+        """Single answers under these fields to the liveliest prompts, each with its prompt's number."""
+        numbers = self.lively[:count]
+        replies = self.server.ask_all([(self.prompts[number], self.fields(given)) for number in numbers])
+        return [(number, reply.answer) for number, reply in zip(numbers, replies)]
+
+
+def _entropy(head: Mapping[str, float]) -> float:
+    probs = np.array(list(head.values()))
+    return float(-(probs * np.log(np.maximum(probs, 1e-30))).sum() + max(0.0, 1 - probs.sum()) * 3)

@@ -1,0 +1,41 @@
+"""What a field does where log-probabilities do not show it: at its extreme value, an answer is the greedy one."""
+
+from __future__ import annotations
+
+from fly.audit.context import Context
+from fly.audit.report import Finding, Verdict
+from fly.audit.statistics import at_least
+
+__all__ = ["effect"]
+
+_EXTREME = {"temperature": 0.001, "top_k": 1, "top_p": 1e-6, "min_p": 1.0}
+_LENGTH = 24
+_ROUNDING = 0.1  # of the answers may differ from greedy ones by rounding
+
+
+def effect(context: Context, name: str, value: float) -> Finding:
+    """Whether the field does something, by texts alone."""
+    greedy = [reply.answer.text for reply in context.greedy]
+    prompts = context.prompts[: len(greedy)]
+
+    def differing(**given: float) -> int:
+        fields = context.fields({"max_tokens": _LENGTH, **given})
+        replies = context.server.ask_all([(prompt, fields) for prompt in prompts])
+        pairs = zip(replies, greedy)
+        return sum(not text.startswith(reply.answer.text.rstrip("�")) for reply, text in pairs)
+
+    n, seen = len(greedy), f"{len(greedy)} answers"
+    if name not in _EXTREME:
+        changed = differing(temperature=0.0, **{name: value})
+        detail = f"changes {changed} of {n} greedy answers; how it does cannot be seen without log-probabilities"
+        if not changed:
+            return Finding(name, "", Verdict.FAIL, seen, detail=f"{name} {value:g} changes no greedy answer: ignored")
+        verdict = Verdict.PASS if at_least(changed, n, _ROUNDING) < 0.01 else Verdict.UNDECIDED
+        return Finding(name, "", verdict, seen, finds="ignored altogether", detail=detail)
+    extreme = _EXTREME[name]
+    other, free = differing(**{name: extreme}), differing()
+    critical = next(count for count in range(n + 2) if at_least(count, n, _ROUNDING) <= context.p)
+    finds = "ignored altogether" if critical <= n and at_least(critical, n, min(free / n, 0.999)) >= 0.9 else ""
+    p = at_least(other, n, _ROUNDING)
+    detail = f"{other} of {n} answers at {name} {extreme:g} are not the greedy ones" if other else ""
+    return Finding(name, "", Verdict.PASS if finds else Verdict.UNDECIDED, seen, p, finds or "too few answers", detail)

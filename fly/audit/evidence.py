@@ -1,0 +1,299 @@
+"""Evidence against a claim that tokens were drawn from given distributions, as the gain of a bettor.
+
+A bettor starts with 1 and stakes it on each token before he sees it, at the odds that the claimed distribution gives.
+If the claim is true, no way of betting gains in the mean, so what he holds exceeds x with probability 1/x at most, at
+whatever moment one looks (Ville 1939). Hence 1 / gain is a p-value: exact for any number of tokens, without simulation,
+while the distributions may depend on all that was drawn before. The gain is the mean over several bettors, each of whom
+expects one fault.
+
+Source: G. Shafer, *Testing by betting*, JRSS A 184 (2021); for counts the bet is the Bayes factor of I. J. Good (1967).
+
+``T`` draws, ``H`` tokens of the longest head, ``P`` stakes, ``R`` simulated runs. The last column of ``[T, H + 1]`` is
+the rest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fly.audit.distributions import Draw
+
+__all__ = ["IGNORED", "Evidence", "evidence", "power", "shares_power", "smallest"]
+
+IGNORED = "the field is ignored"
+_SHARES = "other shares after the same text than reported"
+_TEMPERATURE = "tokens too likely or too unlikely, as at another temperature"
+_EARLIER = "tokens drawn from the distribution of the place before"
+_BEST = "the likeliest token too often"
+_COPIED, _AVOIDED = "what followed earlier in the text too often", "what followed earlier in the text too rarely"
+_FAR = "tokens that are none of the likeliest"
+
+_TILTS = (-0.6, -0.4, -0.2, -0.08, 0.08, 0.2, 0.4, 1.0)  # draws from p^(1 + tilt): as at a temperature 1 / (1 + tilt)
+_MIXES = (0.01, 0.05, 0.2, 0.7, 1.0)  # the share of tokens that have the fault
+_STAKES = (0.001, 0.005, 0.02, 0.1)
+_LIKENESS = (5.0, 20.0, 100.0, 500.0)  # how many draws the claimed shares count as, beside those seen
+_TELLING = 4.0  # a gain, as a logarithm, from which on it is worth saying why
+_RUNS = 100  # simulated, for a power
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What draws say against their distributions: the logarithm of the gain, what gained most (in words), of how many
+    bettors; and an example of it."""
+
+    log_gain: float
+    worst: str = ""
+    bettors: int = 1
+    example: str = ""
+
+    @property
+    def p(self) -> float:
+        return min(1.0, math.exp(-self.log_gain))
+
+
+class _Table:
+    """The draws as arrays."""
+
+    def __init__(self, draws: Sequence[Draw]) -> None:
+        width = max(len(draw.probs_H) for draw in draws)
+        self.draws = draws
+        self.probs_TH = np.zeros((len(draws), width))
+        for row, draw in enumerate(draws):
+            self.probs_TH[row, : len(draw.probs_H)] = draw.probs_H
+        self.drawn_T = np.array([width if draw.drawn is None else draw.drawn for draw in draws])
+
+    def wide(self, of: Callable[[Draw], np.ndarray | None]) -> np.ndarray:
+        """An alternative for each draw; the claimed distribution where there is none."""
+        made_TH = self.probs_TH.copy()
+        for row, draw in enumerate(self.draws):
+            if (found := of(draw)) is not None:
+                made_TH[row, : len(found)] = found
+        return made_TH
+
+    def bets(self) -> dict[str, np.ndarray]:
+        """For each bettor the logarithms [P, T, H + 1] of what one stake becomes, by what is drawn."""
+        p_TH = self.probs_TH
+        with np.errstate(divide="ignore", invalid="ignore"):
+            log_TH = np.log(p_TH)
+        made = {_TEMPERATURE: _tilted(p_TH, log_TH)}
+        alternatives = {
+            IGNORED: self.wide(lambda draw: draw.ignored_H),
+            _EARLIER: self.wide(lambda draw: draw.earlier_H),
+            _BEST: np.eye(p_TH.shape[1])[p_TH.argmax(-1)],
+            _COPIED: self._copied(1.0),
+            _AVOIDED: self._copied(0.0),
+        }
+        # All of them always: a bettor must be there before it is known what is drawn.
+        made |= {name: _mixed(p_TH, other_TH) for name, other_TH in alternatives.items()}
+        made[_FAR] = self._far()
+        return made
+
+    def _copied(self, share: float) -> np.ndarray:
+        """The token that a lookup proposes always (1) or never (0)."""
+        made_TH = self.probs_TH.copy()
+        for row, draw in enumerate(self.draws):
+            if draw.lookup is not None and (share or draw.probs_H[draw.lookup] < 0.99):
+                made_TH[row] = made_TH[row] * (1 - share)
+                made_TH[row, draw.lookup] = share
+                made_TH[row] /= made_TH[row].sum()
+        return made_TH
+
+    def _far(self) -> np.ndarray:
+        """A share of the stake on the rest, at the odds of the most that it may have: it is there too often."""
+        made = np.zeros((len(_STAKES), len(self.draws), self.probs_TH.shape[1] + 1))
+        for row, draw in enumerate(self.draws):
+            if draw.rest == 0:
+                made[:, row, -1] = np.inf
+            elif draw.rest is not None:
+                for at, share in enumerate(_STAKES):
+                    made[at, row, :-1] = math.log1p(-share)
+                    made[at, row, -1] = math.log(1 - share + share / draw.rest)
+        return made
+
+
+def _tilted(p_TH: np.ndarray, log_TH: np.ndarray) -> np.ndarray:
+    made = np.zeros((len(_TILTS), p_TH.shape[0], p_TH.shape[1] + 1))
+    for at, tilt in enumerate(_TILTS):
+        raised_TH = np.where(p_TH > 0, np.exp((1 + tilt) * np.where(p_TH > 0, log_TH, 0.0)), 0.0)
+        made[at, :, :-1] = np.where(p_TH > 0, tilt * log_TH, 0.0) - np.log(raised_TH.sum(-1, keepdims=True))
+    return made
+
+
+def _mixed(p_TH: np.ndarray, other_TH: np.ndarray) -> np.ndarray:
+    made = np.zeros((len(_MIXES), p_TH.shape[0], p_TH.shape[1] + 1))
+    ratio_TH = np.divide(other_TH, p_TH, out=np.ones_like(p_TH), where=p_TH > 0)
+    for at, share in enumerate(_MIXES):
+        with np.errstate(divide="ignore"):
+            made[at, :, :-1] = np.log(1 - share + share * ratio_TH)
+    return made
+
+
+def evidence(draws: Sequence[Draw], only: str | None = None) -> Evidence:
+    """What these draws say against their distributions; by one bettor alone if ``only`` names him."""
+    if not draws:
+        return Evidence(0.0)
+    table, rows = _Table(draws), np.arange(len(draws))
+    gains = {
+        name: _mean(bets[:, rows, table.drawn_T].sum(-1)) for name, bets in table.bets().items() if only in (None, name)
+    }
+    if only in (None, _SHARES):
+        gains[_SHARES] = _mean(_shares(draws))
+    if not gains:
+        return Evidence(0.0)
+    total = _mean(np.array([*gains.values()]))
+    worst = max(gains, key=lambda name: gains[name])
+    return Evidence(total, worst, len(gains), _example(worst, table) if total > _TELLING else "")
+
+
+def _example(worst: str, table: _Table) -> str:
+    """What a reader can count himself."""
+    draws, p_TH = table.draws, table.probs_TH
+    width, n = p_TH.shape[1], len(draws)
+    if worst == _FAR:
+        impossible = next((draw for draw in draws if draw.drawn is None and draw.rest == 0), None)
+        if impossible is not None:
+            return f"{impossible.text!r} was drawn {_after(impossible)}, where it cannot be"
+        most = sum(draw.rest for draw in draws if draw.rest is not None)
+        return f"{(table.drawn_T == width).sum():,} of {n:,} tokens, where {most:,.1f} are expected at most"
+    inside_T = table.drawn_T < width
+    if worst == _TEMPERATURE:
+        log_TH = np.log(np.where(p_TH > 0, p_TH, 1.0))
+        seen = log_TH[inside_T, table.drawn_T[inside_T]].mean()
+        expected = (p_TH * log_TH)[inside_T].sum(-1).mean()
+        return f"the mean log-probability is {seen:.3f}, where {expected:.3f} is expected"
+    if worst in (_BEST, _COPIED, _AVOIDED):
+        at_T = p_TH.argmax(-1)
+        if worst != _BEST:
+            at_T = np.array([-1 if draw.lookup is None else draw.lookup for draw in draws])
+        rows = np.flatnonzero(inside_T & (at_T >= 0))
+        expected = p_TH[rows, at_T[rows]].sum()
+        return f"{(table.drawn_T == at_T)[rows].sum():,} of {len(rows):,}, where {expected:,.1f} are expected"
+    return _furthest(draws)
+
+
+def _furthest(draws: Sequence[Draw]) -> str:
+    """The token whose count after one text is furthest from its share."""
+    counts: dict[tuple[object, ...], Counter[str]] = defaultdict(Counter)
+    for draw in draws:
+        counts[draw.group][draw.text] += 1
+    furthest, said = 0.0, "spread over many places"
+    for draw in draws:
+        total = counts[draw.group].total()
+        if draw.drawn is not None and total >= 5:
+            share, seen = float(draw.probs_H[draw.drawn]), counts[draw.group][draw.text]
+            if (score := (seen - total * share) ** 2 / (total * share * (1 - share) + 0.5)) > furthest:
+                furthest = score
+                said = f"{draw.text!r} came {seen} of {total} times {_after(draw)}, where its share is {share:.3f}"
+    return said
+
+
+def _after(draw: Draw) -> str:
+    number, *before = draw.group
+    return f"after prompt {int(str(number)) + 1}" + (f" and {''.join(map(str, before))[-30:]!r}" if before else "")
+
+
+def _mean(logs: np.ndarray) -> float:
+    """The logarithm of the mean of numbers that are given by their logarithms."""
+    return float(np.logaddexp.reduce(logs) - math.log(len(logs))) if np.inf not in logs else math.inf
+
+
+def _shares(draws: Sequence[Draw]) -> np.ndarray:
+    """Bets on the next token by the shares of those drawn after the same text, for each likeness: over all texts
+    together, and with only half of the stake in each."""
+    seen: dict[tuple[object, ...], dict[str, float]] = defaultdict(dict)
+    logs: dict[tuple[object, ...], np.ndarray] = defaultdict(lambda: np.zeros(len(_LIKENESS)))
+    likeness = np.array(_LIKENESS)
+    for draw in draws:
+        if draw.drawn is not None:  # given that it is one of the head
+            counts, text = seen[draw.group], draw.text
+            known = sum(counts.values())
+            p = float(draw.probs_H[draw.drawn])
+            logs[draw.group] += np.log((counts.get(text, 0) + likeness * p) / (known + likeness)) - math.log(p)
+            counts[text] = counts.get(text, 0) + 1
+    if not logs:
+        return np.zeros(1)
+    all_G = np.stack([*logs.values()])
+    return np.concatenate([all_G.sum(0), np.logaddexp(all_G, 0.0).sum(0) - len(all_G) * math.log(2)])
+
+
+def power(
+    draws: Sequence[Draw],
+    fault: Callable[[Draw], np.ndarray | None],
+    share: float,
+    p: float,
+    only: str | None = None,
+    seed: int = 0,
+) -> float:
+    """How often draws of the same number would have a p-value of at most ``p`` if a ``share`` of the tokens came from
+    what ``fault`` says instead: the head's probabilities, or None for no fault there."""
+    table, rng = _Table(draws), np.random.default_rng(seed)
+    true_TH = (1 - share) * table.probs_TH + share * table.wide(fault)
+    at_TH = true_TH.cumsum(-1)
+    drawn_RT = np.stack([(rng.random((len(draws), 1)) * at_TH[:, -1:] > at_TH).sum(-1) for _ in range(_RUNS)])
+    rows, bets = np.arange(len(draws)), {name: each for name, each in table.bets().items() if only in (None, name)}
+    if not bets:
+        return 0.0
+    gains_NR = np.stack(
+        [np.logaddexp.reduce(each[:, rows, drawn_RT].sum(-1)) - math.log(len(each)) for each in bets.values()]
+    )
+    total_R = np.logaddexp.reduce(gains_NR) - math.log(len(bets) + (only is None))
+    return float((total_R >= -math.log(p)).mean())
+
+
+def shares_power(draws: Sequence[Draw], variation: float, p: float, kinds: int, seed: int = 0) -> float:
+    """The same for a fault that moves ``variation`` of the probability after each text, from tokens to others at
+    random, and that one of ``kinds`` bettors expects. The first place is left as it is: speculation begins after it."""
+    rng = np.random.default_rng(seed)
+    groups: dict[tuple[object, ...], list[Draw]] = defaultdict(list)
+    for draw in draws:
+        if len(draw.group) > 1 and draw.drawn is not None:
+            groups[draw.group].append(draw)
+    likeness_L = np.array(_LIKENESS)
+    sums_LR = np.zeros((2 * len(likeness_L), _RUNS))
+    for same in groups.values():
+        if (n := len(same)) < 2:
+            continue
+        p_H = same[0].probs_H
+        counts_RH = rng.multinomial(n, np.stack([_moved(p_H, variation, rng) for _ in range(_RUNS)]))
+        # The gain of each bet in turn: (seen so far + likeness · p) / (n + likeness) over p. Their product depends on
+        # the counts alone.
+        prior_LH = likeness_L[:, None] * np.maximum(p_H, 1e-300)
+        steps_LHn = np.log(prior_LH[..., None] + np.arange(n)) - np.log(p_H)[:, None]
+        made_LHn = np.concatenate([np.zeros((*prior_LH.shape, 1)), steps_LHn.cumsum(-1)], -1)
+        whole_LR = made_LHn[:, np.arange(len(p_H)), counts_RH].sum(-1)
+        whole_LR -= np.log(likeness_L[:, None] + np.arange(n)).sum(-1)[:, None]
+        sums_LR += np.concatenate([whole_LR, np.logaddexp(whole_LR, 0.0) - math.log(2)])
+    total_R = np.logaddexp.reduce(sums_LR) - math.log(len(sums_LR) * kinds)
+    return float((total_R >= -math.log(p)).mean())
+
+
+def _moved(p_H: np.ndarray, variation: float, rng: np.random.Generator) -> np.ndarray:
+    """``p_H`` with this total variation from it in a direction drawn at random, or the most that can be."""
+    directions = rng.random((8, len(p_H))) < 0.5
+    up, down = directions @ p_H, ~directions @ p_H
+    down[up <= 0] = 0
+    able = down >= variation
+    at = int(able.argmax()) if able.any() else int(down.argmax())
+    if not down[at] > 0:
+        return p_H
+    moved = min(variation, down[at])
+    made_H = p_H * np.where(directions[at], 1 + moved / up[at], 1 - moved / down[at])
+    return made_H / made_H.sum()
+
+
+def smallest(sizes: Sequence[float], found: Callable[[float], float], enough: float = 0.9) -> float | None:
+    """The smallest size of a fault that is found with probability ``enough``; None if none is. Power grows with
+    size."""
+    low, high = 0, len(sizes)
+    while low < high:
+        middle = (low + high) // 2
+        if found(sizes[middle]) >= enough:
+            high = middle
+        else:
+            low = middle + 1
+    return sizes[low] if low < len(sizes) else None

@@ -1,0 +1,161 @@
+"""Checks of greedy answers: by the server's own numbers, beside a reference, and in a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fly.audit.client import Answer, Place, Reply
+from fly.audit.context import Context, check
+from fly.audit.distributions import distance, reported
+from fly.audit.report import Finding, Verdict
+
+__all__ = ["Difference", "first_difference"]
+
+_TIE = 0.01  # nats that a greedy token may be behind the likeliest one of the same forward
+_LEAST, _MOST = 0.02, 0.5  # nats: rounding is taken to reach as far as the first, and never further than the second
+_UNKNOWN = (
+    0.25  # nats that rounding may reach where only one server says how near tokens are: bfloat16 at a logit of 32
+)
+_APART = 0.05  # total variation that two servers of one model may be apart in the mean
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where two answers part: after ``at`` tokens, with what each goes on, and by how many nats the numbers of both
+    servers would have to shift to agree (None: not known)."""
+
+    at: int
+    mine: str
+    theirs: str
+    gap: float | None
+
+
+def first_difference(mine: Answer, theirs: Answer) -> Difference | None:
+    """None if the answers are the same."""
+    if not (mine.places and theirs.places):
+        if mine.text == theirs.text:
+            return None
+        at = next((at for at, pair in enumerate(zip(mine.text, theirs.text)) if pair[0] != pair[1]), 0)
+        return Difference(len(mine.text[:at].split()), mine.text[at : at + 12], theirs.text[at : at + 12], None)
+    pairs = enumerate(zip(mine.tokens, theirs.tokens))
+    at = next((at for at, (one, other) in pairs if one != other), min(len(mine.tokens), len(theirs.tokens)))
+    if at == len(mine.tokens) == len(theirs.tokens):
+        return None
+    one, other = (answer.tokens[at] if at < len(answer.tokens) else "" for answer in (mine, theirs))
+    gaps = [_gap(mine.places[at], one, other) if one else None, _gap(theirs.places[at], other, one) if other else None]
+    known = [gap for gap in gaps if gap is not None]
+    return Difference(at, one, other, max([*known, sum(known)]) if known else None)
+
+
+def _gap(place: Place, own: str, other: str) -> float | None:
+    """By how much the first token was likelier than the second; None if that is not listed."""
+    listed = dict(place.top) | {place.token: place.logprob}
+    return listed[own] - listed[other] if own in listed and other in listed else None
+
+
+def common(mine: Sequence[Reply], theirs: Sequence[Reply]) -> list[tuple[Place, Place]]:
+    """The places of both answers that follow the same text, the first difference among them."""
+    made: list[tuple[Place, Place]] = []
+    for one, other in zip(mine, theirs):
+        apart = first_difference(one.answer, other.answer)
+        until = len(one.answer.places) if apart is None else apart.at + 1
+        made += zip(one.answer.places[:until], other.answer.places[:until])
+    return made
+
+
+def _rounding(places: Sequence[tuple[Place, Place]]) -> float:
+    """How far rounding reaches, in nats: four times what the gap between the two likeliest tokens shifts by at 99 % of
+    the places."""
+    shifts = []
+    for one, other in places:
+        if len(one.top) > 1:
+            (first, a), (second, b) = one.top[:2]
+            listed = dict(other.top)
+            if first in listed and second in listed and b > -10:
+                shifts.append(abs((a - b) - (listed[first] - listed[second])))
+    return float(np.clip(4 * np.quantile(shifts, 0.99), _LEAST, _MOST)) if shifts else _UNKNOWN
+
+
+def _compared(name: str, mine: Sequence[Reply], theirs: Sequence[Reply], whose: str) -> Finding:
+    """Whether answers are the same, but for rounding."""
+    pairs = [(at, first_difference(one.answer, other.answer)) for at, (one, other) in enumerate(zip(mine, theirs))]
+    apart = [(at, each) for at, each in pairs if each is not None]
+    reach = _rounding(common(mine, theirs))
+    faults = [(at, each) for at, each in apart if each.gap is not None and each.gap > reach]
+    unknown = [each for _, each in apart if each.gap is None]
+    tokens = sum(reply.generated or len(reply.answer.places) for reply in mine)
+    seen, finds = f"{tokens:,} tokens", f"1 other token in {max(1, tokens / 2.303):,.0f}"
+    gaps = sorted(each.gap for _, each in apart if each.gap is not None)
+    figures = {"answers": len(mine), "different": len(apart), "rounding": reach, "faults": len(faults), "gaps": gaps}
+    if faults:
+        at, each = max(faults, key=lambda fault: fault[1].gap or 0.0)
+        where = f"prompt {at + 1}, token {each.at + 1}: {each.mine!r}, {whose} {each.theirs!r}"
+        detail = f"{len(faults)} of {len(mine)} answers differ by more than rounding ({reach:.2g} nats); {where}, "
+        return Finding(name, "", Verdict.FAIL, seen, None, finds, f"{detail}{each.gap:.2g} nats apart", figures)
+    if unknown:
+        each = unknown[0]
+        detail = f"{len(unknown)} of {len(mine)} answers differ, and how near the tokens were is not reported: "
+        detail += f"{each.mine!r}, {whose} {each.theirs!r}"
+        return Finding(name, "", Verdict.UNDECIDED, seen, None, finds, detail, figures)
+    detail = f"{len(apart)} of {len(mine)} answers differ, where tokens were within {reach:.2g} nats: rounding"
+    return Finding(name, "", Verdict.PASS, seen, None, finds, detail if apart else "", figures)
+
+
+@check("greedy", "Every greedy token is the likeliest one by the server's own log-probabilities.")
+def greedy(context: Context) -> Finding:
+    if not context.server.top:
+        detail = "the server gives no log-probabilities"
+        return Finding("greedy", "", Verdict.UNSUPPORTED, detail=detail)
+    count, worst, where = 0, 0.0, ""
+    for number, reply in enumerate(context.greedy):
+        for at, place in enumerate(reply.answer.places):
+            count += 1
+            if place.top and (behind := place.top[0][1] - place.logprob) > worst:
+                best = place.top[0][0]
+                worst, where = (
+                    behind,
+                    f"prompt {number + 1}, token {at + 1}: {place.token!r} where {best!r} is likelier",
+                )
+    finds = f"1 other token in {max(1, count / 2.303):,.0f}"
+    if worst > _TIE:
+        return Finding("greedy", "", Verdict.FAIL, f"{count:,} tokens", None, finds, f"{where} by {worst:.2g} nats")
+    return Finding("greedy", "", Verdict.PASS, f"{count:,} tokens", None, finds)
+
+
+@check("identity", "Greedy answers are those of the reference, but for rounding.")
+def identity(context: Context) -> Finding:
+    return _compared("identity", context.greedy, context.greedy_beside, "the reference has")
+
+
+@check("reference", "The reported distributions are those of the reference, but for rounding.")
+def reference(context: Context) -> Finding:
+    assert context.reference is not None
+    if not (context.server.top and context.reference.top):
+        detail = "needs log-probabilities of both servers"
+        return Finding("reference", "", Verdict.UNSUPPORTED, detail=detail)
+    asked = min(context.server.top, context.reference.top)
+    places = common(context.greedy, context.greedy_beside)
+    apart = [distance(reported(one, asked), reported(other, asked)) for one, other in places]
+    if not apart:
+        return Finding("reference", "", Verdict.UNDECIDED, detail="no answers begin alike")
+    mean, most = float(np.mean(apart)), max(apart)
+    detail = f"total variation {mean:.2g} in the mean, {most:.2g} at most"
+    verdict = Verdict.FAIL if mean > _APART else Verdict.PASS
+    figures = {"mean": mean, "most": most}
+    return Finding(
+        "reference", "", verdict, f"{len(apart):,} places", None, f"mean variation {_APART}", detail, figures
+    )
+
+
+@check("batch", "Greedy answers are the same alone and among other requests, but for rounding.")
+def batch(context: Context) -> Finding:
+    alone = context.greedy
+    greedy = context.fields({"temperature": 0.0, "max_tokens": 48})
+    asked = []
+    for prompt in context.prompts[: len(alone)]:
+        asked += [(prompt, greedy), (prompt, context.fields({"max_tokens": 32}))]
+    together = context.server.ask_all(asked, 32)[::2]
+    return _compared("batch", together, alone, "alone")

@@ -1,0 +1,89 @@
+"""What an audit found: a verdict for each check, and one for the server."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+from fly.audit.statistics import holm
+
+__all__ = ["Finding", "Report", "Verdict"]
+
+
+class Verdict(Enum):
+    """``UNDECIDED``: neither a fault was found nor would it have been. ``UNSUPPORTED``: the server says that it does
+    not have this."""
+
+    PASS = "pass"
+    FAIL = "fail"
+    UNDECIDED = "undecided"
+    UNSUPPORTED = "not supported"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one check found.
+
+    ``seen`` is how much it looked at, ``p`` the p-value of the claim that the server is right (None for facts, which
+    need none), ``finds`` the smallest fault that it would have found with probability 0.9, ``detail`` what is wrong or
+    was noticed, and ``figures`` numbers for programs.
+    """
+
+    check: str
+    tests: str
+    verdict: Verdict
+    seen: str = ""
+    p: float | None = None
+    finds: str = ""
+    detail: str = ""
+    figures: Mapping[str, Any] = field(default_factory=dict)
+
+    def as_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "verdict": self.verdict.value}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All findings about a server, after the correction for their number."""
+
+    url: str
+    model: str
+    endpoint: str
+    beside: str | None
+    alpha: float
+    findings: tuple[Finding, ...]
+    requests: int
+    seconds: float
+
+    @classmethod
+    def of(cls, findings: list[Finding], alpha: float, **about: Any) -> Report:
+        """Verdicts by Holm's rule over all p-values: an honest server fails one of them with probability ``alpha`` at
+        most."""
+        refuted = holm({each.check: each.p for each in findings if each.p is not None}, alpha)
+        judged = [replace(each, verdict=Verdict.FAIL) if each.check in refuted else each for each in findings]
+        return cls(alpha=alpha, findings=tuple(judged), **about)
+
+    def having(self, verdict: Verdict) -> list[Finding]:
+        return [each for each in self.findings if each.verdict is verdict]
+
+    @property
+    def status(self) -> int:
+        """The exit status: 0 if nothing failed, 1 if something did, 2 if nothing could be decided."""
+        if self.having(Verdict.FAIL):
+            return 1
+        return 0 if self.having(Verdict.PASS) else 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for JSON."""
+        about = {
+            name: getattr(self, name) for name in ("url", "model", "endpoint", "beside", "alpha", "requests", "seconds")
+        }
+        counts = {verdict.value: len(self.having(verdict)) for verdict in Verdict}
+        return {
+            **about,
+            "status": self.status,
+            "verdicts": counts,
+            "checks": [each.as_dict() for each in self.findings],
+        }

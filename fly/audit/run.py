@@ -1,0 +1,124 @@
+"""An audit: the checks one after another, whatever each of them meets."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from fly.audit import ends, greedy, repeats, sampling, speculation  # noqa: F401  (they add their checks)
+from fly.audit.client import Budget, Failed, OutOfBudget, Refused, Server
+from fly.audit.context import CHECKS, Check, Context
+from fly.audit.prompts import PROMPTS
+from fly.audit.report import Finding, Report, Verdict
+from fly.errors import meant
+
+__all__ = ["audit", "check_names"]
+
+_BESIDE = ("identity", "reference")  # checks that need a second server
+
+
+def check_names() -> dict[str, str]:
+    """All checks, with what each tests."""
+    return {name: each.tests for name, each in CHECKS.items()}
+
+
+def audit(
+    url: str,
+    *,
+    name: str | None = None,
+    key: str | None = None,
+    endpoint: str = "auto",
+    beside: str | None = None,
+    beside_name: str | None = None,
+    beside_key: str | None = None,
+    prompts: Sequence[str] = PROMPTS,
+    samples: int = 4000,
+    parallel: int = 8,
+    alpha: float = 0.001,
+    seconds: float | None = None,
+    requests: int | None = None,
+    only: Iterable[str] = (),
+    skip: Iterable[str] = (),
+    timeout: float = 600.0,
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None,
+) -> Report:
+    """Audit an OpenAI-compatible server.
+
+    Args:
+        url: its address. ``name`` is the model's (the first that it lists), ``key`` a bearer token, ``endpoint``
+            ``completions``, ``chat`` or ``auto``.
+        beside: the address of a second server with the same model, which is taken to be right; ``beside_name`` and
+            ``beside_key`` likewise.
+        prompts: texts to ask about, four at least.
+        samples: answers drawn for the first tokens; the other sampling checks draw a twentieth, but longer ones.
+        parallel: the most requests at the same time.
+        alpha: the probability that an honest server fails, at most, over all checks that draw.
+        seconds, requests: what may be spent. A check that is cut short is undecided.
+        only, skip: names of checks (``check_names``).
+        timeout: the most seconds for one answer.
+        progress: is called with what is being done, the number of checks that are done, and of all.
+
+    Raises ``Unreachable`` if a server does not answer at all, ``ValueError`` for other checks or too few prompts.
+    """
+    wanted = _chosen(only, skip, beside is not None)
+    if len(prompts) < 4:
+        raise ValueError(f"{len(prompts)} prompts are too few: give at least 4")
+    if samples < 16:
+        raise ValueError(f"{samples} samples are too few: take at least 16")
+    budget = Budget(seconds, requests)
+    server = Server(url, name, key, endpoint, parallel, timeout, budget)
+    reference = None
+    try:
+        if beside is not None:
+            own = "chat" if server.chat else "completions"
+            reference = Server(beside, beside_name, beside_key, own, parallel, timeout, budget)
+        context = Context(server, reference, tuple(prompts), samples, alpha / len(wanted))
+        findings: list[Finding] = []
+        for done, each in enumerate(wanted):
+            context.step = lambda text, name=each.name, done=done: progress(f"{name}: {text}", done, len(wanted))  # type: ignore[misc]
+            progress(each.name, done, len(wanted))
+            findings.append(_run(each, context))
+        progress("", len(wanted), len(wanted))
+        about: dict[str, Any] = {"url": server.root, "model": server.name, "beside": reference and reference.root}
+        about |= {"endpoint": "chat" if server.chat else "completions", "requests": budget.spent}
+        return Report.of(findings, alpha, seconds=budget.elapsed, **about)
+    finally:
+        server.close()
+        if reference is not None:
+            reference.close()
+
+
+def _chosen(only: Iterable[str], skip: Iterable[str], beside: bool) -> list[Check]:
+    known = list(CHECKS)
+    for name in (only := [*only], skip := [*skip]):
+        for each in name:
+            if each not in known:
+                raise ValueError(f"{each!r} is no check{meant(each, known)}; choices: {known}")
+    if not beside and (lacking := [each for each in only if each in _BESIDE]):
+        raise ValueError(f"{lacking[0]!r} needs a reference: a second server, or a model for fly to run")
+    wanted = [CHECKS[each] for each in known if (not only or each in only) and each not in skip]
+    wanted = [each for each in wanted if beside or each.name not in _BESIDE]
+    if not wanted:
+        raise ValueError("no check is left to run")
+    return wanted
+
+
+def _run(each: Check, context: Context) -> Finding:
+    """What one check found, or what kept it from finding anything."""
+    begun, spent = time.monotonic(), context.server.budget.spent
+    try:
+        if context.gone:
+            raise OutOfBudget("the server does not answer any more")
+        found = each.run(context)
+    except Refused as error:
+        found = Finding(each.name, "", Verdict.UNSUPPORTED, detail=f"refused: {error}")
+    except OutOfBudget as error:
+        found = Finding(each.name, "", Verdict.UNDECIDED, detail=str(error))
+    except Failed as error:
+        context.gone = not context.server.alive()
+        gone = "the server does not answer any more after this check: " * context.gone
+        found = Finding(each.name, "", Verdict.FAIL, detail=f"{gone}{error}")
+    figures = {**found.figures, "seconds": time.monotonic() - begun, "requests": context.server.budget.spent - spent}
+    return replace(found, tests=each.tests, figures=figures)

@@ -1,0 +1,143 @@
+"""Checks of what is drawn: each token against the distribution that it should come from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from fly.audit.context import Context, check
+from fly.audit.distributions import Draw, distance, expected, reported
+from fly.audit.effects import effect
+from fly.audit.evidence import IGNORED, Evidence, evidence, power, shares_power, smallest
+from fly.audit.report import Finding, Verdict
+from fly.audit.statistics import same_source
+
+__all__ = ["FIELDS"]
+
+# The values that are tested: far from neutral, with cuts inside of what a server lists.
+FIELDS: dict[str, float] = {
+    "temperature": 0.5,
+    "top_k": 3,
+    "top_p": 0.7,
+    "min_p": 0.15,
+    "presence_penalty": 1.5,
+    "frequency_penalty": 1.5,
+    "repetition_penalty": 2.0,
+}
+_VARIATIONS = (0.01, 0.015, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07, 0.08, 0.1, 0.12, 0.15, 0.2, 0.3)
+_SHARES = (0.001, 0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1.0)
+_ROUNDING = 0.05  # of total variation: so far two reported distributions may differ by rounding
+
+
+def _drawn(
+    context: Context, given: Mapping[str, float], count: int, length: int, prompts: int, only: str | None = None
+) -> tuple[list[Draw], Evidence]:
+    """Samples, and what they say; no more of them once that is overwhelming."""
+    draws: list[Draw] = []
+    found = evidence(draws)
+    for draws in context.sample(given, count, length, prompts):
+        context.step(f"{len(draws)} tokens")
+        found = evidence(draws, only)
+        if found.p < context.p / 100:
+            break
+    return draws, found
+
+
+def _judged(name: str, draws: Sequence[Draw], found: Evidence, p: float, finds: str, note: str = "") -> Finding:
+    """A finding about draws. Whether its p-value fails it is decided over all findings."""
+    detail = f"{found.worst}: {found.example}" if found.p <= p else note
+    verdict = Verdict.PASS if finds else Verdict.UNDECIDED
+    figures = {"tokens": len(draws), "worst": found.worst if found.p <= p else None}
+    finds = finds or "too few open places"
+    return Finding(name, "", verdict, f"{len(draws):,} tokens", found.p, finds, detail, figures)
+
+
+@check(
+    "first-tokens", "Jointly, the first three tokens at temperature 1 have the probabilities that the server reports."
+)
+def first_tokens(context: Context) -> Finding:
+    if not context.server.top:
+        return _as_the_reference(context)
+    draws, found = _drawn(context, {}, context.samples, 3, 2)
+    size = smallest(_VARIATIONS, lambda size: shares_power(draws, size, context.p, found.bettors))
+    return _judged("first-tokens", draws, found, context.p, f"total variation {size:g}" if size else "")
+
+
+@check("later-tokens", "Every token of longer answers at temperature 1 has the probability that the server reports.")
+def later_tokens(context: Context) -> Finding:
+    if not context.server.top:
+        return _without("later-tokens")
+    draws, found = _drawn(context, {}, context.samples // 10, 24, 16)
+    size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.earlier_H, share, context.p))
+    finds = f"1 misplaced token in {1 / size:,.0f}" if size else ""
+    return _judged("later-tokens", draws, found, context.p, finds)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{share:.0%}"
+
+
+def _without(name: str) -> Finding:
+    return Finding(name, "", Verdict.UNSUPPORTED, detail="the server gives no log-probabilities to test against")
+
+
+def _as_the_reference(context: Context) -> Finding:
+    """Without log-probabilities: the first tokens against those that the reference draws."""
+    if context.reference is None:
+        return _without("first-tokens")
+    count = max(1, context.samples // 8)
+    asked = [(prompt, context.fields({"max_tokens": 3})) for prompt in context.prompts[:4] for _ in range(count)]
+    mine, theirs = (
+        [reply.answer.text for reply in server.ask_all(asked)] for server in (context.server, context.reference)
+    )
+    strata = [at // count for at in range(len(asked))]
+    found = same_source(mine, theirs, strata, context.p)
+    note = "the server gives no log-probabilities: beside samples of the reference"
+    finds = f"total variation {found.finds:.2g}"
+    return Finding("first-tokens", "", Verdict.PASS, f"2 × {len(asked):,} answers", found.p, finds, note)
+
+
+def _about_field(name: str) -> None:
+    @check(name, f"{name} makes of the reported distribution what it should, at every place.")
+    def run(context: Context) -> Finding:
+        context.server.ask(
+            "Hello", context.fields({name: FIELDS[name], "max_tokens": 1}), top=False
+        )  # or it is refused
+        if not context.server.top or (context.as_is and name.endswith("penalty")):
+            return effect(context, name, FIELDS[name])
+        return _field(context, name)
+
+
+def _field(context: Context, name: str) -> Finding:
+    given = {name: FIELDS[name]}
+    only = IGNORED if name == "repetition_penalty" else None  # how much it changes cannot be seen from outside
+    draws, found = _drawn(context, given, context.samples // 20, 12, 12, only)
+    if context.as_is and (wrong := _unchanged(context, name)):
+        return Finding(name, "", Verdict.FAIL, f"{len(draws):,} tokens", None, "", wrong)
+    if context.as_is:
+        size: float | None = 1.0
+    elif name in ("top_k", "top_p", "min_p"):
+        # Ignored for a share s of the tokens, it stays unseen with probability (1 - s · outside) at each.
+        mass = sum(draw.outside for draw in draws)
+        size = 2.303 / mass if mass > 2.303 else None
+    else:
+        size = smallest(_SHARES, lambda share: power(draws, lambda draw: draw.ignored_H, share, context.p, only))
+    return _judged(name, draws, found, context.p, f"ignored on {_percent(size)} of tokens" if size else "")
+
+
+def _unchanged(context: Context, name: str) -> str:
+    """For a server that reports what it samples from: how its report differs from what the field should make of it."""
+    plain = context.firsts({"max_tokens": 1}, 8)
+    tested = context.firsts({"max_tokens": 1, name: FIELDS[name]}, 8)
+    apart = []
+    for (number, one), (_, other) in zip(plain, tested):
+        place, prompt, top = one.places[0], context.prompts[number], context.server.top
+        if (made := expected(place, {name: FIELDS[name]}, (), prompt, top)) is not None:
+            apart.append(distance(dict(zip(made.tokens, made.probs_H)), reported(other.places[0], top)))
+    worst = max(apart, default=0.0)
+    return f"the reported probabilities are {worst:.2f} (total variation) from what they should be" * (
+        worst > _ROUNDING
+    )
+
+
+for _name in FIELDS:
+    _about_field(_name)

@@ -1,0 +1,85 @@
+"""Tests that are no bets, and the rule that decides over all of them."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from statistics import NormalDist
+from typing import NamedTuple
+
+import numpy as np
+
+__all__ = ["at_least", "holm", "same_source"]
+
+_PERMUTATIONS = 50_000
+_RARE = 5
+_PLENTY = 50  # permutations at least as far apart after which nothing can become significant
+
+
+def holm(p_values: Mapping[str, float], alpha: float) -> set[str]:
+    """Which claims are refuted, such that with probability ``1 - alpha`` no true one is, whatever their dependence
+    (Holm 1979)."""
+    refuted: set[str] = set()
+    for at, (name, p) in enumerate(sorted(p_values.items(), key=lambda each: each[1])):
+        if p > alpha / (len(p_values) - at):
+            break
+        refuted.add(name)
+    return refuted
+
+
+def at_least(hits: int, n: int, rate: float) -> float:
+    """The probability of ``hits`` or more among ``n`` if each comes with probability ``rate``: exact."""
+    if hits <= 0:
+        return 1.0
+    logs = [
+        math.lgamma(n + 1)
+        - math.lgamma(i + 1)
+        - math.lgamma(n - i + 1)
+        + i * math.log(rate)
+        + (n - i) * math.log1p(-rate)
+        for i in range(hits, n + 1)
+    ]
+    return min(1.0, float(np.exp(np.logaddexp.reduce(logs)))) if logs else 0.0
+
+
+class Compared(NamedTuple):
+    """The p-value of two samples, and about which total variation they would have shown with probability 0.9."""
+
+    p: float
+    finds: float
+
+
+def same_source(one: Sequence[Hashable], other: Sequence[Hashable], strata: Sequence[int], p: float = 1e-3) -> Compared:
+    """Whether two samples of one size are of one distribution in every stratum: a permutation test, exact for any
+    number of kinds, whose statistic is Pearson's chi-squared. ``finds`` is for a p-value of ``p``.
+
+    ``strata`` says for both samples which stratum an outcome is of; permutations stay within. Kinds that came less than
+    five times are one kind of their stratum.
+    """
+    rng = np.random.default_rng(0)
+    labels = [*zip(strata, one), *zip(strata, other)]
+    times = Counter(labels)
+    labels = [label if times[label] >= _RARE else (label[0], None) for label in labels]
+    kinds = {label: at for at, label in enumerate(dict.fromkeys(labels))}
+    kind_N = np.array([kinds[label] for label in labels])
+    stratum_N = np.array([*strata, *strata])
+    mine_N = np.arange(len(labels)) < len(one)
+    total = np.bincount(kind_N, minlength=len(kinds))
+
+    def apart(mine: np.ndarray) -> float:
+        counts = np.bincount(kind_N[mine], minlength=len(kinds))
+        return float(((2 * counts - total) ** 2 / total).sum())
+
+    seen, further, tried = apart(mine_N), 0, 0
+    rows = [np.flatnonzero(stratum_N == each) for each in np.unique(stratum_N)]
+    while tried < _PERMUTATIONS and further < _PLENTY:
+        tried += 1
+        mixed_N = mine_N.copy()
+        for at in rows:
+            mixed_N[at] = rng.permutation(mixed_N[at])
+        further += apart(mixed_N) >= seen - 1e-9
+    # A total variation d adds at least 2 n d^2 to the statistic, which deviates by about the root of twice its kinds.
+    normal = NormalDist()
+    finds = math.sqrt((normal.inv_cdf(1 - p) + normal.inv_cdf(0.9)) * math.sqrt(2 * len(kinds)) / (2 * len(one)))
+    return Compared((further + 1) / (tried + 1), min(1.0, finds))

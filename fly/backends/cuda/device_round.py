@@ -1,0 +1,274 @@
+"""One round of a batch, as work for the device alone: draft, score, decide, advance.
+
+rounds.py calls ``DeviceRound.launch`` once a round, and waits once, for the download that ``DecisionStage`` begins. In
+between nothing comes back to the host, with two exceptions: a draft that may end early is watched (chain.py), and a
+rule that no graph can hold runs between two graphs, where it may wait or raise.
+
+What the stages must know of a row stands in the table on the device (table.py). Rows above temperature 0 stand first.
+
+Shape legend: R rows (padding included), B rows of a group, D rows above temperature 0, K longest draft, J = K + 1
+positions, F hidden states side by side, V vocabulary, X columns of a packed decision.
+"""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fly.backends.cuda.attention import place_tokens
+from fly.backends.cuda.chain import Chain, Proposal, copy_tokens
+from fly.backends.cuda.drafter import Drafter, HeadDrafter, Model
+from fly.backends.cuda.graphs import Download, GraphPool, Part, Timer, upload_into
+from fly.backends.cuda.table import Column, Shape, Table, pack
+from fly.backends.cuda.waits import TextOnHost, find_wait
+from fly.backends.torch import TorchHead
+from fly.cache import PagedKVCache
+from fly.ops import Stream, argmax, pick, uniforms
+from fly.policies import AcceptancePolicy, verify
+from fly.policies.base import accepts_exactly
+from fly.types import Draft, Noise, Target, Verdict, Why
+
+__all__ = ["DecisionStage", "DeviceRound", "DeviceRounds", "Group", "Scored"]
+
+_log = logging.getLogger("fly")
+_MOST_ROUNDS, _MOST_LOGIT_BYTES = 32, 2 << 30  # kept for a cache
+_MOST_STAGES = 16  # kept for a round
+_find_wait = lru_cache(256)(find_wait)
+
+
+class Group(NamedTuple):
+    """Rows that stand together in the table: of one rule, all above temperature 0 or all at it."""
+
+    policy: AcceptancePolicy
+    drawn: bool
+    rows: int  # padding included
+
+
+class Scored(NamedTuple):
+    """What the target says after each row's last token, and after each drafted one."""
+
+    logits_RJV: Tensor
+    choices_RJ: Tensor  # the likeliest tokens
+    states_RJF: Tensor | None  # hidden states of the fed tokens, if they are wanted
+
+
+class DeviceRound:
+    """The memory of a batch of one shape, and the stages of its rounds."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        target: Model,
+        cache: PagedKVCache,
+        drafter: Model | TorchHead | None,
+        draft_cache: PagedKVCache | None,
+        pool: GraphPool,
+    ) -> None:
+        self.shape, self.target, self.pool, self.rounds = shape, target, pool, 0
+        # Graphs hold addresses, not this object, so dropping the cache frees its memory.
+        self.cache: PagedKVCache = weakref.proxy(cache)
+        self.table = Table(shape, target.device)
+        # Drafted tokens, and in the last column how many. A chain has memory of its own.
+        self._drafted_RJ = torch.zeros(shape.rows, shape.k + 1, dtype=torch.int64, device=target.device)
+        self.proposal = Proposal(self._drafted_RJ[:, :-1], self._drafted_RJ[:, -1])
+        self.drafter: Drafter | None = None
+        self.chain: Chain | None = None
+        if drafter is not None and draft_cache is not None:
+            if isinstance(drafter, TorchHead):
+                self.drafter = HeadDrafter(self.table, drafter, draft_cache)
+            else:
+                self.drafter = Drafter(self.table, drafter, draft_cache)
+            self.chain = Chain(self.drafter, pool)
+            self.proposal = self.chain.proposal
+        self.copy = Part(lambda: copy_tokens(self.table, self.proposal), pool)
+        self.score = Part(self._score, pool)
+        self._stages: dict[tuple[Group, ...], DecisionStage] = {}
+
+    @property
+    def logit_bytes(self) -> int:
+        return self.shape.logit_bytes(self.target.config.vocab_size)
+
+    def launch(self, stage: DecisionStage, longest: int, timer: Timer) -> None:
+        """Launch a round of drafts of up to ``longest`` tokens. Its result is there when ``timer.done`` is over.
+
+        Raises what a rule raises that no graph holds; then the round is void.
+        """
+        self.rounds += 1
+        timer.start.record()
+        # Draft: a drafter's tokens, or what prompt lookup copies, or nothing.
+        if self.chain is not None:
+            self.chain.draft(longest)
+        elif self.shape.spec.lookup is not None:
+            self.copy()
+        timer.drafted.record()
+        # Score: one forward of the target over the whole block.
+        self.scored = self.score()
+        # Decide: the rules say what stands, the table becomes that of the next round, and the result goes down.
+        stage.begin()
+        timer.done.record()
+
+    def propose(self, drafts: Sequence[list[int]]) -> None:
+        """Take drafts that were made elsewhere, for the first lines of the table."""
+        lines = [[*tokens, *[0] * (self.shape.k - len(tokens)), len(tokens)] for tokens in drafts]
+        upload_into(self._drafted_RJ[: len(lines)], torch.tensor(lines))
+
+    def find_stage(self, groups: tuple[Group, ...], control_V: Tensor) -> DecisionStage:
+        """The last stage, for rows that stand in these ``groups``; ``control_V`` as of ``Target``."""
+        if groups not in self._stages:
+            if len(self._stages) == _MOST_STAGES:
+                del self._stages[next(iter(self._stages))]
+            self._stages[groups] = DecisionStage(self, groups, control_V)
+        return self._stages[groups]
+
+    def _score(self) -> Scored:
+        """The target's forward over every row's last token and its draft."""
+        table, (tokens_RK, count_R, _) = self.table, self.proposal
+        tokens_RJ = torch.cat([table.column(Column.LAST).unsqueeze(1), tokens_RK], 1)
+        fed_RJ = torch.arange(self.shape.k + 1, device=table.device) <= count_R.unsqueeze(1)
+        fed_RJ = fed_RJ & (table.column(Column.LEFT) > 0).unsqueeze(1)
+        start_R = table.column(Column.LENGTH) - 1
+        positions_T, kv = place_tokens(self.cache, table.target_pages_RW, start_R, fed_RJ)
+        states = dict.fromkeys(self.shape.states, start_R)
+        hidden_TC = self.target.hidden(tokens_RJ.flatten(), positions_T, kv, states, self.shape.compiled)
+        logits_RJV = self.target.logits(hidden_TC).unflatten(0, tokens_RJ.shape)
+        states_RJF: Tensor | None = None
+        if states:
+            states_RJF = torch.cat([states[number] for number in self.shape.states], -1).unflatten(0, tokens_RJ.shape)
+        return Scored(logits_RJV, argmax(logits_RJV), states_RJF)
+
+
+class DecisionStage:
+    """The last stage of a round: the rules of its rows decide, and the table becomes that of the next round.
+
+    ``relaxes`` says for each group whether its rule excuses mismatches, and ``conditions`` names the rule's conditions.
+    ``needs_texts``: some rule runs outside of the graph, and the host is to set ``texts``, of all rows, before a round.
+    """
+
+    def __init__(self, round_: DeviceRound, groups: tuple[Group, ...], control_V: Tensor) -> None:
+        self.round, self.groups, self.control_V = round_, groups, control_V
+        self.relaxes = [not accepts_exactly(policy) or policy.relaxation is not None for policy, _, _ in groups]
+        self.conditions: list[list[str]] = [[] for _ in groups]
+        self.texts: list[list[int]] | None = None
+        waits = (_find_wait(group.policy, group.drawn, group.drawn and round_.drafter is not None) for group in groups)
+        refusal = next((wait for wait in waits if wait is not None), None)
+        self.needs_texts = refusal is not None
+        self.part = Part(self._decide, round_.pool, round_.score, refusal)
+        self.download: Download | None = None
+
+    def begin(self) -> None:
+        """Decide, and queue the download of the result."""
+        lines_RX = self.part()
+        if self.download is None:
+            self.download = Download(lines_RX)
+        self.download.begin(lines_RX)
+
+    def _decide(self) -> Tensor:
+        """[R, X] int32, a ``pack``ed line for each row."""
+        table, (tokens_RK, count_R, probs_DKV) = self.round.table, self.round.proposal
+        logits_RJV, choices_RJ, _ = self.round.scored
+        # The coins are hashes of the row's seed and of where the round begins.
+        seed_R, length_R = table.column(Column.SEED), table.column(Column.LENGTH)
+        accept_RK = uniforms(seed_R, length_R, Stream.ACCEPT, tokens_RK.shape[1])
+        sample_R = uniforms(seed_R, length_R, Stream.SAMPLE, 1).squeeze(1)
+        verdicts, costs, lines, first = list[Verdict](), list[Tensor | None](), list[Tensor](), 0
+        for number, (policy, drawn, count) in enumerate(self.groups):
+            # The group's share of the block, and the same ``verify`` as on every device.
+            rows = slice(first, first := first + count)
+            target = self._make_target(rows, drawn, logits_RJV[rows])
+            target._argmax = choices_RJ[rows]
+            probs_BKV = probs_DKV[rows] if drawn and probs_DKV is not None else None
+            draft = Draft(tokens_RK[rows], count_R[rows], probs_BKV)
+            verdicts.append(verify(policy, target, draft, Noise(accept_RK[rows], sample_R[rows])))
+            costs.append(_compute_cost(target, draft) if self.relaxes[number] else None)
+            lines.append(pack(draft, choices_RJ[rows], verdicts[-1], costs[-1]))
+            self.conditions[number] = list(verdicts[-1].clauses)
+        self._advance(verdicts, costs)
+        widest = max(line_BX.shape[1] for line_BX in lines)
+        return torch.cat([F.pad(line_BX, (0, widest - line_BX.shape[1])) for line_BX in lines])
+
+    def _make_target(self, rows: slice, drawn: bool, logits_BJV: Tensor) -> Target:
+        """What the target says about one group's block."""
+        table, texts = self.round.table, None if self.texts is None else self.texts[rows]
+        return Target(
+            logits_BJV,
+            table.read_sampling(rows).on(logits_BJV) if drawn else None,
+            control_V=self.control_V,
+            generated_B=table.column(Column.GENERATED)[rows],
+            relaxed_B=table.column(Column.RELAXED)[rows],
+            nats_B=table.column(Column.NATS)[rows].float(),
+            history=texts if self.needs_texts else TextOnHost(),
+        )
+
+    def _advance(self, verdicts: Sequence[Verdict], costs: Sequence[Tensor | None]) -> None:
+        """Make the table that of the next round. Padding stays as it is."""
+        table, drafter = self.round.table, self.round.drafter
+        accepted_R = torch.cat([verdict.accepted_B for verdict in verdicts])
+        next_R = torch.cat([verdict.next_token_B for verdict in verdicts])
+        relaxed, nats = list[Tensor](), list[Tensor]()
+        for verdict, cost_BK in zip(verdicts, costs):
+            excused_BK = verdict.why_BK == int(Why.RELAXED)
+            zeros_BK = torch.zeros_like(excused_BK, dtype=torch.float64)
+            relaxed.append(excused_BK.sum(1))
+            nats.append((zeros_BK if cost_BK is None else cost_BK.double().masked_fill(~excused_BK, 0.0)).sum(1))
+        # The round emits the accepted tokens and the one after them.
+        emitted_RJ = F.pad(self.round.proposal.tokens_RK, (0, 1)).scatter(
+            1, accepted_R.unsqueeze(1), next_R.unsqueeze(1)
+        )
+        table.write_text(table.column(Column.LENGTH), emitted_RJ)
+        text_R1J = torch.cat([table.column(Column.LAST).unsqueeze(1), emitted_RJ], 1)
+        before_R = text_R1J.gather(1, accepted_R.unsqueeze(1)).squeeze(1)
+
+        there_R = table.column(Column.LEFT) > 0
+        count_R = torch.where(there_R, accepted_R + 1, 0)
+        for column, new_R in ((Column.BEFORE, before_R), (Column.LAST, next_R)):
+            table.column(column).copy_(torch.where(there_R, new_R, table.column(column)))
+        table.column(Column.LENGTH).add_(count_R)
+        table.column(Column.LEFT).sub_(count_R)
+        table.column(Column.GENERATED).add_(count_R)
+        table.column(Column.RELAXED).add_(torch.where(there_R, torch.cat(relaxed), 0))
+        table.column(Column.NATS).add_(torch.where(there_R, torch.cat(nats), 0.0))
+        if drafter is not None:
+            drafter.advance(emitted_RJ, accepted_R, self.round.scored.states_RJF)
+
+
+def _compute_cost(target: Target, draft: Draft) -> Tensor:
+    """[B, K] float32, the cost of keeping each drafted token: -ln target(token), of the unprocessed distribution."""
+    return -pick(target.logits_BKV[:, :-1].log_softmax(-1), draft.tokens_BK)
+
+
+class DeviceRounds:
+    """The rounds made so far for batches of one cache. Those unused for longest are dropped."""
+
+    def __init__(self, pool: GraphPool) -> None:
+        self.pool = pool
+        self.made: dict[tuple[Shape, weakref.ref[PagedKVCache] | None], DeviceRound] = {}  # the last used at the end
+
+    def find(
+        self,
+        shape: Shape,
+        target: Model,
+        cache: PagedKVCache,
+        drafter: Model | TorchHead | None = None,
+        draft_cache: PagedKVCache | None = None,
+    ) -> DeviceRound:
+        """The round for batches of this shape. One that was launched ``Model.often`` times is made anew, with compiled
+        layers."""
+        key = shape, None if draft_cache is None else weakref.ref(draft_cache)
+        found = self.made.pop(key, None)
+        if found is not None and found.rounds >= target.often and target.compiles and not found.shape.compiled:
+            _log.info("compiling layers for %d rows and drafts of %d tokens, which takes a while", shape.rows, shape.k)
+            found, shape = None, replace(shape, compiled=True)
+        self.made[key] = found = found or DeviceRound(shape, target, cache, drafter, draft_cache, self.pool)
+        while len(self.made) > _MOST_ROUNDS or sum(each.logit_bytes for each in self.made.values()) > _MOST_LOGIT_BYTES:
+            if len(self.made) == 1:
+                break
+            del self.made[next(iter(self.made))]
+        return found

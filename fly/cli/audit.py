@@ -1,0 +1,179 @@
+"""``fly audit``."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from fly.cli.options import Dtype, Json, number
+from fly.cli.run import alone
+from fly.cli.show import console, errors, note, print_list, sentences, table, write_json
+
+if TYPE_CHECKING:
+    from fly.audit import Finding, Report
+
+_COLOURS = {"pass": "green", "fail": "bold red", "undecided": "yellow", "not supported": "dim"}
+
+
+@alone
+def audit(
+    url: Annotated[
+        str | None, typer.Argument(help="The server's address: http://127.0.0.1:8000", metavar="URL")
+    ] = None,
+    beside: Annotated[
+        str | None, typer.Option(help="A second server of the same model, which is taken to be right.", metavar="URL")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="The same, run by fly without a draft: a bundled name, a directory, a GGUF file.")
+    ] = None,
+    dtype: Dtype = "auto",
+    name: Annotated[
+        str | None, typer.Option(help="The model's name on the server. Default: the first it lists.")
+    ] = None,
+    beside_name: Annotated[str | None, typer.Option(help="The model's name on the second server.")] = None,
+    api_key: Annotated[str | None, typer.Option(help="The server's key. Default: $OPENAI_API_KEY.")] = None,
+    beside_api_key: Annotated[str | None, typer.Option(help="The second server's key.")] = None,
+    endpoint: Annotated[
+        str, typer.Option(help="completions, chat, or auto: completions if the server has them.")
+    ] = "auto",
+    samples: Annotated[
+        int, typer.Option(min=16, help="Answers drawn for the joint distribution; other checks draw in proportion.")
+    ] = 4000,
+    prompts: Annotated[
+        Path | None, typer.Option(help="A file of prompts to ask about, one a line. Default: forty of our own.")
+    ] = None,
+    parallel: Annotated[int, typer.Option(min=1, help="The most requests at the same time.")] = 8,
+    alpha: Annotated[
+        float, number(1e-9, 0.5, help="The probability that an honest server fails, at most, over all checks.")
+    ] = 0.001,
+    seconds: Annotated[float | None, number(1, help="The most time; checks that are cut short are undecided.")] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="The most requests.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Run this check; repeatable.", show_default=False)] = None,
+    skip: Annotated[
+        list[str] | None, typer.Option(help="Leave this check out; repeatable.", show_default=False)
+    ] = None,
+    timeout: Annotated[float, number(1, help="The most seconds for one answer.")] = 600.0,
+    list_: Annotated[bool, typer.Option("--list", help="List the checks.")] = False,
+    json_: Json = None,
+) -> None:
+    """Judge any OpenAI-compatible server: are its answers those of its model, whatever makes it fast? Exits with 0 if
+    nothing failed, 1 if something did, 2 if it could not be tested."""
+    from fly.audit import audit as run
+    from fly.audit import check_names
+
+    if list_:
+        print_list(check_names().items(), "check", sentences("tests that"))
+        return
+    if url is None:
+        raise ValueError("give the server's address, as in: fly audit http://127.0.0.1:8000")
+    if beside is not None and model is not None:
+        raise ValueError("--beside and --model are both a reference: give one of them")
+    texts = {} if prompts is None else {"prompts": _read(prompts)}
+    with _reference(model, dtype) as own, _progress() as show:
+        report = run(
+            url,
+            name=name,
+            key=api_key or os.environ.get("OPENAI_API_KEY"),
+            endpoint=endpoint,
+            beside=own or beside,
+            beside_name=beside_name,
+            beside_key=beside_api_key,
+            samples=samples,
+            parallel=parallel,
+            alpha=alpha,
+            seconds=seconds,
+            requests=requests,
+            only=only or (),
+            skip=skip or (),
+            timeout=timeout,
+            progress=show,
+            **texts,
+        )
+    write_json(json_, report.as_dict())
+    _show(report, model)
+    raise typer.Exit(report.status)
+
+
+def _read(path: Path) -> list[str]:
+    """The prompts of a file, one a line; ``\\n`` in a line is a line break."""
+    return [line.replace("\\n", "\n") for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+
+
+@contextmanager
+def _reference(model: str | None, dtype: str) -> Iterator[str | None]:
+    """The address of a server of our own, without a draft, for as long as this lasts."""
+    if model is None:
+        yield None
+        return
+    from fly.llm import LLM
+    from fly.serve import Server, Service, Settings
+
+    with LLM(model, draft=None, dtype=dtype, deterministic=True) as llm:
+        server = Server(Service(llm, Settings(name=model), draft="none", name=model), log_level="error")
+        listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+        thread.start()
+        while not server.started and thread.is_alive():
+            time.sleep(0.01)
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join(30)
+
+
+@contextmanager
+def _progress() -> Iterator[Any]:
+    """A bar of the checks that are done, with what is being done, beside the output."""
+    columns = (BarColumn(20), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=errors, transient=True) as bar:
+        task = bar.add_task("connecting", total=None)
+        yield lambda what, done, total: bar.update(task, description=escape(what), completed=done, total=total)
+
+
+def _show(report: Report, model: str | None) -> None:
+    """One line a check, then what there is to say about some of them, then the sum."""
+    beside = f" · beside {model or report.beside}" if report.beside else ""
+    title = f"{report.model} at {report.url} · {report.endpoint}{beside}"
+    columns = {
+        "check": lambda each: each.check,
+        "verdict": lambda each: f"[{_COLOURS[each.verdict.value]}]{each.verdict.value}[/]",
+        "seen": lambda each: each.seen or "–",
+        "p": lambda each: "–" if each.p is None else _p(each.p),
+        "finds (probability 0.9)": lambda each: escape(each.finds) or "–",
+    }
+    text = ("check", "verdict", "seen", "finds (probability 0.9)")
+    console.print(table(escape(title), report.findings, columns, text=text, padding=(0, 1, 0, 0), show_edge=False))
+    for each in report.findings:
+        if each.detail:
+            _explain(each)
+    counts = Counter(each.verdict.value for each in report.findings)
+    drawn = sum(each.p is not None for each in report.findings)
+    said = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+    console.print(f"[bold]{said}[/] · {report.requests:,} requests in {report.seconds:.0f} s", highlight=False)
+    note(
+        "p: how likely such samples are from an honest server. Over the "
+        f"{drawn} checks that have one, an honest server fails with probability {report.alpha:g} at most (Holm)."
+    )
+    if report.beside is None:
+        note("Not tested: greedy answers beside a reference, which --beside URL or --model NAME would name.")
+
+
+def _explain(each: Finding) -> None:
+    colour = _COLOURS[each.verdict.value]
+    console.print(f"[{colour}]{each.check}[/]: {escape(each.detail)}", highlight=False)
+
+
+def _p(value: float) -> str:
+    return "0" if value == 0 else f"{value:.2g}" if value >= 1e-9 else "<1e-9"
