@@ -30,10 +30,10 @@ from fly.cli.options import (
     K,
     Kernels,
     Model,
-    Policy,
+    Rules,
     output,
 )
-from fly.cli.run import command, kernels_of, loaded, ranks_of
+from fly.cli.run import command, kernels_of, loaded, ranks_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.eval import Setting
@@ -41,7 +41,6 @@ from fly.eval.plots import save_lines
 from fly.eval.scorers import check_many
 from fly.job import Job, Request
 from fly.llm import LLM
-from fly.policies import parse_policy
 from fly.request import Stats, Token
 from fly.types import SamplingParams
 
@@ -203,7 +202,7 @@ def main(
     requests: Annotated[
         int, typer.Option(min=1, help="How many requests in all: held-out problems of all kinds.")
     ] = 64,
-    policy: Policy = "fly",
+    policy: Rules = None,
     draft: DraftOption = None,
     k: K = 15,
     model: Model = "fly-target",
@@ -215,9 +214,10 @@ def main(
     plot: Annotated[Path | None, output(help="Write a plot of tokens/s to this file (.svg).", suffix=".svg")] = None,
     json_: Json = None,
 ) -> None:
-    """Throughput, latency and memory for 1 to 64 requests at a time: autoregressive, exact and relaxed speculation."""
+    """Throughput, latency and memory for 1 to 64 requests at a time, autoregressive, by exact speculation and by other
+    rules."""
     with ranks_of(context) as ranks:
-        sizes, rule = size or [1, 2, 4, 8, 16, 32, 64], parse_policy(policy, trusted=True)
+        sizes, rules = size or [1, 2, 4, 8, 16, 32, 64], rules_of(policy)
         options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
         options |= {"cache_tokens": max(sizes) * 1024, "ranks": ranks}
         plain = LLM(model, **options)
@@ -225,7 +225,7 @@ def main(
         fast = LLM(plain, draft, **options)
         if ranks is not None:
             loaded(ranks)
-        settings = settings_of(plain, fast, k, [rule])
+        settings = settings_of(plain, fast, k, rules)
         asked = bundled_problems(None, "heldout", 0, requests)
         with progress(len(sizes) * len(settings) * len(asked), "batching") as advance:
             loads = measure_load(settings, sizes, asked, SamplingParams(temperature=0.0, max_tokens=400), advance)

@@ -366,7 +366,7 @@ def main(
     context: typer.Context,
     target: Annotated[str, typer.Option(help="The target: a checkpoint.")] = "fly-target",
     draft: Annotated[str, typer.Option(help="The draft: a checkpoint.")] = "fly-draft",
-    policy: Policy = "fly",
+    policy: Policy = "exact",
     k: K = 15,
     dtype: Dtype = "auto",
     draft_placement: Annotated[str, typer.Option(help="auto, replicated or sharded.")] = "auto",

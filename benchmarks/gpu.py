@@ -22,8 +22,8 @@ from fly.bench.limits import measure_limits
 from fly.bench.plan import MODELS
 from fly.bench.shapes import forward_bytes, random_model
 from fly.cache import PagedKVCache
-from fly.cli.options import Device, Json
-from fly.cli.run import alone
+from fly.cli.options import Device, Json, Rules
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, table, write_json
 from fly.drafts import DraftStrategy, SingleDraft
 from fly.drafts.base import Continuation, Wrapper
@@ -31,7 +31,7 @@ from fly.engine import Engine
 from fly.executor import Executor, Spent
 from fly.models import LlamaConfig
 from fly.models.loading import resolve_dtype
-from fly.policies import AcceptancePolicy, parse_policy
+from fly.policies import AcceptancePolicy
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.types import Draft, SamplingParams
@@ -195,7 +195,7 @@ def main(
     draft: Annotated[str, typer.Option(help="Shape of the draft model, likewise.")] = "1b",
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Rows of a batch; repeatable.")] = None,
     k: Annotated[list[int] | None, typer.Option(min=0, help="Draft length; repeatable.")] = None,
-    policy: Annotated[list[str] | None, typer.Option(help="Policy; repeatable.")] = None,
+    policy: Rules = None,
     temperature: Annotated[list[float] | None, typer.Option(min=0, help="Temperature; repeatable.")] = None,
     peers: Annotated[bool, typer.Option(help="Decode with transformers too, if it is installed.")] = True,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
@@ -207,7 +207,7 @@ def main(
     for name in (target, draft):
         if name not in SHAPES:
             raise ValueError(f"shape {name!r} is unknown; choices: {list(SHAPES)}")
-    rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
+    rules = rules_of(policy)
     where, kind = cuda_device(device), resolve_dtype(dtype, {})
     limits = measure_limits(where)
     console.print(

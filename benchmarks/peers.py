@@ -30,14 +30,14 @@ from fly.bench.shapes import forward_bytes, forward_operations, matrix_parameter
 from fly.bench.speed import LONGEST, PROMPTS
 from fly.bundled import resolve_checkpoint, usual_draft
 from fly.bundled.tasks import Problem
-from fly.cli.options import DraftLength, Dtype, Json, Kernels, Model, Policy, Turns
-from fly.cli.run import alone
+from fly.cli.options import DraftLength, Dtype, Json, Kernels, Model, Rules, Turns
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.cli.speed import NO_SHAPE, best_median
 from fly.drafts import SingleDraft
 from fly.eval import Setting
 from fly.eval.compare import in_turns
-from fly.eval.plan import rule_name
+from fly.eval.plan import named
 from fly.eval.scorers import check_many
 from fly.llm import LLM
 from fly.models import LlamaConfig, save_model
@@ -45,7 +45,7 @@ from fly.models.checkpoint import Checkpoint
 from fly.models.loading import resolve_device, resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer
-from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies import AcceptancePolicy
 
 
 @dataclass
@@ -181,7 +181,7 @@ class Lineup:
 def line_up(
     model: str,
     draft: str,
-    policy: AcceptancePolicy,
+    rules: Sequence[AcceptancePolicy],
     k: int,
     directory: Path,
     shape: str | None = None,
@@ -226,7 +226,7 @@ def line_up(
     else:
         asked, prompts = asked_of(plain, model, count)
     if helper is not None:
-        settings += _speculation(plain, helper, policy, k, options)
+        settings += _speculation(plain, helper, rules, k, options)
     narrow = split(chosen(kernels))[1]  # which kernels of 8 bits, if any
     contenders = [fly_contender(setting, shape is not None) for setting in settings]
     peers, skipped = load_peers(source, helper, k, number, directory, shape is not None, bool(narrow), rows)
@@ -241,23 +241,19 @@ def _check_same_tokens(checkpoint: Checkpoint, helper: Path | None) -> None:
         raise ValueError(f"draft {helper} has another tokenizer than the model; peers need the same, or 'none'")
 
 
-def _speculation(plain: LLM, draft: Path, policy: AcceptancePolicy, k: int, options: dict[str, Any]) -> list[Setting]:
+def _speculation(
+    plain: LLM, draft: Path, rules: Sequence[AcceptancePolicy], k: int, options: dict[str, Any]
+) -> list[Setting]:
     """fly's ways to speculate, all of ``plain``'s weights: a copy for each would drive the others from the caches of
     the processor."""
     levels, lookup = (LLM(plain, text, **options) for text in (str(draft), "ngram"))
     fast = LLM(plain, SingleDraft(draft, reach=None, **options))
     surely = LLM(plain, SingleDraft(draft, confidence=SURE, **options))
     sure, most = f" (to {SURE})", max(k, MOST_SURE)
-    found = [
-        Setting("exact", fast, k),
-        Setting("exact, n-gram", lookup, k),
-        Setting("exact, multi-level", levels, k),
-        Setting("exact" + sure, surely, most),
-    ]
-    if policy != Exact():
-        name = rule_name(policy)
-        found += [Setting(name, fast, k, policy), Setting(f"{name}, multi-level", levels, k, policy)]
-        found.append(Setting(name + sure, surely, most, policy))
+    found = [Setting("exact, n-gram", lookup, k)]
+    for rule, name in named(rules).items():
+        found += [Setting(name, fast, k, rule), Setting(f"{name}, multi-level", levels, k, rule)]
+        found.append(Setting(name + sure, surely, most, rule))
     return found
 
 
@@ -270,7 +266,7 @@ def main(
             help="The draft checkpoint for all libraries that take one, or 'none'. Default: fly-draft for fly-target."
         ),
     ] = None,
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: DraftLength = 15,
     shape: Annotated[
         str | None,
@@ -301,11 +297,11 @@ def main(
     On kernels of 8 bits (--kernels w8a8), llama.cpp gets its own of 8 bits, Q8_0.
     """
 
-    rule, cpu = parse_policy(policy, trusted=True), resolve_device("cpu")
+    rules, cpu = rules_of(policy), resolve_device("cpu")
     shape = None if shape == NO_SHAPE else shape
     with TemporaryDirectory() as temporary:
         draft = draft or usual_draft(model)
-        lineup = line_up(model, draft, rule, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
+        lineup = line_up(model, draft, rules, k, Path(temporary), shape, problems, tokens, dtype, kernels, rows)
         limits = measure_limits(cpu)
         with progress(turns * -(-len(lineup.prompts) // rows) * len(lineup.contenders), "peers") as advance:
             matches, cut = lineup.measure(turns, advance)

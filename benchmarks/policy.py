@@ -19,14 +19,14 @@ from fly.backends import executor_of
 from fly.bench.clock import take_turns
 from fly.bench.shapes import shape_config
 from fly.cache import PagedKVCache
-from fly.cli.options import Device
-from fly.cli.run import alone
+from fly.cli.options import Device, Rules
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, print_list, progress
 from fly.drafts.base import pad
 from fly.executor import Executor
 from fly.models import Llama
 from fly.models.loading import resolve_device, resolve_dtype
-from fly.policies import AcceptancePolicy, parse_policy
+from fly.policies import AcceptancePolicy
 from fly.request import Sequence as Row
 from fly.runner import Runner
 from fly.testing.blocks import toy_vocabulary
@@ -126,7 +126,7 @@ def _measure(
 
 @alone
 def main(
-    policy: Annotated[list[str] | None, typer.Option(help="Policies; may be given several times.")] = None,
+    policy: Rules = None,
     rows: Annotated[list[int] | None, typer.Option(min=1, help="Batch sizes B.")] = None,
     k: Annotated[list[int] | None, typer.Option(min=1, help="Draft lengths K.")] = None,
     vocab: Annotated[list[int] | None, typer.Option(min=16, help="Vocabulary sizes V.")] = None,
@@ -134,7 +134,7 @@ def main(
     device: Device = "auto",
 ) -> None:
     """What a decision costs, for B × K × V, beside the verification forward before it (12 layers of width 768)."""
-    rules = [parse_policy(text, trusted=True) for text in policy or ["exact", "fly"]]
+    rules = rules_of(policy)
     shapes = [(b, n, v) for v in vocab or [32_000, 128_256, 262_144] for b in rows or [1, 8] for n in k or [15]]
     where = {"dtype": resolve_dtype(dtype, {}), "device": resolve_device(device)}
     lines = []

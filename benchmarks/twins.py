@@ -23,15 +23,16 @@ from fly.bench.loaded import drafts_alone, subjects_of
 from fly.bench.speed import Forward, Forwards, Shape, measure_forwards
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems as bundled_problems
-from fly.cli.options import Device, Dtype, Json, Kernels, Model, Policy
-from fly.cli.run import alone
+from fly.cli.options import Device, Dtype, Json, Kernels, Model, Rules
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, note, progress, ratio, table, write_json
 from fly.drafts import SingleDraft
 from fly.eval import Result, Setting, compare
+from fly.eval.plan import named
 from fly.llm import LLM
 from fly.models import Llama, LlamaConfig, load_model, save_model
 from fly.models.llama import allocate, skeleton
-from fly.policies import AcceptancePolicy, Exact, parse_policy
+from fly.policies import AcceptancePolicy, Exact
 from fly.types import SamplingParams
 
 PAIRS = {"70b:8b": (8 / 70, 15), "405b:8b": (8 / 405, 25)}
@@ -60,7 +61,7 @@ def twin(model: Llama, width: int = 1, layers: int | None = None) -> Llama:
     layers = config.num_hidden_layers if layers is None else layers
     if width < 1:
         raise ValueError(f"width {width} must be at least 1")
-    if width > 1 and (config.traits.query_norm or config.traits.scaled_embedding):
+    if width > 1 and (config.traits.query_norm != "none" or config.traits.scaled_embedding):
         raise ValueError(f"a model of family {config.family!r} has no wider twin; width must be 1")
     if layers < config.num_hidden_layers:
         raise ValueError(f"layers {layers} are fewer than the model's {config.num_hidden_layers}")
@@ -194,7 +195,7 @@ def measure_twins(
     draft: str,
     cost: float,
     lengths: Sequence[int],
-    policy: AcceptancePolicy,
+    rules: Sequence[AcceptancePolicy],
     problems: int,
     directory: Path,
     width: int = 4,
@@ -207,8 +208,8 @@ def measure_twins(
     """Make twins of ``model`` and ``draft`` whose cost ratio is about ``cost`` here, and decode held-out problems.
 
     Both are made ``width`` times as wide; then the target deeper, or else the draft, until the times of a token have
-    that ratio. Autoregressive decoding, and exact speculation and ``policy``, each also on a draft that prompt lookup
-    drafts for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
+    that ratio. Autoregressive decoding, and speculation by each of ``rules``, also on a draft that prompt lookup drafts
+    for, take turns of two problems, greedily, at every draft length; and both at the longest while the draft has
     some ``confidence``. ``advance(name)`` is called after every completion; ``directory`` takes the twins' weights.
     """
     if (longest := max(lengths)) >= _TOKENS - _CONTEXT:
@@ -230,7 +231,7 @@ def measure_twins(
     ways = [(llm, how, k) for k in lengths for llm, how in ((single, ""), (levels, ", multi-level"))]
     settings = [Setting("autoregressive", plain, 0)]
     for llm, how, k in [*ways, (surely, f" (to {confidence:g})", longest)]:
-        for name, rule in (("exact", Exact()), (str(policy).split("(")[0], policy)):
+        for rule, name in named(rules).items():
             settings.append(Setting(f"{name}{how}", llm, k, rule))
     subjects = subjects_of(single, "target", "draft")
     target, drafting = (Forwards(subject.name, subject.make(), _TOKENS) for subject in subjects)
@@ -280,7 +281,7 @@ def main(
     ] = None,
     model: Model = "fly-target",
     draft: Annotated[str, typer.Option(help="Draft checkpoint.")] = "fly-draft",
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: Annotated[
         list[int] | None,
         typer.Option(min=1, help="Draft length to measure; repeatable. Default: those published for the pair."),
@@ -297,14 +298,15 @@ def main(
     Acceptance and answers are those of the small pair; only the time is a larger pair's.
     """
 
-    rule = parse_policy(policy, trusted=True)
+    rules = rules_of(policy)
     records = []
     for name in pair or list(PAIRS):
         cost, published = parse_pair(name)
         lengths = k or [published]
-        with TemporaryDirectory() as temporary, progress((4 * len(lengths) + 3) * problems, "twins") as advance:
+        turns = 1 + len(rules) * (2 * len(lengths) + 1)
+        with TemporaryDirectory() as temporary, progress(turns * problems, "twins") as advance:
             twins = measure_twins(
-                *(model, draft, cost, lengths, rule, problems, Path(temporary), width),
+                *(model, draft, cost, lengths, rules, problems, Path(temporary), width),
                 *(dtype, device, kernels, SURE, advance),
             )
         console.print(twins_table(twins, f"Twins of {model} and {draft} at the cost ratio of {name}: c {cost:.3f}"))

@@ -61,7 +61,7 @@ def apply(
             # a row that ended before the rest was tried says nothing of the rest
             heard = None if count > len(path) else {*path[:standing]}
             number = {node: at for at, node in enumerate(path[:standing])}
-            for node, relaxed, held, nats in mismatches:
+            for node, relaxed, held, nats, costs in mismatches:
                 if heard is not None and node not in heard:
                     continue
                 if relaxation is not None and held:
@@ -72,6 +72,8 @@ def apply(
                     block[at] = block[at]._replace(why=Why.RELAXED, clause=clause)
                     stats.relaxed += 1
                     stats.nats += nats
+                    for label, cost in costs.items():
+                        stats.spent[label] = stats.spent.get(label, 0.0) + cost
         row.provenance += block
         stats.generated += count
         if not prompt:

@@ -21,7 +21,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from fly.errors import explain, meant, short
+from fly.errors import explain, instead, short
 from fly.job import Job, Request, outputs_of
 from fly.models.tokenizer import Tokenizer
 from fly.output import Output
@@ -338,7 +338,7 @@ def _refuse_unknown(fields: abc.Iterable[str], own: abc.Iterable[str]) -> None:
     if unknown := next((name for name in fields if name not in known), None):
         if unknown == "stream":
             raise ValueError("'stream' is no option: stream(prompt) streams, and stream(chat_prompt(messages))")
-        raise ValueError(f"{unknown!r} is no option{meant(unknown, known)}; choices: {known}")
+        raise ValueError(f"{unknown!r} is no option{instead(unknown, known)}")
 
 
 def _several(messages: object) -> bool:

@@ -90,4 +90,4 @@ class Config(BaseModel):
         except yaml.YAMLError as error:
             raise ValueError(f"{path}: not valid YAML ({' '.join(str(error).split())})") from error
         except ValidationError as error:
-            raise ValueError(f"{path}: {explain(error)}; fields: {list(Config.model_fields)}") from error
+            raise ValueError(f"{path}: {explain(error, Config.model_fields)}") from error

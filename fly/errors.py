@@ -9,7 +9,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-__all__ = ["explain", "meant", "origin", "short"]
+__all__ = ["explain", "instead", "meant", "origin", "short"]
 
 # What has another name or place here: words of vLLM, transformers and OpenAI, and what goes under "speculation".
 _ELSEWHERE = {
@@ -39,11 +39,16 @@ _ELSEWHERE = {
 }
 
 
-def explain(error: ValidationError) -> str:
-    """Every field that is wrong in one line: its name, what is wrong, and the value that came in."""
+def explain(error: ValidationError, fields: Iterable[str] = ()) -> str:
+    """Every field that is wrong in one line: its name, what is wrong, and the value that came in; of one that does not
+    exist, which of the ``fields`` may have been meant."""
     parts = []
     for problem in error.errors(include_url=False):
         name = ".".join(map(str, problem["loc"]))
+        if problem["type"] == "extra_forbidden":
+            known = fields if len(problem["loc"]) == 1 else ()
+            parts.append(f"{name}: there is no such field{instead(name, known, 'fields') if known else ''}")
+            continue
         text = problem["msg"].removeprefix("Value error, ")
         # Errors of our own validators name the value themselves.
         got = "" if problem["type"] in ("value_error", "missing") else f", got {problem['input']!r}"
@@ -58,6 +63,12 @@ def meant(word: str, known: Iterable[str]) -> str:
     same = _ELSEWHERE.get(word)
     like = [same] if same in known else difflib.get_close_matches(word, known, 1)
     return f" (did you mean {like[0]!r}?)" if like else ""
+
+
+def instead(word: str, known: Iterable[str], title: str = "choices") -> str:
+    """What to write instead of an unknown ``word``: what may have been meant, or all there is if nothing is like it."""
+    known = list(known)
+    return meant(word, known) or f"; {title}: {known}"
 
 
 def origin(error: BaseException) -> str:

@@ -17,13 +17,14 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from importlib.metadata import entry_points
 from inspect import Parameter
+from itertools import chain, product
 from types import UnionType
 from typing import Annotated, Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 
-from fly.errors import explain, meant
+from fly.errors import explain, instead, meant
 
 __all__ = [
     "CLASS_PATH",
@@ -35,6 +36,7 @@ __all__ = [
     "Source",
     "Text",
     "check_types",
+    "grid",
     "hints_of",
 ]
 
@@ -140,7 +142,7 @@ class Source:
         choices = self.registry.choices()
         close = meant(name, [known for names in choices.values() for known in names])
         listed = ", ".join(f"{title}: {list(names)}" for title, names in choices.items())
-        raise self.error(f"{name!r} is unknown{close}; {listed}{self.registry.more}")
+        raise self.error(f"{name!r} is unknown{close or f'; {listed}{self.registry.more}'}")
 
     def argument(self, given: Any, hint: Any) -> Any:
         """The value of an argument whose parameter has the annotation ``hint``."""
@@ -160,7 +162,7 @@ class Source:
         parameters = signature.parameters
         named = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
         if wrong := [option for option in options if option not in parameters and not named]:
-            raise self.error(f"{name} has no parameter {wrong[0]!r}; choices: {list(parameters)}")
+            raise self.error(f"{name} has no parameter {wrong[0]!r}{instead(wrong[0], parameters)}")
         try:
             bound = signature.bind(*arguments, **options)
             for parameter, given in bound.arguments.items():
@@ -225,6 +227,17 @@ class Text(Source):
             return match[0]
         self._words[name := f"_word_{len(self._words)}"] = word
         return name
+
+
+def grid(text: str) -> list[str]:
+    """The texts of all combinations of values in braces: ``fly(theta={0.1, 0.3}, window={2, 6})`` is four. Raises
+    ``ValueError`` for braces that hold nothing."""
+    parts = re.split(r"\{([^{}]*)\}", text)
+    choices = [[value.strip() for value in values.split(",")] for values in parts[1::2]]
+    if not all(all(values) for values in choices):
+        raise ValueError(f"{text!r}: a value is missing in braces, as in 'fly(theta={{0.1, 0.3}})'")
+    filled = product(*choices)
+    return ["".join(chain.from_iterable(zip(parts[::2], (*values, "")))) for values in filled]
 
 
 def _parse(text: str) -> ast.expr:

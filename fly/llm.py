@@ -24,9 +24,9 @@ from fly.config import Config
 from fly.drafts import DraftStrategy, parse_draft
 from fly.drafts.translate import translated
 from fly.engine import Engine
-from fly.errors import meant, short
+from fly.errors import instead, short
 from fly.job import Request, read_along
-from fly.memory import cache_size
+from fly.memory import cache_size, room_for
 from fly.models.chat import ChatPrompt
 from fly.models.checkpoint import Checkpoint
 from fly.models.generation import read_sampling_defaults
@@ -70,7 +70,9 @@ class LLM(Calls):
             preset (``"fly.paper"``) or its mapping (``{"name": "fly"}``); None is ``Exact()``. ``module:Class`` is
             imported.
         k: the most tokens that are drafted in a round.
-        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32; also for a draft given by its path.
+        dtype: ``"auto"`` (as the checkpoint states), bfloat16, float16 or float32. A draft that is loaded by its name
+            has the target's dtype, device and kernels, unless this call (with a loaded ``model``) or the draft's own
+            text says otherwise, as ``"model(fly-draft, kernels=int8)"`` does.
         device: ``"auto"`` or any torch device.
         deterministic: the target computes the same bits for a token, whatever is fed together with it: other requests,
             drafts, chunks of a prompt. At temperature 0 a lossless policy then gives the text of autoregressive
@@ -90,9 +92,8 @@ class LLM(Calls):
         kernels: what runs a model on the CPU: ``"auto"`` (compiled code where there is any for this processor and
             dtype), ``"torch"``, or one of ``fly.backends.cpu.available()``; ``"int8"`` is the best of them on weights
             rounded to 8 bits, half of bfloat16's bytes, and ``"w8a8"`` with activations rounded to 8 bits too
-            (``fly.backends.cpu.chosen``). Also for a draft given by its path, unless it says otherwise, as
-            ``"model(fly-draft, kernels=int8)"`` does. A loaded model is used as it is (``fly.backends.executor_of``
-            puts it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
+            (``fly.backends.cpu.chosen``). A loaded model is used as it is (``fly.backends.executor_of`` puts
+            it on compiled kernels). On other devices torchao rounds the weights for ``"int8"``, layer by layer as
             they are loaded (``fly.backends.int8``).
         exits: a directory of early exits for this target (``fly train-exit``): it stops after the layers that settle
             what it says (SpecEE, arXiv 2504.08850), on PyTorch's kernels, which it then runs on. What it promises is
@@ -148,7 +149,7 @@ class LLM(Calls):
         if unknown:
             known = [name for name in signature(LLM).parameters if name != "unknown"]
             name = next(iter(unknown))
-            raise TypeError(f"{name!r} is no option of LLM{meant(name, known)}; choices: {known}")
+            raise TypeError(f"{name!r} is no option of LLM{instead(name, known)}")
         self.k, self.policy = _check_k(k), Exact() if policy is None else as_policy(policy)
         if not (draft is None or isinstance(draft, (str, Path, DraftStrategy))):
             raise ValueError(f"draft {draft!r} is no DraftStrategy, text or path; several make a CascadeDraft([...])")
@@ -187,7 +188,7 @@ class LLM(Calls):
         config = executor.config
         if self.tokenizer is not None:
             self.tokenizer.check_fits(config.vocab_size)
-        vocabulary = _vocabulary(self.tokenizer, config.vocab_size, executor.device)
+        vocabulary = self._means(config.vocab_size, executor.device)
         # Equal policies are one object: rows of one policy are decided together.
         self.vocabulary, self._bound = vocabulary, lru_cache(256)(lambda policy: policy.bind(vocabulary))
         if draft_placement == "sharded" and isinstance(draft, DraftStrategy):
@@ -201,7 +202,7 @@ class LLM(Calls):
                 made = parse_draft(str(given), trusted=True, dtype=dtype, device=device, kernels=kernels)
             if made is None:
                 return None
-            made.resolve(partial(load_model, by=by, context=max_context))
+            made.resolve(partial(load_model, by=by, context=max_context, like=executor))
             made = translated(made, self.tokenizer, config.vocab_size)
             made.bind(vocabulary)
             return made
@@ -218,7 +219,10 @@ class LLM(Calls):
             cache_tokens = min(ranks.collect(cache_tokens))
         if draft is not None:
             draft.reserve(cache_tokens)
-        cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
+        needed = PagedKVCache.bytes_per_token(config, executor.dtype) * cache_tokens
+        advice = "cache_bytes, cache_tokens or max_context makes it smaller"
+        with room_for(f"a cache of {cache_tokens} tokens", needed, executor.device, advice):
+            cache = PagedKVCache.for_model(executor, cache_tokens, block_size)
         control = self.eos_ids | (self.tokenizer.control_ids if self.tokenizer else frozenset())
         self.engine = Engine(Runner(executor, cache, control, share=prefix_reuse), draft)
         # An error on one rank alone is not a request's fault: the other ranks would wait for it.
@@ -240,7 +244,19 @@ class LLM(Calls):
         return self.engine.strategy
 
     def __repr__(self) -> str:
-        return "LLM({}, draft={}, policy={!r}, k={})".format(*self._named, str(self.policy), self.k)
+        own, *drafts = (f"{kernels} in {dtype}" for kernels, dtype in self.computed)
+        runs = f", runs={own!r}" + (f", draft_runs={' + '.join(drafts)!r}" if drafts else "")
+        return "LLM({}, draft={}, policy={!r}, k={}{})".format(*self._named, str(self.policy), self.k, runs)
+
+    @property
+    def computed(self) -> list[tuple[str, str]]:
+        """Kernels and dtype of the target, and then of each model that drafts."""
+        executors = [self.engine.runner.executor, *((self.draft and self.draft.executors()) or [])]
+        return [(each.kernels, str(each.dtype).removeprefix("torch.")) for each in executors]
+
+    def _means(self, size: int, device: torch.device) -> Vocabulary:
+        """What the target's ids stand for."""
+        return Vocabulary(size, device=device) if self.tokenizer is None else self.tokenizer.vocabulary(size, device)
 
     def lead(self) -> None:
         """For the first of several ranks: from now on calls come to it alone, from any thread, and the others
@@ -374,10 +390,6 @@ class LLM(Calls):
     def _matcher(self, params: SamplingParams) -> Matcher | None:
         """The matcher of a request's grammar, if it has one."""
         return None if params.structured is None else self.grammars.matcher(params)
-
-
-def _vocabulary(tokenizer: Tokenizer | None, size: int, device: torch.device) -> Vocabulary:
-    return Vocabulary(size, device=device) if tokenizer is None else tokenizer.vocabulary(size, device)
 
 
 def _check_k(k: int) -> int:

@@ -1,10 +1,13 @@
-"""How much memory a machine has free, and the default size of caches."""
+"""How much memory a machine has free, what to do where that is too little, and the default size of caches."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ import torch
 from fly.cache import DEFAULT_BYTES
 from fly.cache.paged import Cacheable
 
-__all__ = ["cache_size", "free_memory"]
+__all__ = ["cache_size", "free_memory", "room_for"]
 
 _log = logging.getLogger("fly")
 _CONTEXTS = 8  # that caches hold where there is room
@@ -28,7 +31,7 @@ def free_memory(device: torch.device) -> int:
         free = int(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):  # not Linux: half of what there is
         free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    return min(free, _left_of_group())
+    return min(free, _left_of_group(), _left_of_process())
 
 
 def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
@@ -40,6 +43,35 @@ def _left_of_group(root: Path = Path("/sys/fs/cgroup")) -> int:
         return sys.maxsize if limit == "max" else max(int(limit) - used + int(facts["inactive_file"]), 0)
     except (OSError, KeyError, ValueError):
         return sys.maxsize
+
+
+def _left_of_process() -> int:
+    """Bytes of addresses below this process's own limit (``ulimit -v``), if it has one."""
+    with suppress(ImportError, OSError, ValueError):
+        import resource  # of Unix alone
+
+        if (limit := resource.getrlimit(resource.RLIMIT_AS)[0]) != resource.RLIM_INFINITY:
+            pages = int(Path("/proc/self/statm").read_text().split()[0])
+            return max(limit - pages * os.sysconf("SC_PAGE_SIZE"), 0)
+    return sys.maxsize
+
+
+@contextmanager
+def room_for(what: str, needed: int, device: torch.device, advice: str, mapped: int = 0) -> Iterator[None]:
+    """While this lasts, an error of whichever library that memory ran out becomes a ``MemoryError`` that says how many
+    bytes ``what`` needs, how many were free, and what to do. ``mapped``: bytes of files that are mapped meanwhile,
+    which count where addresses are limited (``ulimit -v``)."""
+    free, limited = free_memory(device), _left_of_process() < sys.maxsize
+    try:
+        yield
+    except (MemoryError, OSError, RuntimeError) as error:
+        said = str(error).lower()
+        short = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or getattr(error, "errno", 0) == errno.ENOMEM
+        if not short and "allocate memory" not in said and "enough memory" not in said:
+            raise
+        beside = f" and {mapped / 1e9:.2f} GB of addresses for its file" if mapped and limited else ""
+        needs = f"{what} needs {needed / 1e9:.2f} GB of memory{beside}"
+        raise MemoryError(f"{needs}, and {free / 1e9:.2f} GB were free on {device}: {advice}") from error
 
 
 def cache_size(model: Cacheable, each: int, block_size: int, given: int | None, share: float | None) -> int:

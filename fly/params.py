@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Self, TypedDict, Unpack
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from fly.errors import meant, short
+from fly.errors import instead, short
 
 __all__ = ["Sampling", "SamplingParams", "StructuredOutput"]
 
@@ -57,7 +57,7 @@ class _Params(BaseModel):
     def _fields_exist(cls, given: object) -> object:
         known = list(cls.model_fields)
         if isinstance(given, dict) and (unknown := next((str(name) for name in given if name not in known), None)):
-            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{meant(unknown, known)}; choices: {known}")
+            raise ValueError(f"{unknown!r} is no field of {cls.__name__}{instead(unknown, known)}")
         return given
 
 
@@ -122,12 +122,12 @@ class SamplingParams(_Params):
     nothing, and has none). Only the cache of tokens before that is shared with other requests. With ``max_tokens`` 0
     nothing else is done, and the prompt may be one token longer than the context.
 
-    ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from the logits of tokens that
-    were generated before: the first once, the second for each time. ``repetition_penalty`` (Keskar et al. 2019; 1 is
-    off) divides positive and multiplies negative logits of tokens of the prompt or the output. ``logit_bias`` is added
+    ``repetition_penalty`` (Keskar et al. 2019; 1 is off) divides positive and multiplies negative logits of tokens of
+    the prompt or the output. ``presence_penalty`` and ``frequency_penalty`` (OpenAI's, in [-2, 2]) are subtracted from
+    the logits of tokens that were generated before: the first once, the second for each time. ``logit_bias`` is added
     by token id (in [-100, 100]). ``bad_words`` are texts that never appear (unless split over tokens in an unusual
-    way), and ``bad_words_ids`` sequences of token ids that never appear. All these apply in this order, at every
-    drafted position by the tokens before it, and no rule excuses a bad word.
+    way), and ``bad_words_ids`` sequences of token ids that never appear. All these apply in this order (which is
+    vLLM's), at every drafted position by the tokens before it, and no rule excuses a bad word.
 
     ``skip_special_tokens`` leaves control tokens out of the text. ``include_stop_str_in_output`` keeps the stop string
     that ended it (and the stop token, if control tokens are shown).

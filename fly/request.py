@@ -147,6 +147,7 @@ class Stats:
         nats: sum of -ln target(x) over the relaxed tokens, of the unprocessed distribution.
         gates: what each clause of a relaxation did, by its text (``Gate``).
         layers: of the target, that all rounds went through, where it leaves early (``LLM(exits=...)``); else 0.
+        spent: what the relaxed tokens cost by each budget of the rule (``fly.policies.CostBudget``), by its text.
         tau: mean number of tokens that a round emits.
         acceptance_rate: share of drafted tokens that were emitted.
         silent_gates: clauses that never held.
@@ -164,6 +165,7 @@ class Stats:
     nats: float = 0.0
     gates: dict[str, Gate] = field(default_factory=dict)
     layers: int = 0
+    spent: dict[str, float] = field(default_factory=dict)
 
     def __repr__(self) -> str:
         """The counts that are not 0."""
@@ -215,6 +217,10 @@ class Stats:
             self.nats + other.nats,
             gates,
             self.layers + other.layers,
+            {
+                label: self.spent.get(label, 0.0) + other.spent.get(label, 0.0)
+                for label in {**self.spent, **other.spent}
+            },
         )
 
 
@@ -291,7 +297,7 @@ class Sequence:
             logprobs=[],
             prompt_logprobs=[],
             drafts=[],
-            stats=replace(self.stats, gates={}),
+            stats=replace(self.stats, gates={}, spent={}),
             matcher=None if self.matcher is None else self.matcher.fresh(),
         )
 

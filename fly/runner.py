@@ -18,6 +18,7 @@ from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain
 from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
 from fly.ops import depths, sent, tree_mask, upload
+from fly.policies.verification import priced
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Target
@@ -153,6 +154,7 @@ class Runner:
             generated_B=lambda: upload([row.generated for row in rows], device),
             relaxed_B=lambda: upload([row.stats.relaxed for row in rows], device),
             nats_B=lambda: sent(torch.tensor([row.stats.nats for row in rows]), device),
+            spent=lambda label: sent(torch.tensor([row.stats.spent.get(label, 0.0) for row in rows]), device),
             history=[row.tokens for row in rows],
             choices=choices,
         )
@@ -165,6 +167,8 @@ class Runner:
         """
         decisions = self.executor.judge(rows, target, draft)
         for b, (row, decision) in enumerate(zip(rows, decisions)):
+            if (relaxation := row.policy.relaxation) is not None and relaxation.budgets:
+                decisions[b] = priced(relaxation.budgets, target, draft, b, decision)
             if decision.next_token >= 0:
                 continue
             place = decision.path[-1] + 1 if len(decision.path) else 0

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, sent, top
+from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.types import SamplingParams
 
 __all__ = ["BatchSampling", "ProcessedDistribution"]
@@ -101,7 +101,7 @@ class ProcessedDistribution:
         logits_NV = self.logits_BJV[rows_N, positions_N]
         probs_NV = self._share(logits_NV, rows_N, positions_N)
         if self.sampling.some_greedy:
-            one_hot_NV = torch.zeros_like(logits_NV).scatter_(1, argmax(logits_NV).unsqueeze(1), 1.0)
+            one_hot_NV = one_hot(logits_NV, argmax(logits_NV))
             probs_NV = torch.where(self.sampling.greedy_B[rows_N].unsqueeze(1), one_hot_NV, probs_NV)
         return probs_NV
 

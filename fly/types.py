@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from fly.ops import argmax, log_mass, pick, sent, top
+from fly.ops import argmax, log_mass, one_hot, pick, sent, top
 from fly.params import SamplingParams, StructuredOutput
 
 __all__ = [
@@ -201,6 +201,8 @@ class Target:
         generated_B, relaxed_B, nats_B: [B], for each row the number of tokens emitted so far, how many of them were
             relaxed (int64), and the sum of -ln target(x) over those (float32). Tensors, or functions that build them
             when a rule first asks; None is zero.
+        spent: for a budget's label (``fly.policies.CostBudget``), what the relaxed tokens of each row cost so far;
+            None is zero.
         history: the tokens of each row before this block, its prompt included; None if unknown.
         choices: ``argmax_BK`` as lists, if it is known already.
     """
@@ -215,6 +217,7 @@ class Target:
         generated_B: Tensor | Callable[[], Tensor] | None = None,
         relaxed_B: Tensor | Callable[[], Tensor] | None = None,
         nats_B: Tensor | Callable[[], Tensor] | None = None,
+        spent: Callable[[str], Tensor] | None = None,
         history: list[list[int]] | None = None,
         choices: list[list[int]] | None = None,
     ) -> None:
@@ -225,7 +228,7 @@ class Target:
         self.all_greedy = probs is None
         self.control_V = control_V
         self.history = history
-        self._generated, self._relaxed, self._nats = generated_B, relaxed_B, nats_B
+        self._generated, self._relaxed, self._nats, self._spent = generated_B, relaxed_B, nats_B, spent
         self._argmax: Tensor | None = None
         if choices is not None:
             self.__dict__["choices"] = choices
@@ -269,7 +272,7 @@ class Target:
     def probs_BKV(self) -> Tensor:
         """[B, K+1, V] the processed distribution; built on first use."""
         if self._probs is None:
-            self._probs = torch.zeros_like(self.logits_BKV).scatter_(-1, self.argmax_BK.unsqueeze(-1), 1.0)
+            self._probs = one_hot(self.logits_BKV, self.argmax_BK)
         elif not isinstance(self._probs, Tensor):
             self._probs = self._probs.dense()
         return self._probs
@@ -329,6 +332,10 @@ class Target:
         self._nats = self._column(self._nats, torch.float32)
         return self._nats
 
+    def spent(self, label: str) -> Tensor:
+        """[B] float32, what the relaxed tokens cost so far by the budget of this label (``Condition.label``)."""
+        return self._column(None if self._spent is None else self._spent(label), torch.float32)
+
     def _column(self, value: Tensor | Callable[[], Tensor] | None, dtype: torch.dtype) -> Tensor:
         if value is None:
             return torch.zeros(self.logits_BKV.shape[0], dtype=dtype, device=self.logits_BKV.device)
@@ -363,6 +370,7 @@ class Target:
             generated_B=lambda: self.generated_B[rows_N],
             relaxed_B=lambda: self.relaxed_B[rows_N],
             nats_B=lambda: self.nats_B[rows_N],
+            spent=lambda label: self.spent(label)[rows_N],
             history=history,
         )
 
@@ -415,6 +423,7 @@ class Mismatch(NamedTuple):
     relaxed: bool  # whether it is kept all the same
     held: Mapping[str, bool]  # whether each condition of the rule's relaxation held for it; empty if there are none
     nats: float  # -ln target(token), of the unprocessed distribution, if it is relaxed
+    costs: Mapping[str, float] = {}  # if it is relaxed, by the label of each budget of the rule
 
 
 class Decision(NamedTuple):

@@ -28,6 +28,8 @@ class Vocabulary:
         control_ids: end-of-sequence, turn markers and the like: never plain text.
         token_id: the id of the one token with this text; raises ``ValueError`` if there is none. None looks it up.
         device: the device of masks, which is that of the target's logits.
+        encode: the ids of a text; raises ``ValueError`` if there is no tokenizer. None looks for the longest token
+            again and again.
     """
 
     def __init__(
@@ -37,9 +39,10 @@ class Vocabulary:
         control_ids: Iterable[int] = (),
         token_id: Callable[[str], int] | None = None,
         device: torch.device | str = "cpu",
+        encode: Callable[[str], list[int]] | None = None,
     ) -> None:
         self.size, self.device, self.control_ids = size, torch.device(device), frozenset(control_ids)
-        self._spelled, self._token_id = spelled, token_id or self._find
+        self._spelled, self._token_id, self._encode = spelled, token_id or self._find, encode or self._longest
         self._masks = lru_cache(_MASKS)(self._mask)
 
     @cached_property
@@ -62,6 +65,14 @@ class Vocabulary:
         """The id of the one token whose text this is. Raises ``ValueError`` if it is none, or several."""
         return self._token_id(text)
 
+    def encode(self, text: str) -> list[int]:
+        """The ids of a text by itself, without a begin token: what a marker of several tokens looks like in the tokens
+        of a row. (Within a text its first token may be another, if a space comes before it.)
+
+        Raises ``ValueError`` if the model has no tokenizer.
+        """
+        return self._encode(text)
+
     def where(self, predicate: Callable[[str], bool]) -> Tensor:
         """[V] bool, on ``device``: the plain tokens for whose text ``predicate`` is true.
 
@@ -75,6 +86,15 @@ class Vocabulary:
     def _mask(self, function: Callable[..., bool], *owner: Any) -> Tensor:
         plain = ((i not in self.control_ids and bool(text), text) for i, text in enumerate(self.texts))
         return torch.tensor([asked and bool(function(*owner, text)) for asked, text in plain], device=self.device)
+
+    def _longest(self, text: str) -> list[int]:
+        by_text, found, data = {data: i for i, data in enumerate(self.bytes) if data}, [], text.encode()
+        while data:
+            if (size := next((n for n in range(len(data), 0, -1) if data[:n] in by_text), 0)) == 0:
+                raise ValueError(f"{text!r} cannot be written in this vocabulary")
+            found.append(by_text[data[:size]])
+            data = data[size:]
+        return found
 
     def _find(self, text: str) -> int:
         if self._spelled is None:

@@ -634,7 +634,7 @@ def answers(llm: LLM, questions: list[str], system: str | None = None, **options
 
 @pytest.fixture(scope="module")
 def target() -> LLM:
-    return LLM("fly-target", "fly-draft", fly.policies.FLy())
+    return LLM("fly-target", "fly-draft")
 
 
 def test_a_conversation_says_what_chat_says_and_reuses_what_is_cached(target: LLM) -> None:

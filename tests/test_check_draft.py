@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import abc
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -21,14 +22,17 @@ from fly.drafts import (
     TreeDraft,
     UnionDraft,
 )
+from fly.drafts.base import pad, until_end
 from fly.ops import Stream, derive, draw, uniforms
 from fly.request import Sequence
 from fly.runner import Runner
 from fly.sampling import BatchSampling
 from fly.testing import DRAFT_CHECKS, ConformanceError, check_draft, stage
+from fly.testing.blocks import toy_vocabulary
 from fly.testing.drawn import chance
 from fly.testing.stage import DraftKit
 from fly.types import Draft
+from fly.vocabulary import Vocabulary
 from tests.toys import random_llama, run
 
 VOCAB = 12
@@ -486,3 +490,33 @@ def test_the_chance_of_counts() -> None:
     assert chance(torch.tensor([100.0]).double(), torch.tensor([100.0]).double()) == 1.0
     thin = torch.full((1000,), 0.1).double()  # four cells of 25 each once the rare outcomes are counted together
     assert chance(torch.zeros(1000).double().index_fill_(0, torch.arange(5), 20.0), thin) < 1e-12
+
+
+@pytest.mark.usefixtures("few_seeds")
+def test_every_vocabulary_that_the_kit_shows_has_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever hook hands it over: a strategy may look up there what its ids stand for."""
+    made, begin = [], Vocabulary.__init__
+
+    def noted(self: Vocabulary, *arguments: Any, **options: Any) -> None:
+        begin(self, *arguments, **options)
+        made.append(self)
+
+    class Spelling(DraftStrategy):
+        """Copies the row's last token if its text has a letter."""
+
+        def bind(self, vocabulary: Vocabulary) -> None:
+            super().bind(vocabulary)
+            self.lettered_V = vocabulary.where(str.strip)
+            assert len(vocabulary.texts) == len(vocabulary.bytes) == vocabulary.size
+            assert 0 <= vocabulary.token_id(" and") < vocabulary.size
+
+        def propose(self, rows: abc.Sequence[Sequence], max_len: abc.Sequence[int]) -> Draft:
+            asked = [
+                row.tokens[-1:] * bool(self.lettered_V[row.tokens[-1]]) * bool(most) for row, most in zip(rows, max_len)
+            ]
+            return pad([until_end(tokens, row) for tokens, row in zip(asked, rows)])
+
+    monkeypatch.setattr(Vocabulary, "__init__", noted)
+    toy_vocabulary.cache_clear()
+    assert check_draft(Spelling).passed and made
+    assert all(vocabulary.texts for vocabulary in made)

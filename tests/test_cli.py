@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import re
 import shutil
@@ -10,8 +11,11 @@ import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import typer
 from gguf import GGMLQuantizationType
 from typer.testing import CliRunner, Result
 
@@ -20,7 +24,10 @@ from fly import cli
 from fly.bundled import resolve_checkpoint
 from fly.bundled.tasks import problems
 from fly.cli import show
-from fly.eval import Setting, compare
+from fly.cli.run import rules_of
+from fly.config import Config
+from fly.eval import Plan, Setting, compare
+from fly.expressions import grid
 from fly.policies import Exact, FLy
 from tests.ggufs import write_gguf
 from tests.toys import random_llama
@@ -69,8 +76,49 @@ def test_the_commands_are_these() -> None:
 def test_help_shows_defaults_that_are_words() -> None:
     """In brackets they would be taken for markup, and left out."""
     shown = words(run("eval", "--help", env={"COLUMNS": "200"}).output)
-    assert "A rule to compare; repeatable. Default: fly." in shown
+    assert "The most tokens drafted in a round; repeatable. Default: 15." in shown
     assert "How many problems of each task. Default: 48; with a plan all." in shown
+
+
+def test_text_is_generated_by_the_exact_rule_unless_another_is_named() -> None:
+    app: Any = typer.main.get_command(cli.app)
+    named = {**app.commands, **{f"bench {name}": each for name, each in app.commands["bench"].commands.items()}}
+    rules = {name: p.default for name, each in named.items() for p in each.params if p.name == "policy"}
+    assert {name for name, rule in rules.items() if rule == "exact"} == {"generate", "chat", "serve", "bench drafts"}
+    assert {name for name, rule in rules.items() if rule == "fly"} == {"demo"}
+    assert not any(rule for name, rule in rules.items() if rule not in ("exact", "fly"))  # beside exact, no others
+    assert fly.LLM("fly-tiny").policy == Config().policy == Exact() and Plan().policies == ()
+    answer = json.loads(run("generate", QUESTION, "--json").output)
+    assert (answer["policy"], answer["guarantee"], answer["stats"]["relaxed"]) == ("exact", "lossless", 0)
+
+
+def test_values_in_braces_are_a_rule_each() -> None:
+    assert grid("exact") == ["exact"]
+    rules = rules_of(["exact | margin({1, 2.5}) & window({2,4})", "exact", "typical"])
+    pairs = [(1, 2), (1, 4), (2.5, 2), (2.5, 4)]
+    assert list(map(str, rules)) == ["exact", *(f"exact | margin({a}) & window({b})" for a, b in pairs), "typical"]
+    assert len(Plan.of({"policies": ["fly(theta={0.1, 0.3}, window={2, 6})", "exact"]}).policies) == 5
+    result = run("eval", "--policy", "fly(theta={0.1,})")
+    assert result.exit_code == 2 and "a value is missing in braces" in words(result.output)
+
+
+def test_without_a_terminal_lines_say_how_far_it_is(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seconds = itertools.count(0, 40)
+    monkeypatch.setattr(show, "time", SimpleNamespace(monotonic=lambda: next(seconds)))
+    made = CliRunner().invoke(cli.app, ["eval", "--model", "fly-tiny", "--problems", "2", "--max-tokens", "4"])
+    said = [line for line in made.stderr.splitlines() if line.startswith("decoding: ")]
+    # 4 completions 40 seconds apart: a line at the first, and then at most one a minute
+    assert len(said) == 2 and said[0].startswith("decoding: 1 of 4 after 0:00:40, about 0:02:00 left · bundled-middle")
+    assert said[1].startswith("decoding: 3 of 4 after 0:02:00, about 0:00:40 left") and "4 tokens" in said[1]
+    head = ["train-head", str(tmp_path / "head"), "--model", "fly-tiny", "--task", "arithmetic", "--count", "2"]
+    head += ["--steps", "4", "--batch", "1", "--max-tokens", "8", "--width", "32"]
+    trained = CliRunner().invoke(cli.app, head)
+    assert trained.exit_code == 0, trained.output
+    assert "training: 1 of 4 after" in trained.stderr and "· loss" in trained.stderr
+
+
+def test_what_is_over_soon_says_nothing_on_the_way() -> None:
+    assert run("check", "exact", "--problems", "0").stderr == ""
 
 
 def test_generate_prints_plain_text_when_piped() -> None:
@@ -84,6 +132,59 @@ def test_generate_prints_plain_text_when_piped() -> None:
 def test_generate_reads_standard_input() -> None:
     piped = run("generate", "--dtype", "float32", input=QUESTION)
     assert piped.output == run("generate", QUESTION, "--dtype", "float32").output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told", "silent"),
+    [
+        (
+            ("generate", "a", "--policy", "fly(tetha=1)"),
+            "fly has no parameter 'tetha' (did you mean 'theta'?)",
+            "choices",
+        ),
+        (
+            ("generate", "a", "--draft", "model(fly-tiny, raech=1)"),
+            "no parameter 'raech' (did you mean 'reach'?)",
+            "choi",
+        ),
+        (("generate", "a", "--policy", "typical(zzz=1)"), "parameter 'zzz'; choices: ['eps', 'delta']", "did you"),
+        (("generate", "a", "--policy", "flyy"), "'flyy' is unknown (did you mean 'fly'?)", "policies"),
+        (("eval", "PLAN", "limt: 3"), "limt: there is no such field (did you mean 'limit'?)", "fields:"),
+        (("eval", "PLAN", "tasks: [{task: safety, limt: 3}]"), "no such field (did you mean 'limit'?)", "fields:"),
+        (("eval", "PLAN", "zzz: 3"), "zzz: there is no such field; fields: ['model', 'drafts'", "did you"),
+        (("generate", "a", "--config", "PLAN", "polcy: fly"), "no such field (did you mean 'policy'?)", "fields:"),
+        (("tasks", "PLAN", "promt: a"), "promt: there is no such field (did you mean 'prompt'?)", "fields:"),
+        (("tasks", "gsm8"), "unknown task 'gsm8' (did you mean 'gsm8k'?)", "humaneval"),
+        (("eval", "--problems", "safty=3", "--task", "safety"), "no such task (did you mean 'safety'?)", "choices"),
+        (("eval", "--problems", "many"), "--problems 'many' must be a number of at least 1, or TASK=NUMBER", "choices"),
+    ],
+)
+def test_a_wrong_word_is_answered_by_the_right_one_and_by_a_list_only_without_one(
+    arguments: tuple[str, ...], told: str, silent: str, tmp_path: Path
+) -> None:
+    if "PLAN" in arguments:
+        *given, text = arguments
+        (tmp_path / "plan.yaml").write_text(text)
+        arguments = tuple(str(tmp_path / "plan.yaml") if word == "PLAN" else word for word in given)
+    result = run(*arguments)
+    assert result.exit_code == 2 and told in words(result.output), result.output
+    assert silent not in words(result.output)
+
+
+def test_the_number_of_problems_may_differ_by_task() -> None:
+    tasks = ("--task", "bundled-middle", "--task", "bundled-heldout")
+    options = ("--model", "fly-tiny", "--max-tokens", "4", "--problems", "1", "--problems", "bundled-heldout=2")
+    said = words(run("eval", *tasks, *options).output)
+    assert "bundled-middle · temperature 0 · 1 problems" in said
+    assert "bundled-heldout · temperature 0 · 2 problems" in said
+
+
+def test_options_that_other_servers_have() -> None:
+    said = run("generate", "a", "--cache-bytes", "3").output
+    assert "cache_bytes 3 hold no page" in words(said)
+    app: Any = typer.main.get_command(cli.app)
+    (name,) = [parameter for parameter in app.commands["serve"].params if parameter.name == "name"]
+    assert name.opts == ["--name", "--served-model-name"]
 
 
 def test_what_is_for_several_processes_may_be_said_to_one(tmp_path: Path) -> None:
@@ -211,7 +312,7 @@ def test_sampling_options_reach_the_sampler() -> None:
 
 def test_generate_prints_every_completion() -> None:
     options = ["generate", QUESTION, "--temperature", "1.2", "--max-tokens", "30", "--seed", "1", "--n", "3"]
-    llm = fly.LLM("fly-target", "fly-draft", FLy())
+    llm = fly.LLM("fly-target", "fly-draft")
     params = fly.SamplingParams(temperature=1.2, max_tokens=30, seed=1, n=3)
     first = llm.chat([{"role": "user", "content": QUESTION}], params)
     texts = [first.text, *(other.text for other in first.others)]

@@ -20,6 +20,8 @@ from fly.policies import (
     Exact,
     FLy,
     LossySampling,
+    Phase,
+    parse_policy,
     policy_types,
     verify,
 )
@@ -27,7 +29,9 @@ from fly.policies.base import exact_accept_probs
 from fly.policies.conditions import Block
 from fly.sampling import BatchSampling
 from fly.testing import ConformanceError, check_policy, parametrize_with_checks
-from fly.testing.blocks import block
+from fly.testing.blocks import block, markers_of, toy_vocabulary
+from fly.testing.guarantees import check_guarantee
+from fly.testing.policies import check_gates
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target, Verdict
 
 OURS = [
@@ -269,6 +273,60 @@ def test_planted_faults_are_named(rule: AcceptancePolicy, fault: str, word: str)
     assert word in failed[fault]
     with pytest.raises(ConformanceError, match="FAIL"):
         check_policy(rule)
+
+
+@dataclass(frozen=True)
+class FromMarker(Condition):
+    """Holds from a marker on, found in the texts of the vocabulary."""
+
+    marker: str = "####"
+
+    def evaluate(self, block: Block) -> Tensor:
+        ids = {i for i, text in enumerate(self.vocabulary.texts) if self.marker in text}
+        assert block.target.history is not None
+        seen = [not ids.isdisjoint(tokens) for tokens in block.target.history]
+        return torch.tensor(seen).unsqueeze(1).expand_as(block.agree_BK)
+
+
+MARK = "Answer:"
+
+
+@dataclass(frozen=True)
+class FromWritten(FromMarker):
+    """The same of a marker that its code names."""
+
+    def evaluate(self, block: Block) -> Tensor:
+        return FromMarker(MARK).bind(self.vocabulary).evaluate(block)
+
+
+@dataclass(frozen=True)
+class Starting(AcceptancePolicy):
+    """Says that it is lossless, and keeps everything once the marker has come."""
+
+    guarantee = Guarantee.LOSSLESS
+    condition: Condition = FromMarker()
+
+    def accept_probs(self, target: Target, draft: Draft) -> Tensor:
+        return exact_accept_probs(target, draft)
+
+    @property
+    def relaxation(self) -> Condition:
+        return self.condition
+
+
+@pytest.mark.parametrize("condition", [FromMarker(), FromWritten(), ~FromMarker("</think>"), Phase("<a>", "<b>")])
+def test_rules_that_start_at_a_marker_are_tried_on_texts_that_hold_it(condition: Condition) -> None:
+    with pytest.raises(ConformanceError, match="declared lossless, but"):
+        check_guarantee(Starting(condition))
+    assert "NEVER OPENS" not in check_gates(Starting(condition))
+
+
+def test_the_texts_that_a_rule_looks_for() -> None:
+    assert markers_of(Exact() | FromWritten("x") & Phase("<a>", 3)) == ("x", "<a>", MARK)
+    assert markers_of(FLy(entropy="normalized")) == markers_of(parse_policy("fly & ~token(digits)")) == ()
+    vocabulary = toy_vocabulary(5, ("<a>", "<b>"))
+    assert vocabulary.texts == ["<a>", "<b>", " word", "7", "<end>"]
+    assert vocabulary.token_id("<b>") == 1 and vocabulary.encode("<b>") == [1] and 0 <= vocabulary.token_id("?") < 5
 
 
 def test_the_counterexample_is_small() -> None:

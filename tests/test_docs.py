@@ -110,6 +110,18 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_the_guarantees_that_the_pages_name_are_those_of_the_code() -> None:
+    from fly.policies import policy_types
+
+    page = (DOCS / "explanation/losslessness.md").read_text(encoding="utf-8")
+    kinds = "lossless", "bounded", "heuristic"
+    rows = [
+        line.split(" | ", 2) for line in page.splitlines() if line.startswith(tuple(f"| `{kind}` |" for kind in kinds))
+    ]
+    named = {rule: row[0].strip("|` ") for row in rows for rule in re.findall(r"`(\w+)`", row[2])}
+    assert len(named) > 8 and named == {rule: policy_types()[rule]().guarantee.value for rule in named}
+
+
 @pytest.mark.parametrize("page", sorted({*PAGES} - {*TUTORIALS}), ids=name)
 def test_the_page_runs(page: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In order, as a reader would type it."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import re
+from dataclasses import dataclass
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,17 @@ import yaml
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from fly.drafts.stops import REACH, REACH_EXCUSED
 from fly.eval import Plan, Task, check_folder, decode_run, jail, load_task, remaining, report, score_run, task_names
 from fly.eval.plan import AUTOREGRESSIVE
 from fly.eval.plots import Point, front, save_lines
-from fly.eval.records import Appender, read_lines, read_records
-from fly.eval.render import as_html, as_json, as_markdown, round_lengths, write_spec_bench
-from fly.eval.report import Costs, Report, first_difference, neutral_speed, pieces_of
+from fly.eval.records import Appender, Records, read_lines, read_records
+from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, round_lengths, write_spec_bench
+from fly.eval.report import Costs, Report, _notes, first_difference, neutral_speed, pieces_of
 from fly.eval.scorers import Number, Programs
 from fly.eval.statistics import Estimate, bootstrap_ratio, sign_test, wilson
 from fly.eval.task import Problem
+from fly.policies import ExactCore
 from tests.test_cli import run as command
 from tests.test_cli import words
 
@@ -615,6 +618,40 @@ def test_tables_in_words_and_numbers(found: Report) -> None:
     assert {line.count(" | ") for line in rows} and "## safety" in text and "refusals kept" in text
     json.dumps(as_json(found), allow_nan=False)
     assert any("refuses nothing here" in note for note in found.notes)
+
+
+@dataclass(frozen=True)
+class Mine(ExactCore):
+    """A user's own rule: nobody else knows its defaults."""
+
+    share: float = 0.5
+    least: int = 3
+
+
+def test_a_report_says_what_would_mislead(tmp_path: Path) -> None:
+    """Answers that were cut, drafts that stop elsewhere than those they are compared with, all parameters of a rule."""
+    mine = "tests.test_eval:Mine(share=0.2)"
+    fields = {"drafts": ["fly-tiny", "model(fly-tiny)"], "k": 6, "policies": ["fly", "block", mine], "limit": 2}
+    finish(Plan.of({**fields, "tasks": "bundled-heldout", "max_tokens": 12, "dtype": "float32"}), tmp_path)
+    records = read_records(tmp_path).completions
+    found = report([tmp_path])
+    (table,) = found.tables
+    rows = {row.way: row for row in table.rows}
+    assert {"Mine(share=0.2, least=3) k6 fly-tiny", "fly k6 model(fly-tiny)"} <= set(rows)
+    assert rows[AUTOREGRESSIVE].cut == 2 == sum(r["finish_reason"] == "length" for r in records.values()) / len(rows)
+    assert any("up to 2 of 2 answers (autoregressive) were cut" in note for note in found.notes)
+    stops = [rows[f"{name} k6 fly-tiny"].reach for name in ("exact", "block", "fly", "Mine(share=0.2, least=3)")]
+    assert stops == [REACH, REACH, REACH_EXCUSED, REACH_EXCUSED] and rows["fly k6 model(fly-tiny)"].reach is None
+    for best, others in (("exact k6 fly-tiny", {"fly k6 fly-tiny", "Mine(share=0.2, least=3) k6 fly-tiny"}),
+                         ("exact k6 model(fly-tiny)", set())):  # fmt: skip
+        table.best_exact = best
+        assert {row.way for row in table.other_stops} == others
+        marked = {row.way for row in table.rows if "†" in columns(table)["Speed"]["over exact"](row)}
+        assert marked == others
+        assert any(
+            "†" in note and "'over exact' includes" in note for note in _notes(tmp_path, [table], Records({}, {}, {}))
+        ) == bool(others)
+    assert "cut" in columns(table)["Answers"] and "no entropy gate" in LEGEND
 
 
 @given(

@@ -263,6 +263,8 @@ def test_from_answers_to_a_target_that_leaves(tmp_path: Path) -> None:
         "eval",
         "--exits",
         str(out),
+        "--policy",
+        "fly",
         "--problems",
         "2",
         "--max-tokens",

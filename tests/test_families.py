@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fly.cache import PagedKVCache
@@ -113,6 +113,48 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "sliding_window": 512,
         "sliding_window_pattern": 6,
     },
+    "granite 3.1": {
+        "architectures": ["GraniteForCausalLM"],
+        "model_type": "granite",
+        "attention_bias": False,
+        "attention_multiplier": 0.015625,
+        "embedding_multiplier": 12.0,
+        "logits_scaling": 8.0,
+        "max_position_embeddings": 131072,
+        "mlp_bias": False,
+        "residual_multiplier": 0.22,
+        "rope_scaling": None,
+        "rope_theta": 5000000.0,
+        "tie_word_embeddings": True,
+    },
+    "granite that says little": {"architectures": ["GraniteForCausalLM"], "model_type": "granite"},
+    "phi 3 mini": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "rope_theta": 10000.0,
+        "sliding_window": 2047,
+        "tie_word_embeddings": False,
+    },
+    "phi 4": {
+        "architectures": ["Phi3ForCausalLM"],
+        "model_type": "phi3",
+        "max_position_embeddings": 16384,
+        "rope_theta": 250000,
+        "sliding_window": None,
+    },
+    "olmo 2": {
+        "architectures": ["Olmo2ForCausalLM"],
+        "model_type": "olmo2",
+        "attention_bias": False,
+        "max_position_embeddings": 4096,
+        "rope_scaling": None,
+        "rope_theta": 500000,
+        "tie_word_embeddings": False,
+    },
     "gemma 3 that stretches": {
         "architectures": ["Gemma3ForCausalLM"],
         "model_type": "gemma3_text",
@@ -131,9 +173,9 @@ def test_a_published_configuration_is_read_as_transformers_reads_it(name: str) -
     config = LlamaConfig.from_hf(raw)
     assert LlamaConfig.from_hf(theirs.to_dict() | {"architectures": raw["architectures"]}) == config
     assert LlamaConfig.from_hf(config.to_hf()) == config
-    if config.family == "llama":
+    if "layer_types" not in config.traits.options:
         assert config.windows == [None] * 7
-    elif config.family == "mistral":
+    elif config.family in ("mistral", "phi3"):
         assert config.windows == [theirs.sliding_window] * 7
     else:
         kinds = theirs.layer_types
@@ -166,6 +208,11 @@ def test_a_context_that_yarn_stretches_is_the_stretched_one() -> None:
         ("gemma 3 of 1B", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("llama 3.2", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "longrope.*yarn"),
         ("qwen 3", {"layer_types": ["sliding_attention"], "sliding_window": 4}, "layer_types"),
+        ("phi 3 mini", {"rope_scaling": {"type": "su", "long_factor": [1.0]}}, "rope_scaling.*su.*must be null"),
+        ("phi 3 mini", {"rope_parameters": {"rope_type": "longrope"}}, "longrope"),
+        ("phi 4", {"partial_rotary_factor": 0.75}, "partial_rotary_factor"),
+        ("granite 3.1", {"architectures": ["GraniteMoeForCausalLM"]}, "GraniteMoeForCausalLM.*GraniteForCausalLM"),
+        ("olmo 2", {"architectures": ["OlmoForCausalLM"]}, "OlmoForCausalLM.*Olmo2ForCausalLM"),
         ("qwen 3", {"layer_types": ["linear_attention"] * 7, "sliding_window": 4}, "layer_types"),
     ],
 )
@@ -181,6 +228,8 @@ def test_what_no_family_does_is_refused_by_name(name: str, changes: dict[str, An
         ("qwen2", {"mlp_bias": True}),
         ("qwen3", {"query_pre_attn_scalar": 9}),
         ("mistral", {"rope_local_base_freq": 10.0}),
+        ("llama", {"residual_multiplier": 0.5}),
+        ("olmo2", {"logits_scaling": 2.0}),
         ("mamba", {}),
     ],
 )
@@ -222,6 +271,7 @@ def test_a_tree_sees_the_window_of_each_path(config: LlamaConfig, seed: int, dat
 def test_every_family_is_drawn() -> None:
     seen: set[str] = set()
 
+    @settings(max_examples=400)
     @given(llama_configs())
     def draw(config: LlamaConfig) -> None:
         seen.add(config.family)

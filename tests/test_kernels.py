@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from fly import LLM, SamplingParams
-from fly.backends import choice, executor_of
+from fly.backends import choice, executor_of, load_executor
 from fly.backends.cpu import CpuExecutor, PackedLlama, available, chosen, int8_weights, library, why_not
 from fly.backends.cpu.host import HostDistribution, top_at
 from fly.backends.cpu.host import uniforms as host_uniforms
@@ -35,6 +35,7 @@ from fly.cache import PagedBatch, PagedKVCache
 from fly.drafts import NGramDraft, SingleDraft, SuffixDraft
 from fly.executor import Batch, DraftSpec, Executor, Lookup, TokenByToken
 from fly.models import DenseCausal, Llama, LlamaConfig, save_model
+from fly.models.families import OPTIONS
 from fly.models.loading import Loading
 from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
@@ -42,7 +43,7 @@ from fly.request import Sequence
 from fly.sampling import BatchSampling
 from fly.types import Draft
 from tests.test_ops import values
-from tests.toys import build_llama, dense_logits, llama_configs, random_llama
+from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama
 
 VARIANTS = [name for name in available() if name != "torch"]
 INT8, W8A8 = ([f"{name}-{kind}" for name in VARIANTS] for kind in ("int8", "w8a8"))
@@ -159,7 +160,7 @@ def close(got: Tensor, want: Tensor, dtype: torch.dtype, slack: float = 1.0, unr
 
 
 @built
-@given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
+@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_it_is_the_function_of_the_pytorch_model(
@@ -181,8 +182,51 @@ def test_it_is_the_function_of_the_pytorch_model(
         close(logits, dense_logits(reference, row), dtype, unrounded=dense_logits(unrounded, row))
 
 
+GRANITE = LlamaConfig(
+    family="granite",
+    vocab_size=40,
+    hidden_size=32,
+    intermediate_size=40,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    rms_norm_eps=1e-3,
+    embedding_multiplier=12.0,
+    attention_multiplier=0.2,
+    residual_multiplier=0.22,
+    logits_scaling=6.0,
+)
+
+
 @built
-@given(data=st.data(), config=llama_configs(), seed=st.integers(0, 5))
+@pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
+def test_multipliers_are_those_of_the_pytorch_model(variant: str) -> None:
+    """The kernels hold the residual stream divided, which its hidden states would show: it gives none."""
+    reference = build_llama(GRANITE, 3, scale=0.1)
+    model, row = PackedLlama(reference, variant), text(30, 0, 40)
+    (logits,) = paged(model, [row], [[30]], block_size=4, scatter=0)
+    close(logits, dense_logits(reference, row), torch.float32 if variant in VARIANTS else torch.bfloat16)
+    torch.testing.assert_close(
+        model.embedding(), reference.embed_tokens.weight, rtol=0.02, atol=1e-4 if variant in VARIANTS else 2e-3
+    )
+    executor = CpuExecutor(model)
+    with pytest.raises(ValueError, match="gives no hidden states"):
+        executor.check_states([1])
+    assert CpuExecutor(PackedLlama(random_llama(), variant)).gives_states
+
+
+@built
+def test_other_norms_are_refused_by_name_and_run_on_pytorch(tmp_path: Path) -> None:
+    config = GRANITE.model_dump() | {name: OPTIONS[name] for name in OPTIONS} | {"family": "olmo2"}
+    save_model(build_llama(LlamaConfig.model_validate(config)), tmp_path, torch.float32)
+    with pytest.raises(ValueError, match=r"kernels 'w8a8'.*know nothing of the norms of the family 'olmo2'"):
+        load_executor(tmp_path, kernels="w8a8")
+    assert load_executor(tmp_path).kernels == "torch"
+    assert LLM(tmp_path, NGramDraft()).generate([[1, 2]], max_tokens=3)
+
+
+@built
+@given(data=st.data(), config=llama_configs(families=PLAIN), seed=st.integers(0, 5))
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("variant", NARROW)
 def test_on_8_bits_it_is_the_function_of_the_rounded_pytorch_model(
@@ -399,7 +443,7 @@ def stepwise(model: CpuExecutor) -> Executor:
 
 @built
 @settings(max_examples=30)
-@given(data=st.data(), config=llama_configs())
+@given(data=st.data(), config=llama_configs(families=PLAIN))
 @pytest.mark.parametrize("variant", [*VARIANTS, *NARROW])
 def test_a_forward_with_its_logits_is_the_two_calls(variant: str, data: st.DataObject, config: LlamaConfig) -> None:
     """Bit for bit, of all tokens or some of them, some of them more than once; and the lowest of the likeliest."""

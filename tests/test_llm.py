@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import json
 import shutil
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from pydantic import ValidationError
 
 import fly
 from fly import LLM, Piece, SamplingParams
+from fly.backends.cpu.library import available, split, why_not
 from fly.bundled import BUNDLED, CHECKPOINTS
 from fly.drafts import CascadeDraft, NGramDraft, SingleDraft
 from fly.models import CheckpointError
@@ -434,3 +437,35 @@ def test_another_llm_may_share_the_loaded_model() -> None:
     (alone,), (drafted,), (again,) = (llm.generate([prompt], params) for llm in (plain, fast, plain))
     assert drafted.text == alone.text == again.text != ""
     assert drafted.stats.drafted and fast.eos_ids == plain.eos_ids
+
+
+NARROW = pytest.mark.skipif(available() == ["torch"], reason=why_not())
+
+
+@NARROW
+@pytest.mark.parametrize("kernels", ["w8a8", "torch"])
+@pytest.mark.parametrize("draft", ["fly-draft", "ngram+fly-tiny+fly-draft", "fly-eagle3", SingleDraft("fly-draft")])
+def test_a_draft_takes_kernels_and_dtype_of_its_target(draft: Any, kernels: str) -> None:
+    target = LLM("fly-target", kernels=kernels, dtype="float32")
+    (own,) = target.computed
+    head = draft == "fly-eagle3"  # its few weights are not rounded
+    wanted = (split(own[0])[0] if head else own[0], "float32")
+    for llm in (LLM(target, copy.copy(draft)), LLM("fly-target", copy.copy(draft), kernels=kernels, dtype="float32")):
+        assert llm.computed[0] == own and set(llm.computed[1:]) == {wanted}
+    assert "draft_runs=" in repr(llm) and f"{wanted[0]} in float32" in repr(llm)
+
+
+@NARROW
+def test_a_draft_may_have_kernels_and_dtype_of_its_own() -> None:
+    target = LLM("fly-target", kernels="w8a8")
+    best, hooked = available()[0], random_llama(2, VOCAB, hidden=32, heads=2, kv_heads=1, layers=1, max_positions=128)
+    hooked.norm.register_forward_hook(lambda *_: None)
+    for llm, wanted in (
+        (LLM(target, "model(fly-draft, kernels=int8)"), (f"{best}-int8", "bfloat16")),
+        (LLM(target, "model(fly-draft, dtype=float32)"), (f"{best}-w8a8", "float32")),
+        (LLM(target, "fly-draft", kernels="torch", dtype="float16"), ("torch", "float16")),
+        (LLM(target, SingleDraft("fly-draft", kernels=best)), (best, "bfloat16")),
+        # PyTorch runs this target because nothing compiled does, which says nothing about its draft.
+        (LLM(hooked, "fly-draft"), (best, "float32")),
+    ):
+        assert llm.computed[1] == wanted

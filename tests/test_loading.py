@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as RawTokenizer
@@ -25,6 +26,7 @@ from fly.bundled import resolve_checkpoint
 from fly.models import CheckpointError, Llama, LlamaConfig, load_model, save_model
 from fly.models.generation import read_sampling_defaults
 from fly.models.loading import resolve_device, resolve_dtype
+from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import TextStream, Tokenizer, read_eos_ids
 from tests.toys import build_llama, dense_logits, llama_configs, random_llama
 
@@ -97,6 +99,32 @@ def test_saved_models_load_as_they_were(tmp_path: Path, config: LlamaConfig, dty
     assert_same_weights(model, loaded, DTYPES[dtype])
     assert not loaded.training and not any(p.requires_grad for p in loaded.parameters())
     assert (loaded.lm_head.weight is loaded.embed_tokens.weight) == config.tie_word_embeddings
+
+
+def test_a_family_that_stores_several_matrices_as_one_is_read_and_written_so(tmp_path: Path) -> None:
+    """Phi-3: its files have query, key and value as one tensor, which is cut by rows without reading it."""
+    config = LlamaConfig(
+        family="phi3",
+        vocab_size=20,
+        hidden_size=12,
+        intermediate_size=10,
+        num_hidden_layers=2,
+        num_attention_heads=3,
+        num_key_value_heads=1,
+    )
+    model = build_llama(config)
+    save_model(model, tmp_path, torch.float32)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = {name.removeprefix("model.layers.0.") for name in file.keys() if ".layers.0." in name}  # noqa: SIM118
+    assert "self_attn.qkv_proj.weight" in names and "mlp.gate_up_proj.weight" in names and len(names) == 6
+    tensors = open_checkpoint(tmp_path).tensors
+    whole = model.layers[1].self_attn.qkv_proj.weight
+    assert torch.equal(tensors["model.layers.1.self_attn.k_proj.weight"].read(), whole[12:16])
+    assert_same_weights(model, load_model(tmp_path, device="cpu"), torch.float32)
+    other = config.to_hf("float32") | {"num_attention_heads": 6, "head_dim": 2}
+    (tmp_path / "config.json").write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match=r"q_proj\.weight"):
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize("saved", sorted(DTYPES))

@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 
 import fly
 from fly import memory
+from fly.backends import choice
 from fly.backends.torch import TorchExecutor
-from fly.cache import DEFAULT_BYTES
+from fly.cache import DEFAULT_BYTES, PagedKVCache
+from tests.test_cli import run as command
+from tests.test_cli import words
 from tests.toys import random_llama
 
 MODEL = TorchExecutor(random_llama(max_positions=512))
@@ -72,3 +75,52 @@ def test_free_memory_is_within_the_limit_of_the_group(tmp_path: Path) -> None:
     assert memory._left_of_group(tmp_path) > 2**60
     (tmp_path / "memory.max").write_text("1000\n")
     assert memory._left_of_group(tmp_path) == 150
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Cannot allocate memory (os error 12)"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("unable to mmap 3554214752 bytes from file <x>: Cannot allocate memory (12)"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried"),
+        torch.OutOfMemoryError("CUDA out of memory."),
+    ],
+)
+def test_too_little_memory_is_said_in_bytes(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1_500_000_000)
+    said = r"a cache needs 2.00 GB of memory, and 1.50 GB were free on cpu: take less"
+    with (
+        pytest.raises(MemoryError, match=said),
+        memory.room_for("a cache", 2 * 10**9, torch.device("cpu"), "take less"),
+    ):
+        raise error
+    for other in (RuntimeError("shapes differ"), ValueError("k -1"), OSError(2, "not there")):
+        with pytest.raises(type(other)), memory.room_for("a cache", 1, torch.device("cpu"), ""):
+            raise other
+
+
+def test_a_model_that_does_not_fit_says_what_it_needs_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise MemoryError("Cannot allocate memory (os error 12)")
+
+    monkeypatch.setattr(choice, "executor_of", full)
+    with pytest.raises(
+        MemoryError, match=r"loading .*fly-target needs 0.03 GB of memory, and .*'w8a8'.* needs 0.01 GB"
+    ):
+        fly.LLM("fly-target", dtype="float32", device="cpu")
+    result = command("generate", "a", "--kernels", "w8a8")
+    assert result.exit_code == 2 and "Traceback" not in result.output
+    assert "fly-target needs 0.01 GB of memory" in words(result.output) and "close other programs" in result.output
+    monkeypatch.undo()
+    monkeypatch.setattr(PagedKVCache, "for_model", full)
+    with pytest.raises(MemoryError, match=r"a cache of 8192 tokens needs .* cache_bytes, cache_tokens or max_context"):
+        fly.LLM("fly-target", device="cpu")
+
+
+def test_a_limit_of_addresses_is_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    resource = pytest.importorskip("resource")
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (2**44, 2**44))
+    assert 2**42 < memory._left_of_process() < 2**44
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    assert memory._left_of_process() > 2**60

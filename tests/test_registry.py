@@ -115,8 +115,10 @@ def test_presets_and_operators_mean_what_python_means() -> None:
 @pytest.mark.parametrize(
     ("text", "names"),
     [
-        ("flx", ["'flx'", "exact", "fly.paper", "entropy"]),
-        ("fly(thta=1)", ["'thta'", "theta", "window"]),
+        ("flx", ["'flx'", "did you mean 'fly'?"]),
+        ("qqqqq", ["'qqqqq'", "exact", "fly.paper", "entropy"]),
+        ("fly(thta=1)", ["'thta'", "did you mean 'theta'?"]),
+        ("fly(zzz=1)", ["'zzz'", "theta", "window"]),
         ("fly(theta=-1)", ["theta", "-1"]),
         ("fly(window=1.5)", ["window", "1.5"]),
         ("after(2)", ["condition", "exact | after(2)"]),

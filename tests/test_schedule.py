@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 
@@ -12,7 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import fly
-from fly.drafts import SingleDraft
+from fly.backends.cuda.waits import find_wait
+from fly.drafts import DraftStrategy, SingleDraft, TreeDraft
 from fly.policies import (
     AboveContext,
     AfterTokens,
@@ -20,11 +22,15 @@ from fly.policies import (
     Block,
     Budget,
     Condition,
+    CostBudget,
     Exact,
     NatsBudget,
     Phase,
+    raw_log_probs,
     verify,
 )
+from fly.testing.blocks import toy_vocabulary
+from fly.testing.policies import check_row_alone_equals_row_in_batch
 from fly.types import Draft, Noise, Target, Why
 from tests.toys import random_llama
 
@@ -166,6 +172,55 @@ def test_phase_needs_markers_it_can_find() -> None:
             Draft(torch.ones(1, 1, dtype=torch.int64), torch.tensor([1])),
             Noise(torch.zeros(1, 1), torch.zeros(1)),
         )
+
+
+@dataclass(frozen=True)
+class Nats(CostBudget):
+    """``NatsBudget`` once more, as a user would write it: the engine keeps account of it under its own text."""
+
+    most: float = 9.0
+
+    def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        return -raw_log_probs(target, draft, rows_N, positions_N)[0]
+
+
+@dataclass(frozen=True)
+class Regret(CostBudget):
+    """What the target's best token had more, in nats."""
+
+    most: float = 4.0
+
+    def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        own_N, best_N = raw_log_probs(target, draft, rows_N, positions_N)
+        return best_N - own_N
+
+
+BRANCHING = TreeDraft(random_llama(1, layers=1), nodes=12, width=3, depth=5)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize("draft", [SingleDraft(random_llama(1, layers=1)), BRANCHING])
+def test_a_budget_of_any_quantity_holds_over_a_whole_generation(draft: DraftStrategy, temperature: float) -> None:
+    """It is NatsBudget to the token where it counts nats, in chains and in trees, and other quantities add up alike."""
+    llm = fly.LLM(random_llama(0), copy.deepcopy(draft), k=7)
+    params = fly.SamplingParams(temperature=temperature, max_tokens=60, seed=5)
+
+    def run(condition: Condition) -> fly.Output:
+        return llm.generate([[1, 2, 3], [4, 4]], params, policy=Exact() | (Always() & condition))[0]
+
+    ours, mine = run(NatsBudget(9.0)), run(Nats(9.0))
+    assert mine.token_ids == ours.token_ids and mine.stats.relaxed == ours.stats.relaxed > 0
+    assert mine.stats.spent["Nats(most=9.0)"] == pytest.approx(mine.stats.nats, abs=1e-3) and not ours.stats.spent
+    both = run(Nats(1e9) & ~~Regret(4.0)).stats
+    assert 0 < both.spent["Regret(most=4.0)"] <= 4.0 + 1e-3 and both.spent["Nats(most=1000000000.0)"] > 0
+    assert both.relaxed < run(AfterTokens(0)).stats.relaxed
+    assert (both + both).spent["Regret(most=4.0)"] == 2 * both.spent["Regret(most=4.0)"]
+
+
+def test_a_graph_keeps_no_account_and_the_kit_varies_it() -> None:
+    rule = Exact() | (Always() & Regret(0.3))
+    assert "keeps account of what relaxed tokens cost" in str(find_wait(rule.bind(toy_vocabulary(32))))
+    check_row_alone_equals_row_in_batch(rule)
 
 
 def test_budgets_hold_over_a_whole_generation() -> None:

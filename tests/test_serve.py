@@ -842,3 +842,16 @@ def test_an_answer_that_goes_on_with_the_last_message(here: Running, client: Ope
 def test_when_the_model_was_loaded(client: OpenAI) -> None:
     [model] = client.models.list().data
     assert abs(time.time() - model.created) < 3600
+
+
+@pytest.mark.parametrize(
+    ("path", "said"), [("responses", "/v1/chat/completions"), ("embeddings", "no embeddings"), ("images", "paths: ")]
+)
+def test_what_is_not_there_is_said(here: Running, path: str, said: str) -> None:
+    got = httpx.post(f"{here.url}/v1/{path}", json={"model": MODEL, "input": "a"})
+    assert got.status_code == 404 and said in got.json()["error"]["message"]
+
+
+def test_a_temperature_above_openai_s_limit_is_taken(client: OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=CHAT, temperature=2.5, max_tokens=3, seed=1)
+    assert answer.usage is not None and answer.usage.completion_tokens <= 3

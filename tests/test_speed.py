@@ -328,7 +328,8 @@ def run(*arguments: Any) -> str:
 
 def test_fly_bench_speed_writes_what_it_shows(quick_limits: None, tmp_path: Path) -> None:
     record = tmp_path / "speed.json"
-    options = ("--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", tmp_path / "speed.svg")
+    plot = tmp_path / "speed.svg"
+    options = ("--policy", "fly", "--turns", 1, "--problems", 1, "--k", 3, "--json", record, "--plot", plot)
     text = run("bench", "speed", "--model", "fly-draft", "--draft", "model(fly-tiny)", "--shape", "64x1x100", *options)
     for heading in ("Limits", "Forwards of fly-draft", "Forwards of model(fly-tiny)", "Forwards of 64x1x100", "Rounds"):
         assert heading in text

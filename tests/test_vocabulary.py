@@ -104,6 +104,21 @@ def test_the_bytes_of_ids_join_to_the_text(text: str) -> None:
         assert b"".join(vocabulary.bytes[i] for i in ids) == text.encode()
 
 
+def test_a_text_is_written_as_the_tokenizer_writes_it() -> None:
+    llm = fly.LLM("fly-tiny")
+    assert llm.tokenizer is not None
+    for text in ("#### 5", "Take the list", "<|end|>"):
+        ids = llm.vocabulary.encode(text)
+        assert ids == llm.tokenizer.encode(text, add_special_tokens=False)
+        assert "".join(llm.vocabulary.texts[i] for i in ids) == text
+    spelled = Vocabulary(4, [b"a", b"ab", b"", b"c"])
+    assert spelled.encode("abcaab") == [1, 3, 0, 1]
+    with pytest.raises(ValueError, match="'d' cannot be written"):
+        spelled.encode("d")
+    with pytest.raises(ValueError, match="no tokenizer"):
+        Vocabulary(4).encode("a")
+
+
 def test_a_space_before_a_word_is_part_of_its_token(tmp_path: Path) -> None:
     """As SentencePiece has it, with single bytes for what is no token."""
     pieces = ["<unk>", "▁a", "a", "▁the", "ing", *(f"<0x{byte:02X}>" for byte in range(256))]

@@ -12,9 +12,9 @@ from torch import Tensor
 from fly.backends.torch import TorchExecutor
 from fly.executor import Batch, Executor, Scores
 from fly.models import DenseCausal, Llama, LlamaConfig, RopeScaling
-from fly.models.families import FAMILIES, FULL, SLIDING
+from fly.models.families import FAMILIES, FULL, SLIDING, Family
 
-__all__ = ["HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings", "run"]
+__all__ = ["PLAIN", "HashModel", "build_llama", "dense_logits", "llama_configs", "random_llama", "rope_scalings", "run"]
 
 
 def build_llama(config: LlamaConfig, seed: int = 0, scale: float | None = None) -> Llama:
@@ -100,11 +100,17 @@ def rope_scalings(draw: st.DrawFn) -> RopeScaling:
     )
 
 
+# What compiled kernels and ranks do not refuse.
+PLAIN = tuple(family for family in FAMILIES.values() if family.query_norm != "whole")
+
+
 @st.composite
-def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
+def llama_configs(
+    draw: st.DrawFn, max_positions: int = 64, families: Sequence[Family] = tuple(FAMILIES.values())
+) -> LlamaConfig:
     """Configurations of every family over all options: rope types, grouping, head widths of their own, ties, biases,
-    eps, theta, windows."""
-    family = draw(st.sampled_from([*FAMILIES.values()]))
+    eps, theta, windows, multipliers."""
+    family = draw(st.sampled_from(families))
     kv_heads, group = draw(st.integers(1, 3)), draw(st.integers(1, 3))
     heads = kv_heads * group
     head_dim = draw(st.sampled_from([2, 4, 8, 16]))
@@ -115,9 +121,14 @@ def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
         "mlp_bias": draw(st.booleans()),
         "query_pre_attn_scalar": draw(st.sampled_from([1, head_dim, 9])),
         "rope_local_base_freq": draw(st.sampled_from([50.0, 10000.0])),
+        "embedding_multiplier": draw(st.sampled_from([1.0, 12.0])),
+        "attention_multiplier": draw(st.sampled_from([1.0, 0.3])),
+        "residual_multiplier": draw(st.sampled_from([1.0, 0.22])),
+        "logits_scaling": draw(st.sampled_from([1.0, 6.0])),
     }
-    kinds = st.just(SLIDING) if family.name == "mistral" else st.sampled_from([FULL, SLIDING])
-    types = draw(st.lists(kinds, min_size=layers, max_size=layers))
+    alike = {"mistral": st.just([SLIDING] * layers), "phi3": st.sampled_from([[FULL] * layers, [SLIDING] * layers])}
+    each = st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers)
+    types = draw(alike.get(family.name, each))
     if family.output_norms:
         types[0] = SLIDING  # transformers runs no Gemma without a window
     if types != [FULL] * layers:
@@ -125,6 +136,8 @@ def llama_configs(draw: st.DrawFn, max_positions: int = 64) -> LlamaConfig:
     scaling = draw(rope_scalings())
     if scaling.rope_type == "dynamic" and head_dim == 2:
         scaling = RopeScaling()  # transformers divides by their difference
+    if "rope_scaling" in family.refused:
+        scaling = RopeScaling()
     if scaling.rope_type == "yarn":  # a stretched context is the model's
         longest = scaling.factor * scaling.original_max_position_embeddings
         max_positions = max(max_positions, int(longest))

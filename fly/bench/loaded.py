@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeGuard
 
@@ -17,7 +17,7 @@ from fly.backends.cpu.library import NARROW, split
 from fly.bench.shapes import random_model, shape_config
 from fly.cache import PagedKVCache
 from fly.drafts import DraftStrategy, SingleDraft
-from fly.eval.plan import rule_name
+from fly.eval.plan import named
 from fly.eval.timed import Setting, draft_runners
 from fly.executor import Batch, DraftSpec, Executor
 from fly.llm import LLM
@@ -116,9 +116,5 @@ def drafts_alone(strategy: DraftStrategy | None) -> TypeGuard[SingleDraft]:
 
 
 def settings_of(plain: LLM, fast: LLM, k: int, rules: abc.Sequence[AcceptancePolicy]) -> list[Setting]:
-    """Autoregressive decoding of ``plain``; of ``fast`` exact speculation, and each rule that is another."""
-    different = [rule for number, rule in enumerate(rules) if rule not in rules[:number]]
-    named = [Setting(rule_name(rule), fast, k, rule) for rule in different if rule != Exact()]
-    names = [setting.name for setting in named]
-    named = [replace(each, name=str(each.policy)) if names.count(each.name) > 1 else each for each in named]
-    return [Setting("autoregressive", plain, 0), Setting("exact", fast, k), *named]
+    """Autoregressive decoding of ``plain``; of ``fast`` speculation by each of the rules."""
+    return [Setting("autoregressive", plain, 0), *(Setting(name, fast, k, rule) for rule, name in named(rules).items())]

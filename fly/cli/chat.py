@@ -17,8 +17,8 @@ from rich.markup import escape
 
 from fly.bundled import BUNDLED
 from fly.cli.completion import show, show_colours
-from fly.cli.options import ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
-from fly.cli.run import alone, kernels_of, options_of, sampling_of, setup_of
+from fly.cli.options import CacheBytes, ConfigFile, Device, DraftOption, Dtype, Exits, K, Kernels, MaxContext, Policy
+from fly.cli.run import alone, computed, options_of, sampling_of, setup_of
 from fly.cli.show import console, errors
 from fly.config import Config
 from fly.errors import explain, meant
@@ -38,7 +38,7 @@ def chat(
     ] = None,
     named: Annotated[str | None, typer.Option("--model", help="The same, as other commands have it.")] = None,
     draft: DraftOption = None,
-    policy: Policy = "fly",
+    policy: Policy = "exact",
     k: K = 15,
     max_tokens: Annotated[
         int | None,
@@ -54,6 +54,7 @@ def chat(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    cache_bytes: CacheBytes = None,
     exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
@@ -123,7 +124,7 @@ class Conversation:
 
     def run(self) -> None:
         """Read, answer, until there is no more to read."""
-        self._tell(f"{self.setup.model} · {self._settings()} · kernels {kernels_of(self.llm)} · /help lists commands")
+        self._tell(f"{self.setup.model} · {self._settings()} · {computed(self.llm)} · /help lists commands")
         while True:
             try:
                 line = _read("» ").strip()

@@ -14,6 +14,7 @@ import typer
 from rich.text import Text
 
 from fly.cli.options import (
+    CacheBytes,
     CollectiveTimeout,
     ConfigFile,
     Device,
@@ -27,7 +28,7 @@ from fly.cli.options import (
     Model,
     Policy,
 )
-from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
+from fly.cli.run import command, computed, kernels_of, loaded, options_of, ranks_of, sampling_of, setup_of
 from fly.cli.show import console, errors, note
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM, Piece
@@ -51,7 +52,7 @@ def generate(
     prompt: Annotated[str | None, typer.Argument(help="The prompt; '-' or nothing reads standard input.")] = None,
     model: Model = "fly-target",
     draft: DraftOption = None,
-    policy: Policy = "fly",
+    policy: Policy = "exact",
     k: K = 15,
     max_tokens: Annotated[
         int | None,
@@ -101,6 +102,7 @@ def generate(
     device: Device = "auto",
     kernels: Kernels = "auto",
     max_context: MaxContext = None,
+    cache_bytes: CacheBytes = None,
     exits: Exits = None,
     deterministic: Annotated[
         bool, typer.Option("--deterministic", help="The same bits for a token, whatever is in the batch.")
@@ -237,4 +239,4 @@ def legend(llm: LLM, stats: Stats, elapsed: float) -> None:
         for name, gate in stats.gates.items()
     ]
     parts += [f"{name} never held, so nothing is relaxed" for name in stats.silent_gates]
-    note(" · ".join([*parts, f"kernels {kernels_of(llm)}"]))
+    note(" · ".join([*parts, computed(llm)]))

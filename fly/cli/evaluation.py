@@ -5,7 +5,7 @@ from __future__ import annotations
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +17,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from fly.cli.options import CollectiveTimeout, Device, Dtype, Exits, HeartbeatTimeout, Json, Kernels, Model, output
+from fly.cli.options import (
+    CollectiveTimeout,
+    Device,
+    Dtype,
+    Exits,
+    HeartbeatTimeout,
+    Json,
+    Kernels,
+    Model,
+    Rules,
+    output,
+)
 from fly.cli.run import alone, command, loaded, ranks_of, typed_in
 from fly.cli.show import console, narrow, note, print_list, progress, sentences, table, write_json
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
+from fly.errors import instead
 from fly.eval.plan import Plan
 from fly.eval.records import Records, read_records
 from fly.eval.render import LEGEND, as_html, as_json, as_markdown, columns, write_spec_bench
@@ -124,9 +136,7 @@ def evaluate(
         ),
     ] = None,
     task: _TaskOption = None,
-    policy: Annotated[
-        list[str] | None, typer.Option(help="A rule to compare; repeatable. Default: fly.", show_default=False)
-    ] = None,
+    policy: Rules = None,
     draft: Annotated[
         list[str] | None,
         typer.Option(help="A draft; repeatable. Default: fly-draft, or ngram for other models.", show_default=False),
@@ -143,8 +153,12 @@ def evaluate(
         typer.Option(help="Seed of sampling, above temperature 0; repeatable. Default: 0.", show_default=False),
     ] = None,
     problems: Annotated[
-        int | None,
-        typer.Option(min=1, help="How many problems of each task. Default: 48; with a plan all.", show_default=False),
+        list[str] | None,
+        typer.Option(
+            help="How many problems of each task, or of one, TASK=N; repeatable. Default: 48; with a plan all.",
+            metavar="[TASK=]N",
+            show_default=False,
+        ),
     ] = None,
     max_tokens: Annotated[
         int | None, typer.Option(min=1, help="The most tokens of an answer. Default: the task's own limit.")
@@ -171,6 +185,7 @@ def evaluate(
     json_: Json = None,
 ) -> None:
     """Measure accuracy and speed of rules on tasks, beside autoregressive decoding and exact speculation."""
+    limit, limits = _limits(problems or [])
     given = {
         "tasks": task,
         "policies": policy,
@@ -180,7 +195,7 @@ def evaluate(
         "seeds": seed,
         "max_tokens": max_tokens,
         "together": together,
-        "limit": problems or (48 if plan is None else None),
+        "limit": limit or (48 if plan is None else None),
         "run_code": run_code or None,
         "record": record or None,
         **{name: value for name, value in (("model", model), ("dtype", dtype), ("device", device), ("kernels", kernels),
@@ -192,12 +207,36 @@ def evaluate(
         out = plan
     wanted = Plan.of({**fields, **{key: value for key, value in given.items() if value}}, f"{plan}: " if plan else "")
     with ranks_of(context) as ranks, _folder(out, ranks) as folder:
-        found = run_plan(wanted, folder, ranks)
+        found = run_plan(_limited(wanted, limits), folder, ranks)
         if ranks is None or ranks.leads:
             show_report(found)
             write_json(json_, as_json(found))
             if out is not None:
                 note(escape(f"for a page with plots and the texts side by side: fly report {out} --html report.html"))
+
+
+def _limits(problems: list[str]) -> tuple[int | None, dict[str, int]]:
+    """What ``--problems`` says: how many of each task, and of tasks by their names."""
+    limit, limits = None, {}
+    for text in problems:
+        name, _, count = text.rpartition("=")
+        if not count.isdecimal() or int(count) < 1:
+            raise ValueError(f"--problems {text!r} must be a number of at least 1, or TASK=NUMBER")
+        if name:
+            limits[name] = int(count)
+        else:
+            limit = int(count)
+    return limit, limits
+
+
+def _limited(plan: Plan, limits: dict[str, int]) -> Plan:
+    """A plan with so many problems of some tasks. Raises ``ValueError`` for one that it has not."""
+    names = [asked.load().name for asked in plan.tasks]
+    if unknown := next((name for name in limits if name not in names), None):
+        raise ValueError(f"--problems {unknown}={limits[unknown]}: there is no such task{instead(unknown, names)}")
+    both = zip(names, plan.tasks)
+    tasks = [asked.model_copy(update={"limit": limits.get(name, asked.limit)}) for name, asked in both]
+    return plan.model_copy(update={"tasks": tuple(tasks)})
 
 
 @contextmanager
@@ -234,7 +273,7 @@ def run_plan(plan: Plan, folder: Path, ranks: Any = None) -> Report:
 
 @contextmanager
 def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """While this lasts, a bar over all completions and the figures so far, on a terminal."""
+    """While this lasts, a bar over all completions and the figures so far on a terminal, elsewhere lines."""
     columns_ = (TextColumn("decoding"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
     bar = Progress(*columns_, console=console)
     whole = len(todo) + len(records.completions)
@@ -265,16 +304,18 @@ def _watched(plan: Plan, records: Records, todo: Sequence[Turn]) -> Iterator[Cal
         )
         return Group(made, bar)
 
-    with ExitStack() as stack:
-        live = None
-        if console.is_terminal:
-            live = stack.enter_context(Live(so_far(), console=console, transient=True, refresh_per_second=2))
+    if not console.is_terminal:
+        with progress(whole, "decoding", whole - len(todo)) as step:
+            yield lambda record: step(
+                f"{record['task']} {record['problem']}, {record['way']}: {record['generated']} tokens"
+            )
+        return
+    with Live(so_far(), console=console, transient=True, refresh_per_second=2) as live:
 
         def advance(record: dict[str, Any]) -> None:
             count(record)
             bar.advance(number)
-            if live is not None:
-                live.update(so_far())
+            live.update(so_far())
 
         yield advance
 

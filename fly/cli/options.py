@@ -60,6 +60,10 @@ MaxContext = Annotated[
         min=1, help="The most tokens of a text, prompt and answer; takes less memory than the model's own context."
     ),
 ]
+CacheBytes = Annotated[
+    int | None,
+    typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
+]
 DraftOption = Annotated[
     str | None,
     typer.Option(
@@ -68,6 +72,13 @@ DraftOption = Annotated[
     ),
 ]
 Policy = Annotated[str, typer.Option(help="The acceptance policy: 'exact', 'fly', 'fly(theta=0.3, window=6)', ...")]
+Rules = Annotated[
+    list[str] | None,
+    typer.Option(
+        help="A rule to compare with exact speculation; repeatable. 'fly(theta={0.1, 0.3})' is a rule for each value.",
+        show_default=False,
+    ),
+]
 K = Annotated[int, typer.Option(min=0, help="The most tokens drafted in a round; 0 decodes autoregressively.")]
 DraftLength = Annotated[int, typer.Option(min=1, help="The most tokens drafted in a round.")]
 Dtype = Annotated[str, typer.Option(help="auto, bfloat16, float16 or float32.")]

@@ -14,11 +14,11 @@ from fly.bench.plan import DEVICES, MODELS, PAPER, Machines, Setting, forecast
 from fly.bench.scale import lengths, replays, scaled
 from fly.bundled import open_model
 from fly.cli.options import K, gone, number
-from fly.cli.run import alone, typed_in
+from fly.cli.run import alone, rules_of, typed_in
 from fly.cli.show import console, note, print_list, progress, ratio
 from fly.eval.replay import Replay, Unknown, load_blocks
 from fly.models import LlamaConfig
-from fly.policies import parse_policy
+from fly.policies import AcceptancePolicy
 
 
 @alone
@@ -45,7 +45,7 @@ def bench_plan(
     ] = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(help="With --recorded, a rule; repeatable. Default: exact and fly.", show_default=False),
+        typer.Option(help="With --recorded, a rule beside exact; repeatable.", show_default=False),
     ] = None,
 ) -> None:
     """Whether a setting fits on given devices, and what speculation should gain there, by a model of costs.
@@ -82,7 +82,7 @@ def bench_plan(
         return
     if small is None:
         raise ValueError("--recorded takes the acceptance of a draft model, which '--draft none' has not")
-    _show_recorded(recorded, policy or ["exact", "fly"], [plan[:3] for plan in plans])
+    _show_recorded(recorded, rules_of(policy), [plan[:3] for plan in plans])
 
 
 def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], title: str) -> None:
@@ -118,26 +118,25 @@ def _show_forecasts(plans: list[tuple[str, Setting, Machines, float | None]], ti
     )
 
 
-def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Setting, Machines]]) -> None:
+def _show_recorded(run: Path, rules: list[AcceptancePolicy], plans: list[tuple[str, Setting, Machines]]) -> None:
     """For each task that was recorded, rule and pair: the best length of a draft, and the gain there."""
-    rules = [parse_policy(text, trusted=True) for text in policies]
-    recorded, shown = load_blocks(run), False
+    recorded = load_blocks(run)
     for (_, way), blocks in recorded.items():
         if blocks.draft is None:
             raise ValueError(f"{run}: {way} was recorded without a draft model, whose acceptance is wanted")
-    replayed: dict[tuple[str, str, str], list[Replay]] = {}
+    replayed: dict[tuple[str, str, AcceptancePolicy], list[Replay]] = {}
     with progress(len(rules) * sum(len(lengths(blocks)) for blocks in recorded.values()), "replaying") as advance:
-        for (key, blocks), (text, rule) in product(recorded.items(), zip(policies, rules)):
+        for (key, blocks), rule in product(recorded.items(), rules):
             try:
-                replayed[*key, text] = replays(blocks, rule, advance)
+                replayed[*key, rule] = replays(blocks, rule, advance)
             except Unknown as error:
                 for _ in lengths(blocks):
                     advance()
                 console.print(f"[yellow]{escape(str(error))}[/]", highlight=False, soft_wrap=True)
     for (task, way), blocks in recorded.items():
         lines: list[list[str]] = []
-        for text in policies:
-            if (found := replayed.get((task, way, text))) is None:
+        for rule in rules:
+            if (found := replayed.get((task, way, rule))) is None:
                 continue
             for name, setting, machines in plans:
                 for levels in (1, 2):
@@ -146,7 +145,7 @@ def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Settin
                     gain = f"{ratio(best.gain.value)} ({best.gain.low:.2f}–{best.gain.high:.2f})"
                     lines.append(
                         [
-                            text,
+                            str(rule),
                             name,
                             f"{levels}",
                             f"{best.replay.drafted:.1f}, {stop}",
@@ -155,12 +154,9 @@ def _show_recorded(run: Path, policies: list[str], plans: list[tuple[str, Settin
                         ]
                     )
         if lines:
-            shown = True
             columns = _right("levels", "drafted, stop", "τ", "gain")
             title = escape(f"{task}, acceptance of {way}, {len(blocks.recordings)} completions")
             print_list(([*map(escape, line)] for line in lines), "rule", "target : draft", *columns, title=title)
-    if not shown:
-        raise ValueError("none of these rules can be replayed")
     published = ", ".join(f"{each.name} {ratio(each.gain)}" for each in PAPER)
     note(
         f"gain: over no draft, on {plans[0][2].device.name}, by a model of costs, at the best length of those tried; "

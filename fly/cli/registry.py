@@ -19,7 +19,7 @@ from fly.drafts import draft_types, parse_draft
 from fly.models.checkpoint import Checkpoint
 from fly.models.config import CheckpointError
 from fly.models.hub import HubName
-from fly.models.llama import skeleton
+from fly.models.llama import weight_bytes
 from fly.models.loading import Loading, resolve_dtype
 from fly.models.opening import open_checkpoint
 from fly.models.tokenizer import Tokenizer
@@ -61,12 +61,8 @@ def show_model(name: str) -> None:
         Loading(checkpoint)
         Tokenizer.load(checkpoint)
     config, dtype = checkpoint.config, resolve_dtype("auto", checkpoint.raw)
-    count = sum(parameter.numel() for parameter in skeleton(config).parameters())
-    head = config.vocab_size * config.hidden_size
-    held = {str(dtype).removeprefix("torch."): count * dtype.itemsize}
-    # a table of embeddings that is not the head's as well stays as it is
-    rest = 0 if config.tie_word_embeddings else head * (dtype.itemsize - 1)
-    held["int8 or w8a8"] = count + rest
+    count, itemsize = weight_bytes(config, 1), dtype.itemsize
+    held = {str(dtype).removeprefix("torch."): count * itemsize, "int8 or w8a8": weight_bytes(config, itemsize, True)}
     each = PagedKVCache.bytes_per_token(config, dtype)
     context = config.max_position_embeddings
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads

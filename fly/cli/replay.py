@@ -12,15 +12,14 @@ import typer
 from rich.markup import escape
 from rich.text import Text
 
-from fly.cli.options import Json, output
-from fly.cli.run import alone
+from fly.cli.options import Json, Rules, output
+from fly.cli.run import alone, rules_of
 from fly.cli.show import console, narrow, note, ratio, table, write_json
 from fly.eval.beside import Beside, beside
 from fly.eval.plots import save_lines
 from fly.eval.replay import Blocks, Replay, Unknown, load_blocks
 from fly.eval.report import Costs
 from fly.eval.statistics import Estimate
-from fly.policies import parse_policy
 
 _LEGEND = (
     "τ: tokens a round, with an interval over problems. It is exact up to the end of each recorded block; after that "
@@ -35,7 +34,7 @@ def replay(
     runs: Annotated[
         list[Path], typer.Argument(help="Folders of runs that 'fly eval --record' made.", metavar="RUN...")
     ],
-    policy: Annotated[list[str] | None, typer.Option(help="A rule to try; repeatable.", show_default=False)] = None,
+    policy: Rules = None,
     k: Annotated[
         list[int] | None,
         typer.Option(
@@ -75,13 +74,14 @@ def replay(
     ] = None,
     json_: Json = None,
 ) -> None:
-    """Try any rule on recorded blocks: tokens a round, relaxed tokens, and how fast that would be."""
-    if not (policy or measured):
-        raise ValueError("nothing to replay: give rules (--policy TEXT, several), or a run to compare with (--beside)")
+    """Try any rule on recorded blocks: tokens a round, relaxed tokens, and how fast that would be.
+
+    Exact speculation comes first, so every draft length and stop is compared with it.
+    """
     if (c is None) != (v is None):
         raise ValueError("--draft-cost and --verify-cost belong together")
     costs = None if c is None or v is None else Costs(c, v)
-    rules = [parse_policy(text, trusted=True) for text in policy or ()]
+    rules = rules_of(policy) if policy or measured is None else []
     record: list[dict[str, Any]] = []
     for run in runs:
         known = load_blocks(run, costs)

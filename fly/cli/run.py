@@ -21,7 +21,9 @@ from fly.cache.allocator import OutOfBlocks
 from fly.cli.show import errors
 from fly.config import Config
 from fly.errors import explain, origin
+from fly.expressions import grid
 from fly.llm import LLM
+from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.types import SamplingParams
 
 _Command = TypeVar("_Command", bound=Callable[..., None])
@@ -50,7 +52,7 @@ def command(run: _Command, alone: bool = False) -> _Command:
         except KeyboardInterrupt:
             errors.print("interrupted")
             raise typer.Exit(130) from None
-        except (ValueError, OSError, OutOfBlocks) as error:
+        except (ValueError, OSError, OutOfBlocks, MemoryError) as error:
             message = explain(error) if isinstance(error, ValidationError) else str(error)
         except Exception as error:
             place = origin(error)
@@ -107,6 +109,12 @@ def sampling_of(given: Mapping[str, Any], default: SamplingParams) -> SamplingPa
     return default.changed({name: value for name, value in given.items() if value is not None})
 
 
+def rules_of(given: list[str] | None) -> list[AcceptancePolicy]:
+    """What a comparison judges by: exact speculation, and then the rules that were named, each once."""
+    texts = [text for several in given or () for text in grid(several)]
+    return list(dict.fromkeys([Exact(), *(parse_policy(text, trusted=True) for text in texts)]))
+
+
 def typed_in(context: typer.Context, name: str) -> bool:
     """Whether an option was given on the command line."""
     source = context.get_parameter_source(name)
@@ -148,3 +156,10 @@ def kernels_of(llm: LLM) -> str:
         return executor.kernels
     reason = why_not() if executor.device.type == "cpu" else ""
     return f"torch ({reason})" if reason else "torch"
+
+
+def computed(llm: LLM) -> str:
+    """By what kernels and in which dtype the target runs, and the draft."""
+    (_, dtype), *drafts = llm.computed
+    said = "".join(f", draft {kernels} in {own}" for kernels, own in dict.fromkeys(drafts))
+    return f"kernels {kernels_of(llm)} in {dtype}{said}"

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from fly.cli.options import (
+    CacheBytes,
     CollectiveTimeout,
     ConfigFile,
     Device,
@@ -27,7 +28,7 @@ from fly.cli.options import (
     Model,
     number,
 )
-from fly.cli.run import command, kernels_of, loaded, options_of, ranks_of, setup_of
+from fly.cli.run import command, computed, loaded, options_of, ranks_of, setup_of
 from fly.cli.show import errors
 from fly.config import COLLECTIVE_TIMEOUT, HEARTBEAT_TIMEOUT
 from fly.llm import LLM
@@ -44,7 +45,10 @@ def serve(
         str, typer.Option(help="The address to listen on; 0.0.0.0 is reachable from other machines.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0 takes a free one.")] = 8000,
-    name: Annotated[str | None, typer.Option(help="The model's name for clients. Default: its path.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", "--served-model-name", help="The model's name for clients. Default: its path."),
+    ] = None,
     policies: Annotated[
         list[str] | None,
         typer.Option(
@@ -99,10 +103,7 @@ def serve(
     cache_tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens that the KV caches hold. Default: eight full contexts.")
     ] = None,
-    cache_bytes: Annotated[
-        int | None,
-        typer.Option(min=1, help="The most bytes for the KV caches. Default: 4 GiB, or half of the free memory."),
-    ] = None,
+    cache_bytes: CacheBytes = None,
     share_prefixes: Annotated[
         Literal["key", "all"],
         typer.Option(help="Which requests share cached beginnings: those of one API key ('key'), or all."),
@@ -163,7 +164,7 @@ def serve(
             llm.lead()
         services.append(service := Service(llm, settings, draft=setup.draft, name=setup.model))
         by = f"draft {setup.draft} · policy {llm.policy} · k {llm.k}"
-        line = f"{service.name} · {by} · context {service.context} · kernels {kernels_of(llm)}"
+        line = f"{service.name} · {by} · context {service.context} · {computed(llm)}"
         errors.print(line, markup=False, highlight=False, soft_wrap=True)
         if api_key:
             seen = "other users of this machine can see the keys of --api-key; use --api-keys-file"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -109,13 +111,38 @@ def ratio(value: float | None, over: float = 1.0) -> str:
 
 
 @contextmanager
-def progress(total: int, *what: str) -> Iterator[Callable[..., None]]:
-    """While this lasts, a bar of ``total`` for each of ``what``. Gives what advances one: that of the name it is
-    called with, or else the first."""
+def progress(total: int, what: str, done: int = 0) -> Iterator[Callable[..., None]]:
+    """While this lasts, show how far it is: a bar on a terminal; elsewhere a line on standard error after the first
+    steps, and then at most one a minute. Gives what is called after each step (``said``: about it) or after ``n``."""
+    if not console.is_terminal:
+        yield _Lines(total, what, done)
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with one_bar(), Progress(*columns, console=console, transient=True) as bars:
-        tasks = {name: bars.add_task(escape(name), total=total) for name in what}
-        yield lambda name=what[0]: bars.advance(tasks.get(name, tasks[what[0]]))
+        task = bars.add_task(escape(what), total=total, completed=done)
+        yield lambda said="", n=1: bars.update(task, advance=n, description=escape(f"{what} {said}".strip()))
+
+
+class _Lines:
+    """``progress`` where there is no terminal."""
+
+    def __init__(self, total: int, what: str, done: int) -> None:
+        self.total, self.what, self.done, self.before = total, what, done, done
+        self.start = time.monotonic()
+        self.due = self.start + 5  # seconds: what is over sooner says nothing
+
+    def __call__(self, said: str = "", n: int = 1) -> None:
+        self.done, now = self.done + n, time.monotonic()
+        if (spent := now - self.start) < 1:
+            self.before = self.done  # these were there already, or took no time
+        if now < self.due:
+            return
+        self.due = now + 60
+        left = spent / max(self.done - self.before, 1) * (self.total - self.done)
+        took, rest = (timedelta(seconds=round(seconds)) for seconds in (spent, left))
+        about = f" · {said}" if said else ""
+        line = f"{self.what}: {self.done} of {self.total} after {took}, about {rest} left{about}"
+        errors.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def write_json(path: Path | None, record: Any, ranks: Any = None) -> None:

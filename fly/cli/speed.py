@@ -26,13 +26,12 @@ from fly.bench.speed import (
     predict,
 )
 from fly.bundled import usual_draft
-from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Policy, Turns, output
-from fly.cli.run import alone, kernels_of
+from fly.cli.options import Device, DraftLength, Dtype, Json, Kernels, Model, Rules, Turns, output
+from fly.cli.run import alone, kernels_of, rules_of
 from fly.cli.show import console, grouped, note, progress, ratio, table, write_json
 from fly.drafts import parse_draft
 from fly.eval.plots import save_lines
 from fly.llm import LLM
-from fly.policies import parse_policy
 from fly.types import SamplingParams
 
 SHAPE, NO_SHAPE = "768x12x32000", "none"
@@ -49,7 +48,7 @@ def bench_speed(
             show_default=False,
         ),
     ] = None,
-    policy: Policy = "fly",
+    policy: Rules = None,
     k: DraftLength = 15,
     shape: Annotated[
         list[str] | None,
@@ -73,7 +72,7 @@ def bench_speed(
 ) -> None:
     """The machine's limits, and every forward and round compared with them."""
 
-    rule = parse_policy(policy, trusted=True)
+    rules = rules_of(policy)
     options: dict[str, Any] = {"dtype": dtype, "device": device, "kernels": kernels}
     shapes = [] if shape == [NO_SHAPE] else shape or [SHAPE]
     if draft is None:
@@ -110,7 +109,7 @@ def bench_speed(
             note(f"context: {slope / 1e9:,.1f} GB/s of keys and values, {share:.0%} of the bandwidth")
         console.print()
 
-    settings = settings_of(plain, fast, k, [rule])[: None if fast.draft is not None else 1]
+    settings = settings_of(plain, fast, k, rules)[: None if fast.draft is not None else 1]
     count, tokens = usual_amount(matrix_parameters(target.config))
     _, asked = asked_of(plain, model, problems or min(count, 12))
     again = min(turns, 3)

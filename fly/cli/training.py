@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from fly.backends.choice import load
-from fly.calls import one_bar
 from fly.cli.options import Device, Dtype, Kernels, Model
 from fly.cli.run import alone
-from fly.cli.show import console, note, print_list
+from fly.cli.show import note, print_list, progress
 from fly.llm import LLM
 from fly.train import Answer, ExitPlan, Plan, answers, card, exit_card, prompts_of, train_exits, train_head
 from fly.types import SamplingParams
@@ -73,17 +69,10 @@ def train_head_command(
         learning_rate=learning_rate,
         precision=precision, save_every=save_every, seed=seed,
     )  # fmt: skip
-    with _bars() as bars:
-        llm, given, data = _answered(
-            bars, out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels
-        )
-        training = bars.add_task("training", total=steps)
-
-        def advance(n: int, said: str) -> None:
-            bars.update(training, advance=n, description=f"training {said}".strip())
-
+    llm, given, data = _answered(out, model, prompts, task, count, max_tokens, temperature, dtype, device, kernels)
+    with progress(steps, "training") as advance:
         executor = llm.engine.runner.executor
-        head, trained = train_head(executor, given, plan, out, advance)
+        head, trained = train_head(executor, given, plan, out, lambda n, said: advance(said, n))
     tokens = sum(len(one.answer) for one in given)
     (out / "README.md").write_text(card(out.name, model, data, tokens, head, plan, trained), encoding="utf-8")
     rows = [(str(n + 1), f"{share:.1%}") for n, share in enumerate(trained.held_out)]
@@ -125,11 +114,10 @@ def train_exit_command(
     plan = ExitPlan(
         _numbers("--layers", layers), candidates, vocabulary, agreement=agreement, places=places, steps=steps, seed=seed
     )
-    with _bars() as bars:
-        _, given, data = _answered(bars, out, model, prompts, task, count, max_tokens, 0.0, dtype, device, kernels)
-        looking = bars.add_task("looking at the answers", total=min(places, sum(len(one.answer) for one in given)))
+    _, given, data = _answered(out, model, prompts, task, count, max_tokens, 0.0, dtype, device, kernels)
+    with progress(min(places, sum(len(one.answer) for one in given)), "looking at the answers") as advance:
         executor = load(model, dtype, device, "torch").executor
-        exits, looks, passed = train_exits(executor, given, plan, out, lambda n: bars.advance(looking, n))
+        exits, looks, passed = train_exits(executor, given, plan, out, lambda n: advance(n=n))
     (out / "README.md").write_text(exit_card(out.name, model, data, exits, plan, looks, passed), encoding="utf-8")
     rows = [
         (str(look.layer), f"{look.settled:.1%}", f"{look.leave:.1%}", "" if look.agree is None else f"{look.agree:.1%}")
@@ -148,15 +136,7 @@ def _numbers(option: str, given: str | None) -> tuple[int, ...] | None:
         raise ValueError(f"{option} {given!r} must be numbers with commas, as 1,2,4") from None
 
 
-@contextmanager
-def _bars() -> Iterator[Progress]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with one_bar(), Progress(*columns, console=console, transient=True) as bars:
-        yield bars
-
-
 def _answered(
-    bars: Progress,
     out: Path,
     model: str,
     prompts: Path | None,
@@ -175,8 +155,8 @@ def _answered(
         raise ValueError(f"{model} has no tokenizer, so it can answer no prompts")
     out.mkdir(parents=True, exist_ok=True)
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
-    answering = bars.add_task("answers by the target", total=len(asked))
-    given = answers(llm, asked, params, out / "answers.jsonl", lambda n: bars.advance(answering, n))
+    with progress(len(asked), "answers by the target") as advance:
+        given = answers(llm, asked, params, out / "answers.jsonl", lambda n: advance(n=n))
     llm.close()
     source = f"{len(given):,} prompts of the bundled task `{task}`" if prompts is None else f"{len(given):,} prompts"
     return llm, given, f"{source}, answered at temperature {temperature:g}, up to {max_tokens} tokens each."

@@ -57,6 +57,16 @@ class Index:
         return [tuple(self._tokens[end + 1 - n : end + 1]) for n in range(self.shortest, longest + 1)]
 
 
+def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int) -> int:
+    """Forwards of a draft model for ``drafted``, each of which verifies up to ``most`` copied tokens."""
+    at = forwards = 0
+    while at < len(drafted):
+        copied = index.copied(text + drafted[:at], min(most, len(drafted) - at))
+        at += common_prefix(copied, drafted[at:]) + 1
+        forwards += 1
+    return forwards
+
+
 class NGramDraft(DraftStrategy):
     """Prompt lookup (Saxena 2023; FLy's first level): find the longest n-gram, ``longest`` down to ``shortest``
     tokens, that ends the text and occurred before, at its latest place, and copy up to ``k`` tokens that followed.

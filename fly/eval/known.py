@@ -1,7 +1,8 @@
 """Logits of which only the likeliest tokens, the mass and the entropy are known, as in a recording.
 
-Rules use such a tensor like any other. The functions of ``fly.ops``, a softmax, and picking positions are answered from
-what is known; anything that needs the whole vocabulary raises ``Unknown``.
+Rules use such a tensor like any other. The functions of ``fly.ops``, and torch's own for the same, are answered from
+what is known: a softmax, the likeliest tokens, picking positions and tokens, how many are likelier, the entropy as
+people write it. Anything that needs the whole vocabulary raises ``Unknown``.
 
 Shape legend: V vocabulary, n likeliest tokens, "..." any leading dimensions.
 """
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fly.ops import Top, argmax, entropy, log_mass, nan_at, pick, top
+from fly.ops import Top, argmax, entropy, log_mass, nan_at, one_hot, pick, top
 from fly.ops.partial import ATTRIBUTES, at_index
 
 __all__ = ["Known", "Unknown"]
@@ -34,7 +35,8 @@ class Known(Tensor):
         rest: [...] the value of any other token: what is left of the mass, evenly spread.
         mass: [...] of logits, ln of the sum of exp(logit - largest).
         nats: [...] the entropy.
-        kind: what the values are.
+        kind: what the values are: ``logits``, ``probs``, ``log_probs``, answers (``bool``), or probs times log_probs
+            (``p ln p``, ``-p ln p``), whose sum is known as the entropy.
     """
 
     parts: tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -118,11 +120,87 @@ def _pick(x: Known, index: Tensor) -> Tensor:
     return torch.where(same.any(-1), found, rest)
 
 
+def _gather(x: Known, dim: int, index: Tensor, **_: Any) -> Any:
+    if not _last(x, dim):
+        return NotImplemented
+    return torch.stack([_pick(x, index_N) for index_N in index.unbind(-1)], -1)
+
+
 def _top(x: Known, n: int) -> Top:
     ids, values, *_ = x.parts
     if n > ids.shape[-1] - 1:
         raise Unknown(f"it needs the {n} likeliest tokens, of which {ids.shape[-1] - 1} are recorded")
     return Top(values[..., :n], ids[..., :n])
+
+
+def _topk(x: Known, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> Any:
+    return torch.return_types.topk(_top(x, k)) if largest and _last(x, dim) else NotImplemented
+
+
+def _one_hot(x: Known, tokens: Tensor) -> Any:
+    ids, values, rest, mass, nats = x.parts
+    if not torch.equal(tokens, ids[..., 0]):  # which are to come first
+        return NotImplemented
+    certain = (ids == tokens.unsqueeze(-1)).to(values.dtype)
+    return Known(x.shape[-1], ids, certain, rest * 0, mass * 0, nats * 0, "probs")
+
+
+def _compared(compare: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
+    """With a number, or with one at each position."""
+
+    def answer(x: Known, other: Any) -> Any:
+        each = isinstance(other, Tensor) and other.dim() > 0
+        if isinstance(other, Known) or (each and (other.dim() != x.dim() or other.shape[-1] != 1)):
+            return NotImplemented
+        ids, values, rest, mass, nats = x.parts
+        below = compare(rest, other.squeeze(-1) if each else other)
+        return Known(x.shape[-1], ids, compare(values, other), below, mass, nats, "bool")
+
+    return answer
+
+
+def _sum(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
+    if keepdim or not _last(x, dim) or x.kind not in ("bool", "p ln p", "-p ln p"):
+        return NotImplemented
+    ids, values, rest, _, nats = x.parts
+    if x.kind != "bool":
+        return nats if x.kind == "-p ln p" else -nats
+    new = (ids[..., -1:] != ids[..., :-1]).all(-1)  # whether the one more is none of them
+    others = x.shape[-1] - values.shape[-1] + (~new).long()
+    return values[..., :-1].sum(-1) + (values[..., -1] & new) + rest * others
+
+
+def _changed(kind: str, to: str, change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """A function of each value, of values of one kind."""
+
+    def changed(x: Any, *_: Any, **__: Any) -> Any:
+        if x is NotImplemented or x.kind != kind:
+            return NotImplemented
+        ids, values, rest, mass, nats = x.parts
+        return Known(x.shape[-1], ids, change(values), change(rest), mass, nats, to)
+
+    return changed
+
+
+def _floored(x: Known, least: float | None = None, *, min: float | None = None) -> Any:
+    """Probabilities of at least next to nothing, of which logarithms may be taken."""
+    floor = least if min is None else min
+    if not isinstance(floor, (int, float)) or floor > 1e-6:
+        return NotImplemented
+    return _changed("probs", "probs", lambda part: part.clamp_min(floor))(x)
+
+
+def _times_log(x: Known, other: Any) -> Any:
+    """Of probabilities and their own logarithms."""
+    kinds = {x.kind, other.kind} if isinstance(other, Known) else set()
+    if kinds != {"probs", "log_probs"} or not torch.equal(x.parts[4], other.parts[4]):
+        return NotImplemented
+    probs = x if x.kind == "probs" else other
+    return _changed("probs", "p ln p", lambda part: part.xlogy(part))(probs)
+
+
+def _xlogy(x: Known, other: Any) -> Any:
+    return _times_log(x, _LOG_OF(other)) if isinstance(other, Known) and other.kind == "probs" else NotImplemented
 
 
 def _log_mass(
@@ -139,9 +217,13 @@ def _log_mass(
     return (total if at_N is None else total[at_N]) - peak_N
 
 
+def _last(x: Known, dim: Any) -> bool:
+    return dim in (-1, x.dim() - 1, (-1,), [-1])
+
+
 def _softmax(kind: str) -> Callable[..., Any]:
     def change(x: Known, dim: int, *_: Any, **__: Any) -> Any:
-        if x.kind != "logits" or dim not in (-1, x.dim() - 1):
+        if x.kind != "logits" or not _last(x, dim):
             return NotImplemented
         values, mass = x.parts[1], x.parts[3]
         return x.scaled(values[..., 0] + mass, kind)
@@ -149,34 +231,55 @@ def _softmax(kind: str) -> Callable[..., Any]:
     return change
 
 
-def _exp(x: Known) -> Any:
-    return x.scaled(torch.zeros_like(x.parts[2]), "probs") if x.kind == "log_probs" else NotImplemented
-
-
 def _amax(x: Known, dim: Any = (), keepdim: bool = False) -> Any:
-    if dim not in (-1, x.dim() - 1):
+    if not _last(x, dim):
         return NotImplemented
     return x.parts[1][..., :1] if keepdim else x.parts[1][..., 0]
 
 
+def _max(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
+    if not _last(x, dim) or keepdim:
+        return NotImplemented
+    return torch.return_types.max((x.parts[1][..., 0], x.parts[0][..., 0]))
+
+
+def _argmax(x: Known, dim: Any = None, keepdim: bool = False) -> Any:
+    return NotImplemented if keepdim or not _last(x, dim) else x.parts[0][..., 0]
+
+
 _SOFT, _LOG = _softmax("probs"), _softmax("log_probs")
+_LOG_OF, _NEGATED = _changed("probs", "log_probs", torch.log), _changed("p ln p", "-p ln p", torch.neg)
+# By their names in torch, wherever it has them
+_NAMED: dict[str, Callable[..., Any]] = {
+    "flatten": _flatten,
+    "unflatten": _unflatten,
+    "float": lambda x: x,
+    "softmax": _SOFT,
+    "log_softmax": _LOG,
+    "exp": _changed("log_probs", "probs", torch.exp),
+    "log": _LOG_OF,
+    "clamp": _floored,
+    "clamp_min": _floored,
+    "mul": _times_log,
+    "xlogy": _xlogy,
+    "entr": lambda x: _NEGATED(_xlogy(x, x)),
+    "neg": _NEGATED,
+    "sum": _sum,
+    "amax": _amax,
+    "max": _max,
+    "argmax": _argmax,
+    "gather": _gather,
+    "topk": _topk,
+    **{name: _compared(getattr(torch, name)) for name in ("gt", "ge", "lt", "le")},
+}
+_PLACES = (Tensor, torch, torch.special, torch.nn.functional)
 _OWN: dict[Callable[..., Any], Callable[..., Any]] = {
+    **{getattr(place, name): own for name, own in _NAMED.items() for place in _PLACES if hasattr(place, name)},
     Tensor.__getitem__: _at,
-    Tensor.flatten: _flatten,
-    Tensor.unflatten: _unflatten,
-    Tensor.float: lambda x: x,
-    Tensor.softmax: _SOFT,
-    torch.softmax: _SOFT,
-    torch.nn.functional.softmax: _SOFT,
-    Tensor.log_softmax: _LOG,
-    torch.log_softmax: _LOG,
-    torch.nn.functional.log_softmax: _LOG,
-    Tensor.exp: _exp,
-    Tensor.amax: _amax,
-    torch.amax: _amax,
     argmax: lambda x: x.parts[0][..., 0],
     top: _top,
     pick: _pick,
+    one_hot: _one_hot,
     nan_at: lambda x, index: torch.zeros_like(index, dtype=torch.bool),
     log_mass: _log_mass,
     entropy: lambda x: x.parts[4] if x.kind == "probs" else NotImplemented,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,19 +25,27 @@ from fly.cache import DEFAULT_BYTES
 from fly.config import read_yaml
 from fly.errors import explain
 from fly.eval.task import Task, load_task
+from fly.expressions import grid
 from fly.policies import AcceptancePolicy, Exact, parse_policy
 from fly.policies.base import Relaxed
+from fly.policies.conditions import is_ours
 from fly.policies.registry import load_policy
 from fly.types import Guarantee
 
-__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "rule_name"]
+__all__ = ["AUTOREGRESSIVE", "Asked", "Plan", "Way", "named"]
 
 AUTOREGRESSIVE = "autoregressive"
 
 
-def rule_name(rule: AcceptancePolicy) -> str:
-    """A short name for a table: without parameters, and shortened if it is composed."""
-    return f"{rule.base.name} | …" if isinstance(rule, Relaxed) else rule.name
+def named(rules: Iterable[AcceptancePolicy]) -> dict[AcceptancePolicy, str]:
+    """Different rules, and what tables call them. One of ours goes by its name alone, where no other has that name."""
+    different = list(dict.fromkeys(rules))
+    counts = Counter(rule.name for rule in different)
+
+    def short(rule: AcceptancePolicy) -> bool:
+        return type(rule) is not Relaxed and is_ours(rule) and counts[rule.name] == 1
+
+    return {rule: rule.name if short(rule) else str(rule) for rule in different}
 
 
 @dataclass(frozen=True)
@@ -73,8 +82,12 @@ def _parsed(text: str) -> AcceptancePolicy:
 _Rule = Annotated[str, BeforeValidator(_rule)]
 
 
-def _listed(value: object) -> object:
+def _listed(value: object) -> list[Any]:
     return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def _spread(value: object) -> list[Any]:
+    return [each for given in _listed(value) for each in (grid(given) if isinstance(given, str) else [given])]
 
 
 def _one_or_several(kind: Any) -> Any:
@@ -109,7 +122,8 @@ class Plan(BaseModel):
     """A run's settings, in a YAML or JSON file or from the command line, which the user trusts: a policy may name a
     ``module:Class``, which is imported. Unknown fields are errors.
 
-    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies``; ``settings`` adds single
+    Every draft is decoded at every ``k`` by exact speculation and by each of ``policies`` (``fly(theta={0.1,
+    0.3})`` is two, see ``fly.expressions.grid``); ``settings`` adds single
     ways (each beside exact speculation with the same draft and length); autoregressive decoding comes first. All of it
     at every temperature with every seed. ``limit`` is how many problems of each task, unless the task says otherwise;
     ``max_tokens`` replaces the tasks' own. ``together`` problems are decoded at a time. ``record`` keeps the
@@ -122,7 +136,7 @@ class Plan(BaseModel):
     model: str = "fly-target"
     drafts: _one_or_several(str) = ()  # type: ignore[valid-type]
     k: _one_or_several(Annotated[int, Field(ge=1)]) = (15,)  # type: ignore[valid-type]
-    policies: _one_or_several(_Rule) = ("fly",)  # type: ignore[valid-type]
+    policies: Annotated[tuple[_Rule, ...], BeforeValidator(_spread)] = ()
     settings: tuple[_Extra, ...] = ()
     temperatures: _one_or_several(Annotated[float, Field(ge=0, allow_inf_nan=False)]) = (0.0,)  # type: ignore[valid-type]
     seeds: _one_or_several(int) = (0,)  # type: ignore[valid-type]
@@ -193,13 +207,11 @@ class Plan(BaseModel):
             draft, k = extra.draft or self.drafts[0], extra.k or self.k[0]
             wanted += [(draft, k, Exact()), (draft, k, _parsed(extra.policy))]
         unique = list(dict.fromkeys(wanted))
-        rules = list(dict.fromkeys(rule for _, _, rule in unique))
-        counts = Counter(map(rule_name, rules))
+        names = named(rule for _, _, rule in unique)
         several = len({draft for draft, _, _ in unique}) > 1
         found = [Way(AUTOREGRESSIVE, "none", 0, Exact())]
         for draft, k, rule in unique:
-            name = rule_name(rule) if counts[rule_name(rule)] == 1 and "…" not in rule_name(rule) else str(rule)
-            found.append(Way(f"{name} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
+            found.append(Way(f"{names[rule]} k{k}" + (f" {draft}" if several else ""), draft, k, rule))
         if self.exits is not None:
             found += [replace(way, label=f"{way.label} + exits", exits=self.exits) for way in found]
         return found
@@ -226,7 +238,7 @@ class Plan(BaseModel):
         try:
             return Plan.model_validate(fields)
         except ValidationError as error:
-            raise ValueError(f"{where}{explain(error)}; fields: {list(Plan.model_fields)}") from error
+            raise ValueError(f"{where}{explain(error, Plan.model_fields)}") from error
 
     @staticmethod
     def read(path: str | Path) -> dict[str, Any]:

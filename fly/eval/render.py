@@ -27,17 +27,18 @@ Cells = Mapping[str, Callable[[Row], str]]
 _NONE = "–"
 
 LEGEND = (
-    "AR: autoregressive decoding, the target alone · over AR, over exact: tokens a second relative to AR, and to "
-    "the run's fastest exact speculation (★) · at no cost: over AR by the models' time alone, without decisions and "
-    "host, τ / (drafted·c + v), c and v measured · τ: tokens emitted for each forward of the target · kept: share "
-    "of drafted tokens that are emitted · gate: share of mismatches at which the target was undecided · Python: "
-    "share of rounds decided in Python · layers: those that a round goes through, if the target leaves early · "
-    "recovery: share right relative to AR's · lost, won: problems that AR answers right more often, and that this "
-    "way does · p: the chance of such a difference between lost and won by luck alone (exact McNemar or sign test) "
-    "· relaxed: share of tokens kept though the exact rule rejects them · same: answers equal to AR's, token by "
-    "token · first: median place of the first token that differs · length: tokens relative to AR's · place in the "
-    "draft: of the drafts at least that long, the share in which it is kept. Below or after values: intervals of 95 "
-    "% (Wilson for shares, bootstrap over problems for ratios)."
+    "AR: autoregressive decoding, the target alone · over AR, over exact: tokens a second relative to AR, and to the "
+    "run's fastest exact speculation (★) · at no cost: over AR by the models' time alone, without decisions and host,"
+    " τ / (drafted·c + v), c and v measured · τ: tokens emitted for each forward of the target · kept: share of "
+    "drafted tokens that are emitted · gate: share of mismatches at which the target was undecided (–: the rule has "
+    "no entropy gate, or no mismatch asked it) · Python: share of rounds decided in Python · layers: those that a "
+    "round goes through, if the target leaves early · recovery: share right relative to AR's · lost, won: problems "
+    "that AR answers right more often, and that this way does · p: the chance of such a difference between lost and "
+    "won by luck alone (exact McNemar or sign test) · relaxed: share of tokens kept though the exact rule rejects "
+    "them · same: answers equal to AR's, token by token · cut: share of answers that ended at the limit of tokens · "
+    "first: median place of the first token that differs · length: tokens relative to AR's · place in the draft: of "
+    "the drafts at least that long, the share in which it is kept. Below or after values: intervals of 95 % (Wilson "
+    "for shares, bootstrap over problems for ratios)."
 )
 
 
@@ -66,11 +67,14 @@ def columns(table: Table) -> dict[str, Cells]:
     def unless_ar(cell: Callable[[Row], str]) -> Callable[[Row], str]:
         return lambda row: _NONE if row.way == AUTOREGRESSIVE else cell(row)
 
+    def marked(row: Row) -> str:
+        return _within(row.over_exact).replace("×", "×†", int(row in table.other_stops))
+
     speed: Cells = {
         "decoding": name,
         "tok/s": lambda row: f"{row.speed:,.1f}" if row.speed < 100 else f"{row.speed:,.0f}",
         "over AR": unless_ar(lambda row: _within(row.over_ar)),
-        "over exact": lambda row: "1" if row.way == table.best_exact else _within(row.over_exact),
+        "over exact": lambda row: "1" if row.way == table.best_exact else marked(row),
         "at no cost": lambda row: _times(row.neutral),
         "τ": lambda row: f"{row.tau:.2f}",
         "kept": lambda row: _share(row.kept),
@@ -88,6 +92,7 @@ def columns(table: Table) -> dict[str, Cells]:
         "p": lambda row: _NONE if row.p is None else f"{row.p:.2g}",
         "relaxed": lambda row: _share(row.relaxed) if row.k else _NONE,
         "same": lambda row: _share(row.same),
+        "cut": lambda row: _share(row.cut / row.completions),
         "first": lambda row: _NONE if row.diverges is None else f"{row.diverges:g}",
         "length": unless_ar(lambda row: _within(row.length)),
     }

@@ -21,7 +21,7 @@ longest draft, n likeliest tokens.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from fly.bundled import resolve_checkpoint
-from fly.drafts.ngram import Index, NGramDraft
+from fly.drafts.ngram import Index, NGramDraft, lookup_forwards
 from fly.eval.known import Known, Unknown
 from fly.eval.plan import AUTOREGRESSIVE, Plan
 from fly.eval.recording import Recording, Said
@@ -43,11 +43,10 @@ from fly.ops import Stream, uniforms
 from fly.policies import AcceptancePolicy, verify
 from fly.policies.base import accepts_exactly
 from fly.policies.registry import load_policy
-from fly.request import common_prefix
 from fly.types import Draft, Noise, Target, Why
 from fly.vocabulary import Vocabulary
 
-__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "lookup_forwards", "replay"]
+__all__ = ["Blocks", "RelaxedToken", "Replay", "Unknown", "load_blocks", "replay"]
 
 
 class RelaxedToken(NamedTuple):
@@ -250,9 +249,17 @@ class Blocks:
         return (-self.draft.mass).exp().nan_to_num(1.0)
 
     def judged(
-        self, policy: AcceptancePolicy, row_B: Tensor, at_B: Tensor, chain: _Chain, relaxed_B: Tensor, nats_B: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """What ``policy`` keeps of drafts: how many tokens [B], and which of them are relaxed [B, K]."""
+        self,
+        policy: AcceptancePolicy,
+        row_B: Tensor,
+        at_B: Tensor,
+        chain: _Chain,
+        relaxed_B: Tensor,
+        nats_B: Tensor,
+        spent: Mapping[str, Tensor] = {},
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """What ``policy`` keeps of drafts: how many tokens [B], which of them are relaxed [B, K], and what those cost
+        [B, K] by each of its budgets. ``spent`` is what rows spent before, by budget [B]."""
         place_BJ, token_BJ = chain.place_BJ, self.token_P[chain.place_BJ]
         draft = Draft(token_BJ[:, :-1], chain.lengths_B)
         if self.draft is not None:
@@ -263,6 +270,7 @@ class Blocks:
             generated_B=at_B - self.prompt_C[row_B],
             relaxed_B=relaxed_B,
             nats_B=nats_B,
+            spent=lambda label: spent[label] if label in spent else torch.zeros(len(row_B)),
             history=[self.texts[c][:at] for c, at in zip(row_B.tolist(), at_B.tolist())],
         )
         noise = None
@@ -273,7 +281,12 @@ class Blocks:
             verdict = verify(policy, target, draft, noise)
         except Unknown as error:
             raise Unknown(f"'{policy}' cannot be replayed: {error}") from None
-        return verdict.accepted_B, verdict.why_BK == int(Why.RELAXED)
+        relaxes_BK, costs = verdict.why_BK == int(Why.RELAXED), {}
+        for budget in () if policy.relaxation is None else policy.relaxation.budgets:
+            cost_BK = torch.zeros(relaxes_BK.shape)
+            cost_BK[relaxes_BK] = budget.cost(target, draft, *relaxes_BK.nonzero().unbind(1)).float()
+            costs[budget.label] = cost_BK
+        return verdict.accepted_B, relaxes_BK, costs
 
     def _known(self, said: Said, place_BJ: Tensor, token_BJ: Tensor, logit_P: Tensor | None = None) -> Known:
         here = said.at(place_BJ)
@@ -318,7 +331,7 @@ class Blocks:
         forwards = 0
         indices = [] if lookup is None else [Index(lookup.longest, lookup.shortest) for _ in self.recordings]
         emitted_C, rounds_C, drafted_C, relaxed_C = (torch.zeros(count, dtype=torch.int64) for _ in range(4))
-        nats_C, beyond = torch.zeros(count), 0
+        nats_C, beyond, spent = torch.zeros(count), 0, dict[str, Tensor]()
         drafts_K, stood_K, excused_K = (torch.zeros(k, dtype=torch.int64) for _ in range(3))
         found: list[RelaxedToken] = []
         at_C = torch.tensor([int(each.start_N[0]) if len(each.start_N) else len(text)
@@ -327,7 +340,8 @@ class Blocks:
         while len(row_B := (at_C < self.end_C).nonzero().flatten()):
             at_B = at_C[row_B]
             chain = self.chain(row_B, at_B, k, confidence, reach)
-            accepted_B, why_BK = self.judged(policy, row_B, at_B, chain, relaxed_C[row_B], nats_C[row_B])
+            before = {label: spent_C[row_B] for label, spent_C in spent.items()}
+            accepted_B, why_BK, costs = self.judged(policy, row_B, at_B, chain, relaxed_C[row_B], nats_C[row_B], before)
             emitted_B = (accepted_B + 1).minimum(self.end_C[row_B] - at_B)
             stands_BK = columns_K < accepted_B.minimum(emitted_B).unsqueeze(1)
             relaxes_BK = why_BK & stands_BK
@@ -339,6 +353,9 @@ class Blocks:
                 nats_BK = self._nats(chain.place_BJ[:, :-1])
                 relaxed_C[row_B] += relaxes_BK.sum(1)
                 nats_C[row_B] += torch.where(relaxes_BK, nats_BK, 0.0).sum(1)
+                for label, cost_BK in costs.items():
+                    spent_C = spent.setdefault(label, torch.zeros(count))
+                    spent_C[row_B] += torch.where(relaxes_BK, cost_BK, 0.0).sum(1)
                 if len(found) < cases:
                     found += self._examples(row_B, at_B, chain, relaxes_BK, nats_BK)
             emitted_C[row_B] += emitted_B
@@ -382,7 +399,7 @@ class Blocks:
         row_B, at_B = torch.tensor(self._starts).reshape(-1, 2).unbind(1)
         chain = self.chain(row_B, at_B, k, confidence, reach, go_on=False)
         zeros_B = torch.zeros_like(row_B)
-        accepted_B, _ = self.judged(policy, row_B, at_B, chain, zeros_B, zeros_B.float())
+        accepted_B, _, _ = self.judged(policy, row_B, at_B, chain, zeros_B, zeros_B.float())
         return (accepted_B + 1).minimum(self.end_C[row_B] - at_B).double().mean().item()
 
     def _nats(self, place_BK: Tensor) -> Tensor:
@@ -422,16 +439,6 @@ class Blocks:
         """Those of some problems only."""
         kept = [each for each in self.recordings if each.about["problem"] in problems]
         return Blocks(kept, self.vocabulary, self.costs)
-
-
-def lookup_forwards(index: Index, text: list[int], drafted: list[int], most: int) -> int:
-    """Forwards of a draft model for ``drafted``, each of which verifies up to ``most`` copied tokens."""
-    at = forwards = 0
-    while at < len(drafted):
-        copied = index.copied(text + drafted[:at], min(most, len(drafted) - at))
-        at += common_prefix(copied, drafted[at:]) + 1
-        forwards += 1
-    return forwards
 
 
 def load_blocks(run: str | Path, costs: Costs | None = None) -> dict[tuple[str, str], Blocks]:

@@ -62,6 +62,8 @@ class Row:
     python: float | None  # share of rounds that Python decided
     recorded: bool  # whether its blocks were kept, for which rounds are taken one by one
     layers: float | None  # of the target, that a round went through, where it leaves early
+    cut: int  # completions that ended at the limit of tokens
+    reach: float | None  # where its draft stops by itself (``fly.drafts.stops``), where that is known
     accuracy: Estimate | None = None
     recovery: Estimate | None = None  # accuracy over autoregression's
     lost: int = 0  # problems that autoregression answers right more often
@@ -115,6 +117,12 @@ class Table:
     best_exact: str | None
     cases: list[Case]
     together: int  # problems decoded at a time
+
+    @property
+    def other_stops(self) -> list[Row]:
+        """Ways whose drafts stop by themselves elsewhere than those of the exact speculation they are compared with."""
+        exact = next((row.reach for row in self.rows if row.way == self.best_exact), None)
+        return [row for row in self.rows if None not in (exact, row.reach) and row.reach != exact]
 
     @property
     def title(self) -> str:
@@ -268,6 +276,8 @@ class _Comparison:
             python=total["judged"] / total["rounds"] if total["rounds"] and way.k else None,
             recorded=any("blocks" in record for record in every),
             layers=sum(record.get("layers", 0) for record in every) / total["rounds"] if way.exits else None,
+            cut=sum(record["finish_reason"] == "length" for record in every),
+            reach=every[0].get("reach"),
             curve=_curve([tuple(draft) for record in every for draft in record["drafts"]]),
             gates=gates,
         )
@@ -406,6 +416,20 @@ def _notes(folder: Path, tables: list[Table], records: Records) -> list[str]:
         if table.unfinished:
             notes.append(
                 f"{table.task}: {table.unfinished} problems lack some way and are left out; the run is not over"
+            )
+        if most := max(row.cut for row in table.rows):
+            way = next(row for row in table.rows if row.cut == most)
+            notes.append(
+                f"{table.task}: up to {most} of {way.completions} answers ({way.way}) were cut at their limit of "
+                "tokens, and are scored as they are: --max-tokens raises it"
+            )
+        if others := table.other_stops:
+            stops = ", ".join(f"{row.way} ({row.reach:g})" for row in others)
+            exact = next(row for row in table.rows if row.way == table.best_exact)
+            notes.append(
+                f"{table.task}: † drafts stop by themselves at another chance of being kept (reach) under {stops} than "
+                f"under {exact.way} ({exact.reach:g}), which 'over exact' includes; a draft such as 'ngram+model(NAME, "
+                f"reach={exact.reach:g})' stops alike under all rules"
             )
         if table.unscored:
             notes.append(f"{table.task}: {table.unscored} answers are not scored (programs run only with --run-code)")

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 import yaml
 
-from fly.backends.cpu.library import TORCH
+from fly.backends.cpu.library import TORCH, chosen
+from fly.drafts.stops import usual_reach
 from fly.eval.plan import AUTOREGRESSIVE, Plan, Way
 from fly.eval.recording import Recorder, recorded
 from fly.eval.records import Appender, Key, Records, read_records
@@ -202,10 +203,12 @@ def _prompt(turn: Turn, records: Records, llm: LLM) -> list[int]:
 def _settings(plan: Plan, ways: list[Way], ranks: Any) -> dict[str, Setting]:
     """The ways as loaded models, by label: each draft once, all with one target's weights."""
     options: dict[str, Any] = {name: getattr(plan, name) for name in ("dtype", "device", "kernels", "cache_bytes")}
-    if plan.exits is not None and plan.kernels == "auto":
+    if early := plan.exits is not None and plan.kernels == "auto":
         options["kernels"] = TORCH  # of both, or the kernels would be what is compared
     base = LLM(plan.model, deterministic=plan.deterministic, ranks=ranks, **options)
-    options["kernels"] = plan.kernels
+    if early:  # drafts need not run on PyTorch
+        on_cpu = base.engine.runner.executor.device.type == "cpu"
+        options["kernels"] = chosen() if on_cpu else plan.kernels
     models: dict[tuple[str, str | None], LLM] = {("none", None): base}
     found = {}
     for way in dict.fromkeys(ways):
@@ -248,12 +251,19 @@ def _record(turn: Turn, done: Completion, around: str, llm: LLM) -> dict[str, An
         "drafts": done.drafts,
         "policy": str(output.policy),
         "guarantee": output.guarantee.value,
+        "reach": _reach(llm, turn.way),
         "seconds": {name: value for name, value in asdict(done.times).items() if name != "judged"},
         "judged": done.times.judged,
         "row_seed": _row_seed(key),
         "environment": around,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
     }
+
+
+def _reach(llm: LLM, way: Way) -> float | None:
+    """Where a way's draft stops by itself; None where it does not, or decides that by what it measures."""
+    reach = None if llm.draft is None else getattr(llm.draft.last, "reach", 0.0)
+    return usual_reach(reach, way.policy) if way.k and reach != 0.0 else None
 
 
 def _save_blocks(folder: Path, turn: Turn, recorder: Recorder, prompt: list[int], done: Completion, llm: LLM) -> str:

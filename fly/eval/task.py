@@ -18,7 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from fly.bundled.tasks import problems as bundled_problems
 from fly.config import read_yaml
-from fly.errors import explain, meant
+from fly.errors import explain, instead
 from fly.eval.scorers import Nothing, Programs, Score, ScorerField, render
 from fly.llm import LLM
 
@@ -247,8 +247,7 @@ def load_task(text: str, **changes: Any) -> Task:
     elif name in task_names():
         source, folder, own = (_BUNDLED / f"{name}.yaml").read_text(encoding="utf-8"), None, name
     else:
-        known = task_names()
-        raise ValueError(f"unknown task {name!r}{meant(name, known)}; choose one of {known}, or a .yaml file of yours")
+        raise ValueError(f"unknown task {name!r}{instead(name, task_names())}, or a .yaml file of yours")
     try:
         fields = read_yaml(source)
         if not isinstance(fields, dict):
@@ -262,7 +261,8 @@ def load_task(text: str, **changes: Any) -> Task:
     except yaml.YAMLError as error:
         raise ValueError(f"{name}: not valid YAML ({' '.join(str(error).split())})") from error
     except ValidationError as error:
-        raise ValueError(f"task {name!r}: {explain(error)}; fields: {list(Task.model_fields)}") from error
+        known = [*Task.model_fields, *(["limit"] if changes else [])]  # which a plan may say beside them
+        raise ValueError(f"task {name!r}: {explain(error, known)}") from error
 
 
 def _read(path: Path) -> str:

@@ -135,6 +135,10 @@ class LlamaConfig(BaseModel):
     layer_types: tuple[Literal["full_attention", "sliding_attention"], ...] | None = None  # None: none slides
     query_pre_attn_scalar: int | None = Field(default=None, gt=0)  # None: head_dim
     rope_local_base_freq: float | None = Field(default=None, gt=0)  # rope_theta of sliding layers; None: as all
+    embedding_multiplier: float = Field(default=1.0, gt=0)
+    attention_multiplier: float | None = Field(default=None, gt=0)  # None: head_dim ** -0.5
+    residual_multiplier: float = Field(default=1.0, gt=0)  # of what attention and feed-forward add
+    logits_scaling: float = Field(default=1.0, gt=0)  # logits are divided by it
 
     @model_validator(mode="before")
     @classmethod
@@ -192,6 +196,8 @@ class LlamaConfig(BaseModel):
     @property
     def attention_scale(self) -> float:
         """What products of queries and keys are multiplied with."""
+        if self.attention_multiplier is not None:
+            return self.attention_multiplier
         return (self.query_pre_attn_scalar or self.head_dim) ** -0.5
 
     def resized(self, layers: int, **sizes: Any) -> LlamaConfig:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer as RawTokenizer
 
 from fly.models.checkpoint import Checkpoint, Stored, names
-from fly.models.config import CheckpointError, read_json
+from fly.models.config import CheckpointError, LlamaConfig, read_json
 
 __all__ = ["Directory"]
 
@@ -41,6 +43,8 @@ class Directory(Checkpoint):
                     raise CheckpointError(f"{file}: tensor {key} is stored twice")
                 if not key.endswith(_DERIVED):
                     found[key] = stored
+        if self.config.traits.fused:
+            found = dict(part for key, stored in found.items() for part in _parts(key, stored, self.config))
         if odd := sorted(key for key, stored in found.items() if stored.dtype is None):
             kinds = sorted({found[key].kind for key in odd})
             raise CheckpointError(f"{self.path}: {names(odd)} are stored as {kinds}; choices: {[*_DTYPES]}")
@@ -89,10 +93,28 @@ class Directory(Checkpoint):
         return files
 
 
+def _parts(key: str, stored: Stored, config: LlamaConfig) -> Iterator[tuple[str, Stored]]:
+    """A tensor of a family that stores several as one, as those: some rows each."""
+    heads, kv_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+    fused = {
+        "qkv_proj": {"q_proj": heads, "k_proj": kv_heads, "v_proj": kv_heads},
+        "gate_up_proj": {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size},
+    }
+    parts = fused.get(module := key.split(".")[-2] if "." in key else "", {})
+    if not parts or stored.shape[0] != sum(parts.values()):  # which the loading says
+        yield key, stored
+        return
+    each, at = stored.nbytes // stored.shape[0], stored.offset
+    for part, rows in parts.items():
+        shape, size = (rows, *stored.shape[1:]), each * rows
+        yield key.replace(f".{module}.", f".{part}."), replace(stored, offset=at, nbytes=size, shape=shape)
+        at += size
+
+
 def _tensors(file: Path) -> dict[str, Stored]:
     """The tensors of a safetensors file, which the library checks: they lie within it, one after another."""
     try:
-        with safe_open(file, framework="pt"), open(file, "rb") as stream:
+        with safe_open(file, framework="np"), open(file, "rb") as stream:  # torch would map the file once more
             size = int.from_bytes(stream.read(8), "little")
             header = json.loads(stream.read(size))
     except (SafetensorError, OSError) as error:

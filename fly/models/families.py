@@ -26,6 +26,10 @@ OPTIONS: Mapping[str, Any] = MappingProxyType(
         "layer_types": None,
         "query_pre_attn_scalar": None,
         "rope_local_base_freq": None,
+        "embedding_multiplier": 1.0,
+        "attention_multiplier": None,
+        "residual_multiplier": 1.0,
+        "logits_scaling": 1.0,
     }
 )
 
@@ -57,9 +61,12 @@ class Family:
     architecture: str  # config.json: architectures
     options: frozenset[str] = frozenset()  # which of OPTIONS it has
     qkv_bias: bool = False  # query, key and value have a bias, whatever ``attention_bias`` says
-    query_norm: bool = False  # queries and keys are normalised, head by head, before they are rotated
+    query_norm: Literal["none", "heads", "whole"] = "none"  # queries and keys are normalised before they are rotated:
+    # head by head, or all heads at once
     norm_offset: float = 0.0  # what norms add to their weights
+    input_norms: bool = True  # what attention and feed-forward take is normalised
     output_norms: bool = False  # what attention and feed-forward give is normalised before it is added
+    fused: bool = False  # files have query, key and value as one tensor, and gate and up
     scaled_embedding: bool = False  # embeddings are multiplied by the square root of their width
     activation: Activation = "silu"
     activation_key: str = "hidden_act"  # where config.json names it,
@@ -70,6 +77,7 @@ class Family:
 
 
 _WINDOW = frozenset({"sliding_window", "layer_types"})
+_MULTIPLIERS = "embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"
 _QWEN = {"use_sliding_window": False, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -96,15 +104,39 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "qwen3",
                 "Qwen3ForCausalLM",
                 _WINDOW | {"attention_bias"},
-                query_norm=True,
+                query_norm="heads",
                 layer_types=_from_max_window_layers,
                 defaults={**_QWEN, "head_dim": 128},
+            ),
+            Family(
+                "granite",
+                "GraniteForCausalLM",
+                frozenset({"attention_bias", "mlp_bias", *_MULTIPLIERS}),
+                defaults=dict.fromkeys(_MULTIPLIERS, 1.0),
+            ),
+            Family(
+                "phi3",
+                "Phi3ForCausalLM",
+                _WINDOW,
+                fused=True,
+                layer_types=_every,
+                defaults={"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+                refused=("rope_scaling",),  # transformers reads "yarn" and "su" as longrope there
+            ),
+            Family(
+                "olmo2",
+                "Olmo2ForCausalLM",
+                frozenset({"attention_bias"}),
+                query_norm="whole",
+                input_norms=False,
+                output_norms=True,
+                defaults={"rms_norm_eps": 1e-5},
             ),
             Family(
                 "gemma3_text",
                 "Gemma3ForCausalLM",
                 _WINDOW | {"attention_bias", "query_pre_attn_scalar", "rope_local_base_freq"},
-                query_norm=True,
+                query_norm="heads",
                 norm_offset=1.0,
                 output_norms=True,
                 scaled_embedding=True,

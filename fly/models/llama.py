@@ -121,17 +121,21 @@ def signed_tables(config: LlamaConfig, dtype: torch.dtype, device: torch.device)
 
 
 class Norm(nn.RMSNorm):
-    """Root mean square norm (arXiv 1910.07467); some families store weights without their ``offset``."""
+    """Root mean square norm (arXiv 1910.07467); some families store weights without their ``offset``. What it gives is
+    multiplied by ``scale``: of the last norm, that is what logits are multiplied by."""
 
-    def __init__(self, width: int, config: LlamaConfig) -> None:
+    def __init__(self, width: int, config: LlamaConfig, scale: float = 1.0) -> None:
         super().__init__(width, eps=config.rms_norm_eps)
-        self.offset = config.traits.norm_offset
+        self.offset, self.scale = config.traits.norm_offset, scale
+
+    def factors(self) -> Tensor:
+        """What a normed value is multiplied by, float32 [C]."""
+        return (self.weight.float() + self.offset) * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.offset:
+        if not self.offset and self.scale == 1:
             return super().forward(x)
-        weight = self.weight.float() + self.offset
-        return F.rms_norm(x.float(), self.normalized_shape, weight, self.eps).to(x.dtype)
+        return F.rms_norm(x.float(), self.normalized_shape, self.factors(), self.eps).to(x.dtype)
 
 
 def rotate(x_THD: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> Tensor:
@@ -160,9 +164,11 @@ class Attention(nn.Module):
         outputs = (self.heads + 2 * self.kv_heads) * width
         self.qkv_proj = nn.Linear(config.hidden_size, outputs, bias=bias or config.traits.qkv_bias)
         self.o_proj = nn.Linear(self.heads * width, config.hidden_size, bias=bias)
-        if config.traits.query_norm:
-            self.q_norm, self.k_norm = Norm(width, config), Norm(width, config)
-        self.normalised = config.traits.query_norm
+        self.normalised = config.traits.query_norm != "none"
+        self.whole = config.traits.query_norm == "whole"  # over all heads at once
+        if self.normalised:
+            each = (self.heads, self.kv_heads) if self.whole else (1, 1)
+            self.q_norm, self.k_norm = (Norm(count * width, config) for count in each)
 
     def project(self, x_TC: Tensor, cos_T1D: Tensor, sin_T1D: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [T, H, D], keys and values [T, G, D]; the first two rotated."""
@@ -180,17 +186,21 @@ class Attention(nn.Module):
         kv = F.linear(x_TC, linear.weight[first:], None if linear.bias is None else linear.bias[first:])
         k_TGD, v_TGD = kv.unflatten(-1, (2, self.kv_heads, self.head_dim)).unbind(1)
         if self.normalised:
-            k_TGD = self.k_norm(k_TGD)
+            k_TGD = self._normed(self.k_norm, k_TGD)
         return rotate(k_TGD, cos_T1D, sin_T1D), v_TGD
 
     def _normalise(self, qk: Tensor) -> Tensor:
-        """Queries and keys, head by head, each by the weights of its kind."""
-        if not torch.compiler.is_compiling():
-            return torch.cat([self.q_norm(qk[:, : self.heads]), self.k_norm(qk[:, self.heads :])], 1)
+        """Queries and keys, head by head or all heads at once, each by the weights of its kind."""
+        if self.whole or not torch.compiler.is_compiling():
+            parts = qk[:, : self.heads], qk[:, self.heads :]
+            return torch.cat([self._normed(norm, part) for norm, part in zip((self.q_norm, self.k_norm), parts)], 1)
         # One norm of all heads is one kernel where two norms are two; in between nothing is rounded.
         query_H1 = (torch.arange(qk.shape[1], device=qk.device) < self.heads).unsqueeze(1)
         weight_HD = torch.where(query_H1, self.q_norm.weight, self.k_norm.weight).float() + self.q_norm.offset
         return (F.rms_norm(qk.float(), (self.head_dim,), eps=self.q_norm.eps) * weight_HD).to(qk.dtype)
+
+    def _normed(self, norm: Norm, x_THD: Tensor) -> Tensor:
+        return norm(x_THD.flatten(1)).view_as(x_THD) if self.whole else norm(x_THD)
 
     def attend(self, kv: KV, q_THD: Tensor, k_TGD: Tensor, v_TGD: Tensor) -> Tensor:
         """[T, H * D] over what ``kv`` holds of this layer."""
@@ -213,24 +223,26 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
-    """Attention and feed-forward, each after a norm; a family with ``output_norms`` also has one after each. The names
-    are those of checkpoints, in which ``post_attention_layernorm`` means either."""
+    """Attention and feed-forward, each after a norm; a family with ``output_norms`` also has one after each, or those
+    alone (without ``input_norms``). The names are those of checkpoints, in which ``post_attention_layernorm`` means
+    either."""
 
     def __init__(self, config: LlamaConfig, layer: int) -> None:
         super().__init__()
         width = config.hidden_size
         self.rope = int(len(config.ropes) > 1 and config.windows[layer] is not None)
-        self.output_norms = config.traits.output_norms
-        self.input_layernorm = Norm(width, config)
+        self.output_norms, self.residual = config.traits.output_norms, config.residual_multiplier
+        before = config.traits.input_norms
+        self.input_layernorm = Norm(width, config) if before else nn.Identity()
         self.self_attn = Attention(config, layer)
         self.post_attention_layernorm = Norm(width, config)
         if self.output_norms:
-            self.pre_feedforward_layernorm = Norm(width, config)
+            self.pre_feedforward_layernorm = Norm(width, config) if before else nn.Identity()
             self.post_feedforward_layernorm = Norm(width, config)
         self.mlp = FeedForward(config)
 
-    def norms(self) -> list[Norm]:
-        """Before attention and feed-forward, then those after each, if there are any."""
+    def norms(self) -> list[Any]:
+        """Before attention and feed-forward (or nothing), then those after each, if there are any."""
         if not self.output_norms:
             return [self.input_layernorm, self.post_attention_layernorm]
         after = [self.post_attention_layernorm, self.post_feedforward_layernorm]
@@ -244,9 +256,12 @@ class Layer(nn.Module):
         """What the layer makes of ``x_TC`` by what its attention gave (all heads side by side)."""
         _, before_mlp, *after = self.norms()
         out_TC = self.self_attn.o_proj(attended_TC)
-        x_TC = x_TC + (after[0](out_TC) if after else out_TC)
+        x_TC = self._added(x_TC, after[0](out_TC) if after else out_TC)
         out_TC = self.mlp(before_mlp(x_TC))
-        return x_TC + (after[1](out_TC) if after else out_TC)
+        return self._added(x_TC, after[1](out_TC) if after else out_TC)
+
+    def _added(self, x_TC: Tensor, out_TC: Tensor) -> Tensor:
+        return x_TC + (out_TC if self.residual == 1 else out_TC * self.residual)
 
     def forward(self, x_TC: Tensor, rotary: Sequence[tuple[Tensor, Tensor]], kv: KV) -> Tensor:
         qkv = self.before(x_TC, *rotary[self.rope])
@@ -285,8 +300,10 @@ def noting(states: dict[int, Tensor]) -> Through:
 
 
 def embedding_scale(config: LlamaConfig, dtype: torch.dtype) -> float:
-    """What embeddings are multiplied with, rounded as the weights are."""
-    return torch.tensor(config.hidden_size**0.5 if config.traits.scaled_embedding else 1.0, dtype=dtype).item()
+    """What embeddings are multiplied with; the root of their width is rounded as the weights are."""
+    if not config.traits.scaled_embedding:
+        return config.embedding_multiplier
+    return torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
 
 
 class Llama(nn.Module):
@@ -299,7 +316,7 @@ class Llama(nn.Module):
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(Layer(config, i) for i in range(config.num_hidden_layers))
-        self.norm = Norm(config.hidden_size, config)
+        self.norm = Norm(config.hidden_size, config, 1 / config.logits_scaling)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         if config.tie_word_embeddings:
             self.lm_head.weight = self.embed_tokens.weight
@@ -335,8 +352,8 @@ class Llama(nn.Module):
         """
         rotary = [(cos[positions_T], sin[positions_T]) for cos, sin in self.rotary()]
         x_TC = self.embed_tokens(tokens_T)
-        if self.config.traits.scaled_embedding:
-            x_TC = x_TC * embedding_scale(self.config, self.dtype)
+        if (scale := embedding_scale(self.config, self.dtype)) != 1:
+            x_TC = x_TC * scale
         layers: Any = self.layers
         return through(layers, self.norm, x_TC, rotary, kv)
 
@@ -360,6 +377,15 @@ def skeleton(config: LlamaConfig) -> Llama:
     import torch's compiler, which takes longer than to load a small model."""
     with torch.device("meta"), _Uninitialised():
         return Llama(config)
+
+
+def weight_bytes(config: LlamaConfig, itemsize: int, narrow: bool = False) -> int:
+    """Bytes of a model's weights in memory. ``narrow``: its matrices are rounded to 8 bits; an embedding that is not
+    the head as well stays as it is."""
+    count = sum(parameter.numel() for parameter in skeleton(config).parameters())
+    if not narrow:
+        return count * itemsize
+    return count + (0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * (itemsize - 1))
 
 
 def allocate(model: nn.Module, dtype: torch.dtype, device: torch.device | str) -> None:

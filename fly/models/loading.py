@@ -228,6 +228,9 @@ def checkpoint_tensors(model: Llama) -> Iterator[tuple[str, torch.Tensor]]:
     them under the embedding's name."""
     parameters = dict(model.named_parameters())
     for name, pieces in layout(model.config, parameters).items():
+        if model.config.traits.fused and len(pieces) > 1:
+            yield f"model.{name}", parameters[name].detach()
+            continue
         for piece in pieces:
             yield piece.key, parameters[name].detach()[piece.rows]
 

@@ -6,7 +6,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +118,8 @@ class Tokenizer:
 
     def vocabulary(self, size: int, device: torch.device | str = "cpu") -> Vocabulary:
         """What the ids of a model of ``size`` tokens stand for."""
-        return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device)
+        plain = partial(self.encode, add_special_tokens=False)
+        return Vocabulary(size, self._spelled, self.control_ids, self.token_id, device, plain)
 
     def _spelled(self) -> list[bytes]:
         """What each id adds to a text."""

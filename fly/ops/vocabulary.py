@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function, has_torch_function_unary
 
-__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "pick", "top"]
+__all__ = ["SMALL", "Top", "argmax", "log_mass", "nan_at", "one_hot", "pick", "top"]
 
 _CHUNK = 64
 SMALL = 8192  # vocabularies up to this are done in one go
@@ -40,6 +40,13 @@ def pick(values: Tensor, index: Tensor) -> Tensor:
     if has_torch_function_unary(values):
         return handle_torch_function(pick, (values,), values, index)
     return values.gather(-1, index.unsqueeze(-1)).squeeze(-1)
+
+
+def one_hot(like: Tensor, tokens: Tensor) -> Tensor:
+    """[..., V] the distributions of ``tokens`` [...] that are certain, in the shape and dtype of ``like``."""
+    if has_torch_function_unary(like):
+        return handle_torch_function(one_hot, (like,), like, tokens)
+    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def nan_at(values: Tensor, index: Tensor) -> Tensor:

@@ -85,6 +85,10 @@ class Part:
     def __init__(self, config: LlamaConfig, rank: int, size: int, plan: Sequence[Rule] = LLAMA) -> None:
         if not 0 <= rank < size:
             raise PlanError(f"rank {rank} is not one of {size} ranks")
+        if config.traits.query_norm == "whole":
+            raise PlanError(
+                f"{config.family} normalises queries and keys over all heads, and a rank holds some of them"
+            )
         self.config, self.rank, self.size, self.plan = config, rank, size, tuple(plan)
         for rule in self.plan:
             if rule.divides:

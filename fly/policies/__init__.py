@@ -23,7 +23,7 @@ from fly.policies.registry import (
     policy_types,
 )
 from fly.policies.rules import Exact, FLy, LossySampling
-from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, NatsBudget, Phase
+from fly.policies.schedule import AboveContext, AfterTokens, AtMost, Budget, CostBudget, NatsBudget, Phase
 from fly.policies.texts import TextCondition, TokenText
 from fly.policies.verification import verify
 
@@ -43,6 +43,7 @@ __all__ = [
     "Cascade",
     "Condition",
     "ControlToken",
+    "CostBudget",
     "Ears",
     "EntropyGate",
     "Exact",

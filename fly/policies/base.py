@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from fly.ops import draw
+from fly.ops import draw, one_hot
 from fly.policies.binding import Bindable
 from fly.policies.conditions import Block, Condition, expression, given
 from fly.types import UNDECIDED, Draft, Guarantee, Noise, Target, Verdict, Why
@@ -114,7 +114,7 @@ class AcceptancePolicy(Bindable, ABC):
         rows_B = torch.arange(at_B.shape[0], device=at_B.device)
         target_BV = target.probs_at(rows_B, at_B)
         if draft.probs_BKV is None:
-            draft_BV = torch.zeros_like(target_BV).scatter_(1, draft.tokens_BK[rows_B, at_B].unsqueeze(1), 1.0)
+            draft_BV = one_hot(target_BV, draft.tokens_BK[rows_B, at_B])
         else:
             draft_BV = draft.probs_BKV[rows_B, at_B]
         return self.residual(target_BV, draft_BV)

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -108,6 +108,11 @@ class Condition(Bindable, ABC):
         """The conditions whose answers it notes under their labels."""
         return (self,)
 
+    @property
+    def budgets(self) -> tuple[Any, ...]:
+        """The conditions among it that keep account of what relaxed tokens cost (``CostBudget``)."""
+        return ()
+
     def decide(self, held: Mapping[str, bool]) -> bool:
         """Its answer at one position, from the answers of its clauses there."""
         return held[self.label]
@@ -182,6 +187,10 @@ class _Chain(_Composite):
     def clauses(self) -> tuple[Condition, ...]:
         return tuple(clause for part in self.parts for clause in part.clauses)
 
+    @cached_property
+    def budgets(self) -> tuple[Any, ...]:
+        return tuple(budget for part in self.parts for budget in part.budgets)
+
 
 @dataclass(frozen=True)
 class All(_Chain):
@@ -240,6 +249,10 @@ class Not(Condition):
     def clauses(self) -> tuple[Condition, ...]:
         return self.part.clauses if isinstance(self.part, _Composite) else super().clauses
 
+    @property
+    def budgets(self) -> tuple[Any, ...]:
+        return self.part.budgets
+
     def decide(self, held: Mapping[str, bool]) -> bool:
         return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
 
@@ -252,16 +265,22 @@ def given(value: object) -> str:
     return f"a {value.dtype} tensor of {list(value.shape)}" if isinstance(value, Tensor) else short(value)
 
 
+def is_ours(rule: object) -> bool:
+    """Whether a rule or condition comes with this package: its parameters and their defaults are known."""
+    return type(rule).__module__.startswith("fly.")
+
+
 def expression(instance: NamedDataclass, first: bool = False) -> str:
-    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``."""
+    """``name(other=value)``: the parameters that are not at their default; the first one always, bare, if ``first``. Of
+    a user's own class all parameters, by name: nobody else knows its defaults."""
     if not is_dataclass(instance):
         raise TypeError(f"{type(instance).__name__} must be a dataclass: write @dataclass(frozen=True) above it")
-    shown = []
+    shown, ours = [], is_ours(instance)
     for number, parameter in enumerate(f for f in fields(instance) if f.init):
         value = getattr(instance, parameter.name)
-        if first and number == 0:
+        if ours and first and number == 0:
             shown.append(_literal(value))
-        elif value != parameter.default:
+        elif not ours or value != parameter.default:
             shown.append(f"{parameter.name}={_literal(value)}")
     return f"{instance.name}({', '.join(shown)})" if shown else instance.name
 

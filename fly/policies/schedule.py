@@ -8,6 +8,7 @@ only matters if every mismatch before it was excused, so the mismatches before i
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 from typing import ClassVar
@@ -19,9 +20,10 @@ from fly.expressions import Amount, Checked, Count, Share
 from fly.ops import sent, upload
 from fly.policies.conditions import Block, Condition
 from fly.policies.formulas import raw_log_probs
+from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
-__all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "NatsBudget", "Phase"]
+__all__ = ["AboveContext", "AfterTokens", "AtMost", "Budget", "CostBudget", "NatsBudget", "Phase"]
 
 
 def _columns(block: Block) -> Tensor:
@@ -94,8 +96,36 @@ class AtMost(Condition, Checked):
         return block.target.relaxed_B.unsqueeze(1) + _mismatches_so_far(block) <= self.count
 
 
+class CostBudget(Condition):
+    """A budget of any quantity: the relaxed tokens of a request cost at most ``most`` in all; exact for the rest.
+
+    A subclass gives ``most`` (a parameter) and ``cost``. The engine keeps account for each request, under the
+    condition's text: ``out.stats.spent``.
+    """
+
+    most: float
+
+    @abstractmethod
+    def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        """[N] float: what it costs to excuse the drafted token at each of these positions. It is asked again for the
+        tokens that were relaxed, in a tree about their path alone, so it depends on nothing that follows."""
+
+    def spent(self, target: Target) -> Tensor:
+        """[B], what the relaxed tokens before the block cost."""
+        return target.spent(self.label)
+
+    @property
+    def budgets(self) -> tuple[CostBudget, ...]:
+        return (self,)
+
+    def evaluate(self, block: Block) -> Tensor:
+        cost_BK = block.at_mismatches(lambda rows_N, at_N: self.cost(block.target, block.draft, rows_N, at_N))
+        after_BK = self.spent(block.target).unsqueeze(1) + cost_BK.masked_fill(block.agree_BK, 0.0).cumsum(-1)
+        return after_BK <= self.most
+
+
 @dataclass(frozen=True)
-class NatsBudget(Condition, Checked):
+class NatsBudget(CostBudget, Checked):
     """The divergence spent on relaxed tokens stays within ``nats`` over the whole output; exact for the rest.
 
     A relaxed token x replaces the target's distribution by certainty, at a cost of KL(x || target) = -ln target(x),
@@ -109,21 +139,29 @@ class NatsBudget(Condition, Checked):
     def possible(self) -> bool:
         return self.nats > 0
 
-    def evaluate(self, block: Block) -> Tensor:
-        def cost(rows_N: Tensor, positions_N: Tensor) -> Tensor:
-            return -raw_log_probs(block.target, block.draft, rows_N, positions_N)[0]
+    @property
+    def most(self) -> float:  # type: ignore[override]  # by the name that texts have
+        return self.nats
 
-        spent_BK = block.at_mismatches(cost).masked_fill(block.agree_BK, 0.0).cumsum(-1)
-        return block.target.nats_B.unsqueeze(1) + spent_BK <= self.nats
+    @property
+    def budgets(self) -> tuple[CostBudget, ...]:  # nats are counted for every rule
+        return ()
+
+    def spent(self, target: Target) -> Tensor:
+        return target.nats_B
+
+    def cost(self, target: Target, draft: Draft, rows_N: Tensor, positions_N: Tensor) -> Tensor:
+        return -raw_log_probs(target, draft, rows_N, positions_N)[0]
 
 
 @dataclass(frozen=True)
 class Phase(Condition):
     """Inside a phase of the text: after a ``start`` marker, and before the next ``end`` marker.
 
-    Markers are token ids, or the text of single tokens such as ``<think>`` and ``</think>``, which are looked up when
-    the policy meets a vocabulary (``bind``). The last marker before the token decides, prompt included; before any
-    marker the text is outside, unless ``inside_first``. The markers themselves count as outside.
+    Markers are token ids, or the text of single tokens, which are looked up when the policy meets a vocabulary
+    (``bind``). In a shell: ``--policy "fly & phase('<think>', '</think>')"``. The last marker before the token decides,
+    prompt included; before any marker the text is outside, unless ``inside_first``. The markers themselves count as
+    outside.
 
     Raises ``ValueError`` if a marker's text was never bound, or the block does not say what came before.
     """

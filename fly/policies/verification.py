@@ -7,7 +7,9 @@ drafted token j), V vocabulary, P paths from the row to a leaf, D longest path.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +19,7 @@ from fly.policies.base import AcceptancePolicy, accepts_exactly, exact_accept_pr
 from fly.policies.conditions import Block
 from fly.types import UNDECIDED, Decision, Draft, Guarantee, Mismatch, Noise, Target, Verdict, Why
 
-__all__ = ["decide", "verify"]
+__all__ = ["decide", "priced", "verify"]
 
 
 def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> list[Decision]:
@@ -45,6 +47,25 @@ def decide(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise 
         mismatches = [m._replace(nats=next(nats)) if m.relaxed else m for m in decision.mismatches]
         found[b] = decision._replace(mismatches=mismatches)
     return found
+
+
+def priced(budgets: Sequence[Any], target: Target, draft: Draft, b: int, decision: Decision) -> Decision:
+    """The decision on row ``b``, with what each relaxed token cost by the rule's ``budgets`` (``CostBudget``)."""
+    relaxed = [mismatch.node for mismatch in decision.mismatches if mismatch.relaxed]
+    if not relaxed:
+        return decision
+    draft, rows, positions = draft.to(target.logits_BKV.device), b, relaxed
+    if draft.trees is not None:  # the path by itself is a chain
+        device, path = draft.tokens_BK.device, list(decision.path)
+        path_1D, length_1 = _padded([path], device)
+        rows_11 = upload([b], device).unsqueeze(1)
+        draft, target = Draft(draft.tokens_BK[rows_11, path_1D], length_1), _along(target, rows_11, path_1D, [b])
+        rows, positions = 0, [path.index(node) for node in relaxed]
+    rows_N, positions_N = upload([rows] * len(relaxed) + positions, draft.tokens_BK.device).chunk(2)
+    costs = {budget.label: budget.cost(target, draft, rows_N, positions_N).tolist() for budget in budgets}
+    paid = {node: {label: each[n] for label, each in costs.items()} for n, node in enumerate(relaxed)}
+    mismatches = [m._replace(costs=paid[m.node]) if m.relaxed else m for m in decision.mismatches]
+    return decision._replace(mismatches=mismatches)
 
 
 def verify(policy: AcceptancePolicy, target: Target, draft: Draft, noise: Noise | None) -> Verdict:

@@ -346,6 +346,13 @@ def _model(service: Service) -> dict[str, Any]:
     }
 
 
+# OpenAI's endpoints that are not here, with what there is instead.
+_ABSENT = {
+    "responses": " (this server has no Responses API; /v1/chat/completions answers conversations, tools included)",
+    "embeddings": " (this server generates text, and gives no embeddings)",
+}
+
+
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
@@ -357,7 +364,8 @@ def _add_errors(app: FastAPI) -> None:
         message = str(error.detail)
         if error.status_code == 404:
             paths = ", ".join(sorted(str(route.path) for route in app.routes if isinstance(route, APIRoute)))
-            message = f"there is nothing at {short(request.url.path)}; paths: {paths}"
+            absent = _ABSENT.get(request.url.path.removeprefix("/v1/").partition("/")[0], "")
+            message = f"there is nothing at {short(request.url.path)}{absent}; paths: {paths}"
         response = ApiError(error.status_code, message).response()
         response.headers.update(error.headers or {})
         return response

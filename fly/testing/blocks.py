@@ -5,14 +5,21 @@ Shape legend: B rows, K longest draft, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
 from functools import lru_cache, partial
-from typing import TypeVar
+from types import CodeType
+from typing import Any, Literal, TypeVar, get_origin
 
 import torch
 from torch import Tensor
 
+from fly.expressions import hints_of
+from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, verify
+from fly.policies.binding import Bindable
 from fly.sampling import BatchSampling
 from fly.testing.report import require
 from fly.types import Draft, Noise, SamplingParams, Target, Verdict
@@ -25,7 +32,7 @@ __all__ = [
     "block",
     "bound",
     "cases",
-    "one_hot",
+    "markers_of",
     "require_equal",
     "rounded",
     "toy_vocabulary",
@@ -41,17 +48,72 @@ Outcome = tuple[int, int, list[int]]  # tokens accepted, the next token, and a c
 _TEXTS = [b" word", b"7", b"\n", b"Name", b"(", b" "]  # of the first tokens
 
 
+_MARKERS = 3  # that a rule may look for
+
+
 @lru_cache
-def toy_vocabulary(size: int) -> Vocabulary:
-    """``size`` tokens of several kinds, the last one a control token. Every text is some token: a rule may look for
-    markers that only real vocabularies have."""
-    spelled = [*_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
-    return Vocabulary(size, spelled, [size - 1], lambda text: sum(text.encode()) % size)
+def toy_vocabulary(size: int, markers: tuple[str, ...] = ()) -> Vocabulary:
+    """``size`` tokens of several kinds: first the ``markers``, the last one a control token. Every text is some token,
+    since a rule may look for one that only real vocabularies have."""
+    marked = [marker.encode() for marker in markers]
+    spelled = [*marked, *_TEXTS, *(f" w{number}".encode() for number in range(size))][: size - 1] + [b"<end>"]
+
+    def token_id(text: str) -> int:
+        return spelled.index(text.encode()) if text.encode() in spelled else sum(text.encode()) % size
+
+    return Vocabulary(size, spelled, [size - 1], token_id, encode=lambda text: [token_id(text)])
+
+
+def markers_of(rule: object) -> tuple[str, ...]:
+    """Texts that a rule may look for in what it is shown, so that blocks can hold them: parameters that are texts, of
+    its parts too, and what is written in the methods of a user's own class."""
+    found: list[str] = []
+    pending: list[Any] = [rule]
+    kinds: dict[type, None] = {}
+    while pending:
+        one = pending.pop(0)
+        if isinstance(one, tuple):
+            pending += one
+        if not isinstance(one, Bindable):
+            continue
+        hints = hints_of(type(one))
+        parameters: Any = fields(one) if is_dataclass(one) else ()
+        for parameter in parameters:
+            pending.append(value := getattr(one, parameter.name))
+            if isinstance(value, str) and get_origin(hints.get(parameter.name)) is not Literal:
+                found.append(value)
+        kinds |= dict.fromkeys(k for k in type(one).__mro__ if not k.__module__.startswith(("fly.", "builtins")))
+    found += [text for kind in kinds for method in vars(kind).values() for text in _written(method)]
+    return tuple(text for text in dict.fromkeys(found) if 0 < len(text) <= 20)[:_MARKERS]
+
+
+def _written(method: object) -> Iterator[str]:
+    """Texts in the code of a method, and module-level ones that it names."""
+    function = method.fget if isinstance(method, property) else getattr(method, "func", method)
+    if not inspect.isfunction(function) or re.fullmatch("__(?!post_init).*__", function.__name__):
+        return
+    pending: list[Any] = [function.__code__]
+    while pending:
+        part = pending.pop(0)
+        if isinstance(part, CodeType):
+            named = [function.__globals__.get(name) for name in part.co_names if not name.startswith("__")]
+            pending += [*part.co_consts, *(value for value in named if isinstance(value, str))]
+        elif isinstance(part, frozenset):
+            pending += part
+        elif isinstance(part, str) and part != function.__doc__:
+            yield part
 
 
 def bound(policy: P, target: Target) -> P:
-    """``policy``, bound to a vocabulary as large as the target's."""
-    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1]))
+    """``policy``, bound to a vocabulary as large as the target's that has its markers."""
+    try:
+        markers = _markers(policy)
+    except TypeError:  # of one that holds a list, and cannot be hashed
+        markers = markers_of(policy)
+    return policy.bind(toy_vocabulary(target.logits_BKV.shape[-1], markers))
+
+
+_markers = lru_cache(markers_of)
 
 
 @dataclass(frozen=True)
@@ -144,7 +206,7 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
     sampled = torch.multinomial(drawn_from.flatten(0, 1) + 1e-9, 1, generator=generator).view(rows, longest)
     tokens = torch.where(rand(rows, longest) < 0.6, logits[:, :-1].argmax(-1), sampled)
     # A drafted token always has mass in the distribution it was drawn from: mix some in. Greedy rows are one-hot.
-    certain = one_hot(tokens, drawn_from)
+    certain = one_hot(drawn_from, tokens)
     drawn_from = torch.where(sampling.greedy_B.view(-1, 1, 1), certain, 0.9 * drawn_from + 0.1 * certain)
     lengths = torch.randint(0, longest + 1, (rows,), generator=generator)
     lengths[0] = longest
@@ -157,6 +219,7 @@ def block(seed: int, rows: int = 4, longest: int = 9, vocab: int = 6, temperatur
         generated_B=torch.arange(rows),
         relaxed_B=torch.arange(rows) // 2,
         nats_B=torch.arange(rows) / 2,
+        spent=lambda label: torch.arange(rows) / 3,
         history=[torch.randint(0, vocab, (5 + b,), generator=generator).tolist() for b in range(rows)],
     )
     draft = Draft(tokens, lengths, None if all_greedy or seed % 2 else drawn_from)
@@ -175,11 +238,6 @@ def require_equal(case: Case, how: str, expected: list[Outcome], other: str, fou
     """Raise ``ConformanceError`` at the first row with another outcome than expected."""
     for b, (one, two) in enumerate(zip(expected, found)):
         require(one == two, f"row {b} {how} gives (accepted, next, why) {one}, {other} {two}: {case.show(b)}")
-
-
-def one_hot(tokens: Tensor, like: Tensor) -> Tensor:
-    """The distributions [..., V] of tokens [...] that are certain, of the shape and dtype of ``like``."""
-    return torch.zeros_like(like).scatter_(-1, tokens.unsqueeze(-1), 1.0)
 
 
 def rounded(values: Tensor) -> str:

@@ -21,11 +21,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from fly.ops import depths, pick
+from fly.ops import depths, one_hot, pick
 from fly.policies import AcceptancePolicy, Exact, verify
 from fly.policies.base import exact_accept_probs
 from fly.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, one_hot, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, markers_of, require_equal, rounded
 from fly.testing.report import ConformanceError, require
 from fly.types import Draft, Guarantee, Noise, SamplingParams, Target
 
@@ -106,7 +106,7 @@ def _suspicions(policy: AcceptancePolicy) -> list[str]:
         unprocessed = Target(target.logits_BKV * 1.7, target.probs_BKV)
         flatter = draft
         if (probs_BKV := draft.probs_BKV) is not None:
-            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(draft.tokens_BK, probs_BKV))
+            flatter = replace(draft, probs_BKV=0.5 * probs_BKV + 0.5 * one_hot(probs_BKV, draft.tokens_BK))
 
         def apart(other_BK: Tensor) -> bool:
             return bool(((other_BK - chances_BK)[mask_BK].abs() > TOLERANCE).any())  # noqa: B023
@@ -168,11 +168,13 @@ class _Divergence:
 
 def _chains(policy: AcceptancePolicy) -> Iterator[_Divergence]:
     """Comparisons on chains from the smallest to the largest: the first that fails is a small counterexample."""
-    for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
-        yield from _greedy(policy, longest, vocab)
-    for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
-        for seed in range(seeds):
-            yield from _sampled(policy, list(range(-1, longest - 1)), vocab, seed)
+    markers = range(len(markers_of(policy)))
+    for last in (*markers, -1) if markers else (0,):  # texts that hold one marker, and one that holds none
+        for longest, vocab in ((1, 3), (2, 3), (3, 3), (11, 2)):
+            yield from _greedy(policy, longest, vocab, last % vocab)
+        for longest, vocab, seeds in ((1, 2, 24), (1, 3, 6), (2, 2, 4), (2, 3, 3), (3, 2, 3), (3, 3, 1)):
+            for seed in range(seeds):
+                yield from _sampled(policy, list(range(-1, longest - 1)), vocab, seed, last=last % vocab)
 
 
 class _Drafts:
@@ -190,7 +192,7 @@ class _Drafts:
         return torch.stack([table[depth][number_N] for depth, number_N in zip(self.depths, self.numbers)], dim=1)
 
 
-def _greedy(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[_Divergence]:
+def _greedy(policy: AcceptancePolicy, longest: int, vocab: int, last: int) -> Iterator[_Divergence]:
     """At temperature 0 the emitted tokens must be the target's argmax path, for every chain of ``longest`` tokens.
 
     ``total`` is the share of all drafts that change the text.
@@ -200,7 +202,7 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[_Div
     rows, texts = len(drafts.tokens_NK), drafts.tokens_NK.tolist()
     # Position j's logits depend on the drafted prefix, as a model's do.
     logits = drafts.look_up([torch.randn(vocab**j, vocab, generator=generator) for j in range(longest + 1)])
-    target, draft = Target(logits, history=[[0]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
+    target, draft = Target(logits, history=[[last]] * rows), Draft(drafts.tokens_NK, torch.full((rows,), longest))
     for coin in (0.0, 0.5, 1 - TICK):  # coins must not matter, the lowest least of all
         case = Case(target, draft, Noise(torch.full((rows, longest), coin), torch.full((rows,), coin)))
         emitted = ([*text[:n], token] for text, (n, token, _) in zip(texts, case.outcomes(policy)))
@@ -213,14 +215,14 @@ def _greedy(policy: AcceptancePolicy, longest: int, vocab: int) -> Iterator[_Div
 
 
 def _sampled(
-    policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False
+    policy: AcceptancePolicy, parents: list[int], vocab: int, seed: int, tree: bool = False, last: int = 0
 ) -> Iterator[_Divergence]:
-    """Emitted against target distribution for one table: with a draft that was drawn (siblings independently from one
-    distribution), and with every certain draft (of different siblings)."""
+    """Emitted against target distribution for one table, after a text of the token ``last``: with a draft that was
+    drawn (siblings independently from one distribution), and with every certain draft (of different siblings)."""
     drafts = _Drafts(parents, vocab)
     tokens_NK, longest = drafts.tokens_NK, max(drafts.depths)
     logits, targets, claims = _tables(longest, vocab, seed)
-    target = Target(drafts.look_up(logits), drafts.look_up(targets), history=[[0]] * len(tokens_NK))
+    target = Target(drafts.look_up(logits), drafts.look_up(targets), history=[[last]] * len(tokens_NK))
     probs_NKV = drafts.look_up(claims)[:, [parent + 1 for parent in parents]]
     lengths_N, parents_NK = torch.full((len(tokens_NK),), len(parents)), torch.tensor(parents).expand_as(tokens_NK)
     drawn = Draft(tokens_NK, lengths_N, probs_NKV, parents_NK if tree else None)

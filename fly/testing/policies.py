@@ -31,11 +31,12 @@ from typing import Any
 import torch
 
 from fly.backends.cuda.waits import find_wait
+from fly.ops import one_hot
 from fly.policies import AcceptancePolicy, dump_policy, load_policy, parse_policy
 from fly.policies.registry import check_types
 from fly.request import Stats
 from fly.sampling import BatchSampling
-from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, one_hot, require_equal, rounded
+from fly.testing.blocks import TICK, TOLERANCE, Case, block, bound, cases, require_equal, rounded
 from fly.testing.guarantees import check_guarantee, check_tokens_judged_alone, check_trees
 from fly.testing.report import Finding, Report, require, run_checks, seeded, title
 from fly.testing.toys import make_executor, toy_target
@@ -146,7 +147,7 @@ def check_empty_and_full_drafts(policy: AcceptancePolicy) -> None:
                 f"an empty draft emitted token {token}, which the target's distribution excludes",
             )
     tokens = torch.tensor([[0, 1, 2, 3], [3, 3, 0, 1]])
-    logits = one_hot(torch.cat([tokens, tokens[:, :1]], 1), torch.zeros(2, 5, 4)) * 40 - 20
+    logits = one_hot(torch.zeros(2, 5, 4), torch.cat([tokens, tokens[:, :1]], 1)) * 40 - 20
     for probs in (None, logits.softmax(-1)):
         draft = Draft(tokens, torch.tensor([4, 4]), None if probs is None else probs[:, :-1])
         noise = Noise(torch.full((2, 4), 1 - TICK), torch.full((2,), 0.5))

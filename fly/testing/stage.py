@@ -19,10 +19,10 @@ from torch import Tensor
 from fly.drafts.base import DraftStrategy
 from fly.errors import short
 from fly.executor import Executor
-from fly.ops import first_branch
+from fly.ops import first_branch, one_hot
 from fly.policies import Exact
 from fly.request import Sequence
-from fly.testing.blocks import one_hot, toy_vocabulary
+from fly.testing.blocks import toy_vocabulary
 from fly.testing.report import require
 from fly.testing.toys import make_executor, make_runner, resolved, toy_target
 from fly.types import Draft, SamplingParams
@@ -252,5 +252,5 @@ def _same(one: Proposal, other: Proposal) -> bool:
     a, b = one.probs_KV, other.probs_KV
     if one.row.greedy or not one.tokens or (like := b if a is None else a) is None:
         return True
-    certain = one_hot(torch.tensor(one.tokens), like)  # which one of them may be
+    certain = one_hot(like, torch.tensor(one.tokens))  # which one of them may be
     return torch.allclose(certain if a is None else a, certain if b is None else b, atol=APART)

@@ -12,6 +12,7 @@ from fly.llm import LLM
 from fly.models import Llama, LlamaConfig
 from fly.runner import Runner
 from fly.testing.blocks import toy_vocabulary
+from fly.vocabulary import Vocabulary
 
 __all__ = ["make_executor", "make_llm", "make_runner", "resolved", "toy_target"]
 
@@ -55,9 +56,13 @@ def make_runner(executor: Executor) -> Runner:
     return Runner(executor, PagedKVCache.for_model(executor, _CONTEXTS * executor.config.max_position_embeddings))
 
 
+class _ToyLLM(LLM):
+    """Toy tokens have texts from the start: strategies and rules see no other vocabulary in the kits."""
+
+    def _means(self, size: int, device: torch.device) -> Vocabulary:
+        return toy_vocabulary(size)
+
+
 def make_llm(executor: Executor, strategy: DraftStrategy) -> LLM:
     """Speculative decoding by the exact rule, over toy tokens."""
-    llm = LLM(executor, strategy)
-    if llm.draft is not None:
-        llm.draft.bind(toy_vocabulary(executor.config.vocab_size))
-    return llm
+    return _ToyLLM(executor, strategy)

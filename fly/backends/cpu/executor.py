@@ -36,7 +36,6 @@ class CpuExecutor(HostDecisions):
 
     batch_invariant = True
     own_threads = True
-    gives_states = True
 
     def __init__(self, packed: PackedLlama) -> None:
         self.packed = packed
@@ -47,6 +46,10 @@ class CpuExecutor(HostDecisions):
     @property
     def weight_bytes(self) -> int:
         return self.packed.weight_bytes
+
+    @property
+    def gives_states(self) -> bool:  # type: ignore[override]  # of a divided residual stream it has none
+        return self.packed.divided == 1
 
     @property
     def model_name(self) -> str:

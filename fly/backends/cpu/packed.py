@@ -68,6 +68,8 @@ def refusal(model: Llama) -> str | None:
         return f"compiled kernels take {[str(dtype).removeprefix('torch.') for dtype in _FLOATS]}, not {model.dtype}"
     if model.config.head_dim > _WIDEST_HEAD:
         return f"compiled kernels take heads up to {_WIDEST_HEAD} wide, not {model.config.head_dim}"
+    if model.config.traits.query_norm == "whole" or not model.config.traits.input_norms:
+        return f"compiled kernels know nothing of the norms of the family {model.config.family!r}"
     if any(module._forward_hooks or module._forward_pre_hooks for module in model.modules()):
         return "compiled kernels know nothing of hooks, which this model has (fly.parallel.load compiles a rank's part)"
     return None
@@ -113,6 +115,10 @@ class PackedLlama:
         if not tied:
             with filled(model.embed_tokens):
                 self._embedding = model.embed_tokens.weight.detach().contiguous()
+        # The kernels add what attention and feed-forward give as it is, so where that is to be multiplied first, they
+        # hold the residual stream divided by the same number: norms do not see it but for their epsilon.
+        self.divided = config.residual_multiplier
+        self._scale = embedding_scale(config, self.dtype) / self.divided
         shape = Shape(
             config.hidden_size,
             config.intermediate_size,
@@ -128,9 +134,9 @@ class PackedLlama:
             len(config.ropes),
             0,
             0,
-            config.rms_norm_eps,
+            config.rms_norm_eps / self.divided**2,
             config.attention_scale,
-            embedding_scale(config, self.dtype),
+            self._scale,
         )
         with filled(model.norm):
             norm, tables = float_weights(model.norm), rotary_tables(config)
@@ -208,7 +214,7 @@ class PackedLlama:
             return self._embedding
         embedding_VC = torch.empty(self.vocab, self.config.hidden_size, dtype=self.dtype)
         self.library.fly_embedding(self.handle, embedding_VC, pool_threads())
-        return embedding_VC / embedding_scale(self.config, self.dtype)
+        return embedding_VC / self._scale
 
     def batch(self, tokens: abc.Sized | None, positions: abc.Sized | None, kv: KV) -> CBatch:
         """What the library takes: tokens and positions (int64) as arrays or tensors, and ``kv``'s rows; None are not
@@ -280,4 +286,4 @@ def _float(weight: Tensor) -> Tensor:
 
 def float_weights(norm: Norm) -> Tensor:
     """What a norm multiplies with, float32."""
-    return (norm.weight.detach().float() + norm.offset).contiguous()
+    return norm.factors().detach().contiguous()

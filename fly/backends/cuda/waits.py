@@ -42,6 +42,10 @@ class TextOnHost(list[list[int]]):
     __hash__ = None
 
 
+def _on_host(label: str) -> Tensor:
+    raise HostWait("it keeps account of what relaxed tokens cost, which is on the host")
+
+
 class _RefuseUploads(TorchFunctionMode):
     """Raises ``HostWait`` where a tensor is made from values on the host."""
 
@@ -101,6 +105,7 @@ def find_wait(policy: AcceptancePolicy, drawn: bool = False, sampled: bool = Fal
             generated_B=torch.empty_like(count_B),
             relaxed_B=torch.empty_like(count_B),
             nats_B=torch.empty(rows, device=device),
+            spent=_on_host,
             history=TextOnHost(),
         )
         draft = Draft(tokens_BK, count_B, torch.empty(rows, longest, width, device=device) if sampled else None)
