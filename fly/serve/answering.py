@@ -1,4 +1,4 @@
-"""The way of one answer from the engine to its client."""
+"""Passes one job's results from the engine to the client that waits for them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.types import Receive
 
 from fly.job import News
-from fly.serve.errors import ApiError, Left
+from fly.serve.errors import ApiError, ClientLeft
 from fly.serve.metrics import Measured
 from fly.serve.turns import Turns
 from fly.structured import StructuredError
@@ -19,7 +19,7 @@ from fly.worker import Worker
 
 __all__ = ["Answering", "until_left"]
 
-_FEW = 256  # entries of an answer that are written at once
+_FEW = 256  # up to this many entries are written at once, without a thread
 
 
 async def until_left(receive: Receive) -> None:
@@ -29,15 +29,15 @@ async def until_left(receive: Receive) -> None:
 
 
 class Answering:
-    """The news of one job while its client listens and its time lasts.
+    """Receives the news of one job until the job ends, its client leaves, or its time is up.
 
     Args:
         worker: runs the job.
-        turns: threads that write large answers.
+        turns: the threads that write large answers.
         timeout: seconds from now on.
-        job: what was asked for.
-        request: tells when its client leaves.
-        form: the field that gives the answer its form, for errors.
+        job: the job.
+        request: the HTTP request; it shows when the client leaves.
+        form: the field of the request that asks for structured output, for errors.
     """
 
     def __init__(
@@ -45,43 +45,43 @@ class Answering:
     ) -> None:
         self.worker, self.timeout, self.job, self.form = worker, timeout, job, form
         self._turns, self._client = turns, request.state.client.name
-        self.left = False  # whether the client has
-        self._ahead: deque[News | BaseException | None] = deque()  # taken off the queue; None: the client has left
+        self.left = False  # whether the client has left
+        self._pending: deque[News | BaseException | None] = deque()  # news off the queue; None: the client left
         self._deadline = asyncio.get_running_loop().time() + self.timeout
-        self._watch = asyncio.create_task(self._until_gone(request.receive))
+        self._watch = asyncio.create_task(self._watch_client(request.receive))
 
-    async def _until_gone(self, receive: Receive) -> None:
+    async def _watch_client(self, receive: Receive) -> None:
         await until_left(receive)
         self.left = True
         self.worker.cancel(self.job)
         self.job.queue.put_nowait([None])
 
     async def begun(self) -> bool:
-        """Wait until the engine has it, or for the first news; whether the client still listens. Raises ``ApiError`` as
-        ``next`` does."""
+        """Wait for the first news, or until the engine has admitted the job. Return whether the client still listens.
+        Raises ``ApiError`` as ``next`` does."""
         try:
             async with asyncio.timeout_at(self._deadline):
                 self._add(await self.job.queue.get())
         except TimeoutError:
             raise ApiError(504, f"not finished within {self.timeout:g} s", code="timeout") from None
-        if self._ahead and isinstance(self._ahead[0], BaseException):
+        if self._pending and isinstance(self._pending[0], BaseException):
             await self.next()
-        return not (self._ahead and self._ahead[0] is None)
+        return not (self._pending and self._pending[0] is None)
 
     async def next(self) -> list[News] | None:
-        """The news since the last call, in one piece for a slow reader; None if the client has left. Raises
-        ``ApiError`` for a job that failed, after the news before it were fetched."""
-        while not self._ahead:
+        """Wait for news and return all that came since the last call; None if the client has left. A job that failed
+        raises ``ApiError``, once all news before the failure have been returned."""
+        while not self._pending:
             await self.begun()
         while not self.job.queue.empty():
             self._add(self.job.queue.get_nowait())
         found: list[News] = []
-        while self._ahead and isinstance(news := self._ahead[0], News) and news.error is None:
+        while self._pending and isinstance(news := self._pending[0], News) and news.error is None:
             found.append(news)
-            self._ahead.popleft()
+            self._pending.popleft()
         if found:
             return found
-        last = self._ahead.popleft()
+        last = self._pending.popleft()
         error = last.error if isinstance(last, News) else last
         if isinstance(error, StructuredError):
             raise ApiError(400, str(error), self.form, "invalid_value")
@@ -90,19 +90,19 @@ class Answering:
         return None
 
     async def written(self, made: Iterator[bytes], entries: int) -> list[bytes]:
-        """All that ``made`` makes of so many entries; by turns with other clients if that takes time. Raises
-        ``Left``."""
+        """Collect the pieces that ``made`` yields for about ``entries`` entries. If they are many, the work takes turns
+        with other clients' in a thread. Raises ``ClientLeft``."""
         if entries <= _FEW:
             return list(made)
         parts = await self._turns.pieces(self._client, made, lambda: self.left)
         if self.left:
-            raise Left
+            raise ClientLeft
         return parts
 
     def _add(self, entry: Any) -> None:
-        self._ahead.extend(entry if isinstance(entry, list) else [entry])
+        self._pending.extend(entry if isinstance(entry, list) else [entry])
 
     def close(self) -> None:
-        """Whatever has become of it, nothing is left of the job."""
+        """Stop waiting, and cancel the job if it still runs."""
         self._watch.cancel()
         self.worker.cancel(self.job)

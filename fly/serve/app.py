@@ -1,4 +1,4 @@
-"""The HTTP application: endpoints, errors, streams. It waits in coroutines only, and leaves slow work to threads."""
+"""The HTTP application: endpoints, errors, streams. Coroutines only wait; slow work runs in threads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fly.errors import short
 from fly.job import News
 from fly.serve.answering import Answering
 from fly.serve.answers import Completion
-from fly.serve.errors import ApiError, Left, Plain
+from fly.serve.errors import ApiError, ClientLeft, Plain
 from fly.serve.guard import Guard
 from fly.serve.jsons import written
 from fly.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, Generation, TokenizeRequest
@@ -36,7 +36,7 @@ _PART = 2**18  # bytes
 
 
 class Parts(Response):
-    """JSON that may be long. It is sent in parts, each of which the client has to take in its time."""
+    """JSON that may be long. It is sent in parts, and the client has a time limit for taking each."""
 
     media_type = "application/json"
 
@@ -54,7 +54,7 @@ class Parts(Response):
 
 
 class EventStream(Response):
-    """Server-sent events. ``close`` is called however it ends."""
+    """Server-sent events. ``close`` is called in any case at the end."""
 
     media_type = "text/event-stream"
 
@@ -82,7 +82,7 @@ class EventStream(Response):
 
 
 async def answer(service: Service, body: Generation, request: Request) -> Response:
-    """A completion, whole or streamed."""
+    """Answer a completion request, whole or streamed."""
     if service.draining:
         raise ApiError(503, "the server is shutting down", code="shutting_down", retry_after=1)
     answering: Answering | None = None
@@ -106,8 +106,8 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
         )  # fmt: skip
         if streamed:
             if not await answering.begun():
-                raise Left
-            return EventStream(events(completion, answering, prepared, body), close)  # which closes when it has ended
+                raise ClientLeft
+            return EventStream(events(completion, answering, prepared, body), close)  # it calls close at its end
         whole = Parts(await in_one(completion, answering, prepared))
     except BaseException:
         close()
@@ -117,11 +117,11 @@ async def answer(service: Service, body: Generation, request: Request) -> Respon
 
 
 async def in_one(completion: Completion, answering: Answering, prepared: Prepared) -> list[bytes]:
-    """A whole answer. Raises ``Left``."""
+    """Wait for the whole answer and write it. Raises ``ClientLeft``."""
     found: list[News] = []
     while sum(news.over for news in found) < len(completion.choices):
         if (more := await answering.next()) is None:
-            raise Left
+            raise ClientLeft
         found += more
 
     def made() -> Iterator[bytes]:
@@ -136,7 +136,7 @@ async def in_one(completion: Completion, answering: Answering, prepared: Prepare
 async def events(
     completion: Completion, answering: Answering, prepared: Prepared, body: Generation
 ) -> AsyncIterator[bytes]:
-    """What a stream says: it opens every choice, passes on what comes in, and ends with what can be said at the end."""
+    """Yield the events of a stream: one that opens each choice, then the news, then the statistics."""
     try:
         opening = completion.opening(prepared.prompt_tokens, body.with_running_usage)
         for part in await answering.written(opening, completion.entries([])):
@@ -147,12 +147,12 @@ async def events(
             made = completion.events(found, prepared.prompt_tokens, body.with_usage, body.with_running_usage)
             for part in await answering.written(made, completion.entries(found)):
                 yield part
-    except Left:
+    except ClientLeft:
         return
 
 
 def create_app(service: Service) -> ASGIApp:
-    """The ASGI application of a service; at its shutdown the engine is closed."""
+    """Build the ASGI application of a service. Its shutdown closes the engine."""
 
     @asynccontextmanager
     async def life(app: FastAPI) -> AsyncIterator[None]:
@@ -164,9 +164,9 @@ def create_app(service: Service) -> ASGIApp:
         title="fly",
         version=service.version,
         description="Speculative decoding behind OpenAI's interface; every request may choose how it is verified.",
-        docs_url=None,  # they load scripts from elsewhere
+        docs_url=None,  # these pages load scripts from other hosts
         redoc_url=None,
-        redirect_slashes=False,  # to whatever the request calls this host
+        redirect_slashes=False,  # a redirect would use the host name of the request
         lifespan=life,
     )
     app.router.route_class = _reading(service)
@@ -191,7 +191,7 @@ def create_app(service: Service) -> ASGIApp:
 
 
 def _reading(service: Service) -> type[APIRoute]:
-    """Endpoints whose bodies the service reads: in a thread, when they are large."""
+    """Build the route class that has the service read bodies, in a thread if they are large."""
 
     class Reading(APIRoute):
         def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
@@ -202,7 +202,7 @@ def _reading(service: Service) -> type[APIRoute]:
             async def read(request: Request) -> Response:
                 try:
                     return await endpoint(await service.read(given.annotation, request), request)
-                except Left:
+                except ClientLeft:
                     return Response(status_code=499)
 
             return read
@@ -218,17 +218,17 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 
     @app.post("/v1/completions", responses=_ERRORS, response_class=Plain)
     async def completions(body: CompletionRequest, request: Request) -> Response:
-        """Go on with a text."""
+        """Continue a text."""
         return await answer(service, body, request)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """The model that is served, and what requests may ask of it."""
+        """List the model and what requests may ask of it."""
         return {"object": "list", "data": [_model(service)]}
 
     @app.get("/v1/models/{model:path}", responses=_ERRORS)
     async def model(model: str) -> dict[str, Any]:
-        """The model that is served."""
+        """Describe the model."""
         service.check_model(model)
         return _model(service)
 
@@ -236,59 +236,59 @@ def _add_completions(app: FastAPI, service: Service) -> None:
 def _add_texts(app: FastAPI, service: Service) -> None:
     @app.post("/tokenize", responses=_ERRORS)
     async def tokenize(body: TokenizeRequest, request: Request) -> Response:
-        """Token ids of a text or a conversation."""
+        """Convert a text or a conversation to token ids."""
         service.check_model(body.model)
 
-        def told() -> Response:
+        def build() -> Response:
             tokens = service.tokens(body)
             texts = (service.tokenizer.raw.id_to_token(token) for token in tokens) if body.return_token_strs else None
             count = {"count": len(tokens), "max_model_len": service.context}
             return Parts([b"".join(written({**count, "tokens": iter(tokens), "token_strs": texts}))])
 
-        return await service.aside(told, request)
+        return await service.aside(build, request)
 
     @app.get("/tokenizer_info", responses=_ERRORS)
     async def tokenizer_info() -> dict[str, Any]:
-        """The special tokens by their names, and the chat template, as in a checkpoint's tokenizer_config.json."""
+        """Return the special tokens and the chat template, as in a checkpoint's tokenizer_config.json."""
         tokenizer = service.tokenizer
         named: dict[str, Any] = {"bos_token": None, "eos_token": None, "pad_token": None, **tokenizer.special_names}
         return {**named, "chat_template": tokenizer.template, "model_max_length": service.context}
 
     @app.post("/detokenize", responses=_ERRORS)
     async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
-        """The text of token ids."""
+        """Convert token ids to text."""
         service.check_model(body.model)
 
-        def told() -> Response:
+        def build() -> Response:
             return Parts([b"".join(written({"prompt": service.text(body.tokens)}))])
 
-        return await service.aside(told, request)
+        return await service.aside(build, request)
 
 
 def _add_states(app: FastAPI, service: Service) -> None:
     @app.get("/health", responses=_ERRORS)
     async def health() -> Response:
-        """Whether the engine runs."""
+        """Say whether the engine runs."""
         if not (worker := service.llm.worker).alive:
             raise ApiError(503, f"the engine has stopped: {worker.failure!r}", code="engine_stopped")
         return Plain({"status": "ok"})
 
     @app.get("/ready", responses=_ERRORS)
     async def ready() -> Response:
-        """Whether new requests are taken."""
+        """Say whether new requests are accepted."""
         if not service.ready:
             raise ApiError(503, "not ready: shutting down" if service.draining else "not ready", code="not_ready")
         return Plain({"status": "ready"})
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
-        """Prometheus metrics."""
+        """Return Prometheus metrics."""
         text = service.metrics.text(service.llm.worker.load)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/version")
     async def show_version() -> dict[str, str]:
-        """The version of the server."""
+        """Return the version of the server."""
         return {"version": service.version}
 
     @app.get("/", response_class=HTMLResponse, include_in_schema=False)
@@ -296,7 +296,7 @@ def _add_states(app: FastAPI, service: Service) -> None:
         return HTMLResponse((_HERE / "playground.html").read_text("utf-8"), headers=_ONLY_OURS)
 
 
-# Of the playground: nothing from elsewhere is loaded, and no page from elsewhere frames it.
+# Headers of the playground: it loads nothing from other hosts, and no other page may put it in a frame.
 _ONLY_OURS = {
     "content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -308,7 +308,7 @@ _ONLY_OURS = {
 
 
 class ErrorDetail(BaseModel):
-    """What was wrong; ``param`` names the field, if it was one."""
+    """What was wrong. ``param`` is the field at fault, if there is one."""
 
     message: str
     type: str
@@ -317,14 +317,14 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorAnswer(BaseModel):
-    """OpenAI's form of an error."""
+    """An error in OpenAI's form."""
 
     error: ErrorDetail
 
 
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    "4XX": {"model": ErrorAnswer, "description": "something about the request, which the message names"},
-    "5XX": {"model": ErrorAnswer, "description": "shutting down (503), not finished in time (504), or our fault"},
+    "4XX": {"model": ErrorAnswer, "description": "the request is wrong; the message says how"},
+    "5XX": {"model": ErrorAnswer, "description": "shutting down (503), too late (504), or a fault of the server"},
 }
 
 

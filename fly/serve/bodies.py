@@ -1,4 +1,4 @@
-"""From the bytes of a body to what it asks for, or to what is wrong with it. Knows nothing of endpoints or engines."""
+"""Reads request bodies, and words the errors for bad ones. Knows nothing of endpoints or engines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from fly.serve.messages import Part
 
 __all__ = ["read"]
 
-_UNKNOWN = ("unknown_parameter", "extra_forbidden")  # errors of a body, and of a part of a message
+_UNKNOWN = ("unknown_parameter", "extra_forbidden")  # pydantic's names for an unknown field
 Model = TypeVar("Model", bound=BaseModel)
 
 
 def read(kind: type[Model], data: bytes, content_type: str) -> Model:
-    """What a body asks for. Raises ``ApiError`` naming what is wrong with it. A large one takes a second: call it in a
+    """Parse a body. Raises ``ApiError`` naming what is wrong with it. A large body takes a second: call this in a
     thread."""
     if not data:
         raise ApiError(400, "the body is missing", code="invalid_value")
@@ -45,16 +45,16 @@ def read(kind: type[Model], data: bytes, content_type: str) -> Model:
     except ValidationError as error:
         try:
             wrong = _wrong(error, value)
-        except UnicodeEncodeError:  # from pydantic, where a name that it is to tell us of is no Unicode
+        except UnicodeEncodeError:  # pydantic cannot report a field name that is not valid Unicode
             wrong = ApiError(400, "the body has half a surrogate pair in the name of a field")
     raise wrong
 
 
 def _wrong(error: ValidationError, body: Any) -> ApiError:
-    """What to say of all that is wrong with a body.
+    """Word the error of a body that does not validate.
 
-    Unknown fields come first. A value that may be of several types has an error for each. The error that is shown
-    belongs to the type that the value has, or to the one that reading got furthest with: the client meant that one.
+    Unknown fields come first. A value that may have several types yields one error per type. The error shown is that of
+    the value's own type or, failing that, the one that pydantic found deepest: that is most likely what was meant.
     """
 
     def path(problem: Any) -> list[str | int]:

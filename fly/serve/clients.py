@@ -1,5 +1,4 @@
-"""Which client sent a request. It is decided here, once, for limits, turns, caches and the log. Knows nothing of
-endpoints."""
+"""Identifies the client of a request, once for limits, turns, caches and the log. Knows nothing of endpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from fly.serve.settings import Settings, wrong_with_key
 
 __all__ = ["Client", "Clients", "Shares", "read_keys", "wrong_with_headers"]
 
-# Two of one of these would leave open which one counts, here or at a proxy.
+# Headers that may appear only once: with two, server and proxy might use different ones.
 _ONCE = (
     *(b"authorization", b"content-encoding", b"content-length", b"content-type", b"expect", b"forwarded", b"host"),
     *(b"origin", b"transfer-encoding", b"x-forwarded-for", b"x-forwarded-host", b"x-forwarded-proto", b"x-real-ip"),
@@ -24,9 +23,9 @@ _BODILESS = ("GET", "HEAD", "OPTIONS")
 
 @dataclass(frozen=True)
 class Client:
-    """Who sent a request. ``name`` is equal for all requests of one client: the digest of its API key, or without keys
-    its address. For IPv6 it is the network of 64 bits, since everybody is given a whole one. ``key`` is the digest of
-    its key; None without a known key."""
+    """The sender of a request. ``name`` is the same for all requests of one client: the digest of its API key or, if
+    there are no keys, its address (for IPv6 the network of 64 bits, since everybody gets a whole one). ``key`` is the
+    digest of the key; None without a valid key."""
 
     name: str
     address: str
@@ -34,7 +33,7 @@ class Client:
 
 
 class Clients:
-    """Tells clients apart, by the keys of the settings and of their file.
+    """Identifies clients by the API keys in the settings and in their file.
 
     Raises:
         ValueError: the file has no keys, or a bad one.
@@ -48,22 +47,22 @@ class Clients:
         self.reload()
 
     def reload(self) -> int:
-        """Read the file of keys again, if there is one; how many keys there are. After an error the known keys stay."""
+        """Read the file of keys again, and return how many keys there are. After an error the old keys stay."""
         file = self._settings.api_keys_file
         keys = [*self._settings.api_keys, *(() if file is None else read_keys(file))]
         self._digests = frozenset(hashlib.sha256(key.encode()).hexdigest() for key in keys)
         return len(self._digests)
 
     def of(self, address: str, headers: dict[bytes, bytes]) -> Client:
-        """The client of a request. Keys are looked up by their digests: no client can make one that is nearly right.
+        """Return the client of a request. Keys are compared by their digests, so timing reveals nothing about them.
 
-        Raises ``ValueError`` for an address that a trusted proxy names and that is none."""
+        Raises ``ValueError`` if a trusted proxy names an address that is invalid."""
         try:
             found = ip_address(address)
         except ValueError:
             if self._settings.trusted_proxies:
                 raise ValueError(f"x-forwarded-for: {address[:60]!r} is no address") from None
-            network = address  # of a socket that has none
+            network = address  # a Unix socket has no address
         else:
             if isinstance(found, IPv6Address) and found.ipv4_mapped is not None:
                 found = found.ipv4_mapped
@@ -77,7 +76,7 @@ class Clients:
 
 
 def read_keys(path: Path) -> list[str]:
-    """The keys of a file: one a line, with empty lines and lines that begin with #. Raises ``ValueError`` and
+    """Read a file of keys: one per line; empty lines and lines that begin with # are skipped. Raises ``ValueError`` and
     ``OSError``."""
     keys = []
     for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
@@ -92,7 +91,7 @@ def read_keys(path: Path) -> list[str]:
 
 
 def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes, bytes]]) -> str | None:
-    """Why a request is not read, as its headers leave open what it says; None if they do not."""
+    """Say why the headers are ambiguous, so that the request is not read; None if they are clear."""
     headers = list(headers)
     names = Counter(name for name, _ in headers)
     if twice := [name.decode() for name in _ONCE if names[name] > 1]:
@@ -112,21 +111,21 @@ def wrong_with_headers(method: str, version: str, headers: Iterable[tuple[bytes,
 
 
 class Shares:
-    """Divides a ``total`` among clients. One client alone has up to three quarters; the rest is for clients below their
-    equal part."""
+    """Divides a ``total`` among clients. One client alone may use three quarters. The rest is kept for clients that use
+    less than an equal part."""
 
     def __init__(self, total: int) -> None:
-        self.total, self.sum = total, 0  # what there is, and what all clients have of it
+        self.total, self.sum = total, 0  # what exists, and what all clients use together
         self.held: Counter[str] = Counter()
 
     def has_room(self, client: str, amount: int) -> bool:
-        """Whether a client may have so much more."""
+        """Whether a client may use ``amount`` more."""
         part = self.total // (len(self.held) + 1 + (client not in self.held))
         mine = self.held[client] + amount
         return self.sum + amount <= (self.total if mine <= part else 3 * self.total // 4)
 
     def take(self, client: str, amount: int) -> None:
-        """It has so much more, or less where that is below 0."""
+        """Record that a client uses ``amount`` more, or less if it is negative."""
         self.sum += amount
         self.held[client] += amount
         if not self.held[client]:

@@ -1,9 +1,9 @@
-"""Connections: how many there may be, and what one may take before its request has come in. Knows nothing of endpoints.
+"""Connections: how many may be open, and what each may use before its request is complete. Knows nothing of endpoints.
 
-uvicorn waits for a request's headers as long as the client likes, reads any number of them, and accepts connections
-until no file descriptor is left. Here a request has its time from its first byte on (a connection that says nothing:
-from its start), and so many bytes besides its body; requests that take several reads take turns. Where too many
-connections are open, the one that has waited longest for its request gives way to the newcomer.
+uvicorn waits for headers without a time limit, reads any number of them, and accepts connections until no file
+descriptor is left. Here a request has a time limit from its first byte (for a new connection: from its start), and a
+limit of bytes besides its body. Requests that take several reads take turns. If too many connections are open, the one
+that has waited longest for its request is closed in favour of the new one.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from fly.serve.errors import error_body
 
 __all__ = ["HOLD", "Connection", "Crowd", "room_for"]
 
-_SPARE = 16  # connections that are for health checks and metrics alone
-# Bytes read at once: of headers and chunks, which may be many and small, and of a body in one piece.
+_SPARE = 16  # connections reserved for health checks and metrics
+# Bytes per read: small for headers and chunks, which may be many and small; large for a body with a length.
 _AT_ONCE, _IN_ONE = 2**10, 2**16
-_READERS = 8  # connections, of those in the middle of a request, that are read from in one turn of the event loop
-_HEAD, _HEADERS = 2**15, 128  # bytes of a request's headers, how many these are,
-_BETWEEN = 2**12  # and besides as many as it has, of sizes and extensions of its body's chunks and of what follows them
-# What still comes of a refused request is thrown away, with one read in so many seconds. The connection is kept for a
-# while, so that no reset takes the answer with it.
+_READERS = 8  # of the connections in the middle of a request, how many are read in one turn of the event loop
+_HEAD, _HEADERS = 2**15, 128  # limits of a request's headers: bytes and number,
+_BETWEEN = 2**12  # and bytes besides body and headers: sizes and extensions of chunks, and what follows them
+# After a refusal, the rest of the request is read and thrown away, once in _PAUSE seconds, which slows down senders of
+# bad requests. The connection stays open for _AFTER seconds, so that no reset destroys the answer.
 _PAUSE, _AFTER = 0.05, 2.0
-HOLD = 0.5  # seconds until a body in chunks hears that it is refused: to send it again and again must not pay
+HOLD = 0.5  # seconds before a refused body in chunks is answered, so that sending it again and again does not pay
 
 
 def room_for(wanted: int) -> tuple[int, int]:
-    """How many connections to allow, at most ``wanted``, and how many to accept at a time, under the process's limit of
-    file descriptors. Raises ``ValueError`` if that leaves no room."""
+    """Return how many connections to allow, at most ``wanted``, and how many to accept at a time, given the process's
+    limit of file descriptors. Raises ``ValueError`` if there is no room."""
     try:
         import resource
     except ImportError:  # a system without such limits
@@ -46,7 +46,7 @@ def room_for(wanted: int) -> tuple[int, int]:
         return wanted, 2048
     taken = len(os.listdir("/dev/fd"))
     at_a_time = min(2048, max(4, most // 16))
-    # Those that are given up are closed a few turns of the event loop later, in which more are accepted.
+    # Connections that give way are closed a few turns of the event loop later, and meanwhile others are accepted.
     room = most - taken - 4 * at_a_time - 16
     if room < 2 * _SPARE:
         raise ValueError(f"{most} file descriptors, {taken} of them taken, are too few for a server; raise 'ulimit -n'")
@@ -57,14 +57,14 @@ class Crowd:
     """All connections of one server.
 
     Args:
-        limit: so many may be open; of which the last few are for the paths that need no key.
-        patience: seconds for all of a request to come in.
+        limit: number of connections that may be open. The last few are reserved for the paths that need no key.
+        patience: seconds within which a request must be complete.
     """
 
     def __init__(self, limit: int, patience: float) -> None:
         self.limit, self.patience = limit, patience
         self.open: set[Connection] = set()
-        self.waiting: dict[Connection, None] = {}  # for a request, or the rest of one; the longest first
+        self.waiting: dict[Connection, None] = {}  # those without a complete request, oldest first
         self._resting: deque[Connection] = deque()
 
     def enter(self, connection: Connection) -> None:
@@ -78,7 +78,7 @@ class Crowd:
         self.waiting.pop(connection, None)
 
     def rest(self, connection: Connection) -> None:
-        """Read no more from it until others in the middle of a request had their turn."""
+        """Stop reading from this connection until others in the middle of a request had their turn."""
         connection.flow.rest()
         if not self._resting:
             connection.loop.call_soon(self._wake)
@@ -91,12 +91,12 @@ class Crowd:
             connection.loop.call_soon(self._wake)
 
     def full(self) -> bool:
-        """Whether so many requests are being answered that no more can be taken."""
+        """Whether the server is answering as many requests as it can."""
         return len(self.open) - len(self.waiting) > self.limit - min(_SPARE, self.limit // 2)
 
 
 class _Flow(FlowControl):
-    """Reads no further requests while some that have come in wait for their turn, nor while the connection rests."""
+    """Pauses reading while earlier requests of the connection wait, and while the connection waits for its turn."""
 
     def __init__(self, transport: asyncio.Transport, pipeline: deque[Any]) -> None:
         super().__init__(transport)
@@ -119,26 +119,26 @@ class _Flow(FlowControl):
 
 
 class Connection(HttpToolsProtocol):
-    """One connection, which its ``Crowd`` knows of.
+    """One connection, which its ``Crowd`` counts.
 
-    The parser refuses what another server may read differently: a length beside chunks or given twice, lines that end
-    otherwise, blanks around names. Trailers are not headers, and no other protocol is spoken.
+    The parser refuses what another server might read differently: a length with chunks or given twice, unusual line
+    ends, blanks around names. Trailers do not count as headers, and other protocols are not accepted.
     """
 
     def __init__(self, crowd: Crowd, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
         self.app_state = {**self.app_state, "full": crowd.full}  # for the guard
         self._crowd = crowd
-        self._begun = False  # whether anything of the awaited request has come in,
-        self._headed = False  # all of its headers,
-        self._whole = True  # all of it
-        self._chunked = False  # whether its body has no length
-        self._left = 0  # bytes that have to come of a body of known length
-        self._wanted = False  # whether the application has been left to ask for that
+        self._begun = False  # whether a byte of the awaited request has come in
+        self._headed = False  # whether all of its headers have
+        self._whole = True  # whether all of it has
+        self._chunked = False  # whether its body comes in chunks
+        self._left = 0  # bytes of a body of known length that have not come yet
+        self._wanted = False  # whether the application is to ask for them
         self._refused = False  # whether nothing more is read
-        self._around, self._most = 0, _HEAD  # its bytes so far besides its body, and how many there may be
-        self._parts: list[bytes] = []  # of a body, that one read brought: chunks may be many
-        self._cycles: list[RequestResponseCycle] = []  # requests that are answered, or wait for it
+        self._around, self._most = 0, _HEAD  # bytes so far besides the body, and their limit
+        self._parts: list[bytes] = []  # parts of a body from one read: there may be many chunks
+        self._cycles: list[RequestResponseCycle] = []  # requests that are being answered or wait for it
         self._clock: asyncio.TimerHandle | None = None
 
     flow: _Flow
@@ -146,14 +146,14 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.flow = _Flow(transport, self.pipeline)
-        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # of asyncio's own event loop
+        transport.max_size = _AT_ONCE  # type: ignore[attr-defined]  # an attribute of asyncio's event loop
         self._crowd.enter(self)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._crowd.leave(self)
         self._stop_clock()
-        self._tell()
+        self._notify_application()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -166,7 +166,7 @@ class Connection(HttpToolsProtocol):
             return
         if not self._begun and self in self._crowd.waiting:
             self._begun = True
-            if self._clock is None:  # that of a new connection goes on
+            if self._clock is None:  # a new connection's clock runs already
                 self._start_clock()
         self._around += len(data)
         self._unset_keepalive_if_required()
@@ -182,7 +182,7 @@ class Connection(HttpToolsProtocol):
         if self._around > self._most:
             self._refused = True
             self._stop_clock()
-            self._tell()
+            self._notify_application()
             what = "Request Header Fields Too Large", "too many headers, or too small chunks"
             self.loop.call_later(HOLD, self._refuse, 431, *what, _AFTER)
         elif self._whole:
@@ -195,14 +195,14 @@ class Connection(HttpToolsProtocol):
             self._crowd.rest(self)
 
     def _is_unwanted(self) -> bool:
-        """Whether more of a body in chunks comes after the answer has begun: the request was refused before."""
+        """Whether more of a body in chunks comes in after the answer began: the request was refused earlier."""
         return self._chunked and not self._whole and self.cycle is not None and self.cycle.response_started
 
     def _feed(self, data: bytes) -> None:
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # The parser takes the rest for another protocol. Read the request again, as if it had not asked for one.
+            # The parser treats the rest as another protocol. Parse the request again without its upgrade.
             if self.parser.get_method() == b"CONNECT":
                 raise httptools.HttpParserError("this is no proxy") from None
             version = self.parser.get_http_version().encode()
@@ -217,7 +217,7 @@ class Connection(HttpToolsProtocol):
         self._most = _HEAD
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headed:  # else it is a trailer
+        if not self._headed:  # otherwise it is a trailer
             super().on_header(name, value)
             if len(self.headers) > _HEADERS:
                 raise httptools.HttpParserError("too many headers")
@@ -250,14 +250,14 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         super().on_response_complete()
         if self.transport.is_closing() or (self._whole and not self.cycle.response_complete):
-            return  # the next request is there already
-        self._crowd.waiting[self] = None  # for the next request, or the rest of this one
+            return  # the next request has come in already
+        self._crowd.waiting[self] = None  # it waits for the next request, or the rest of this one
         self._begun = not self._whole
         if self._begun:
             self._start_clock()
 
     def give_up(self) -> None:
-        """Close it at once, in favour of others."""
+        """Close the connection at once, in favour of others."""
         self._crowd.leave(self)
         self.transport.abort()
 
@@ -281,10 +281,10 @@ class Connection(HttpToolsProtocol):
             self._refuse(408, "Request Timeout", f"the request did not come in within {self._crowd.patience:g} s")
         elif self.cycle is None or self.cycle.response_complete:
             self.transport.close()
-        # else the guard waits for a body, and says so when it is late
+        # Otherwise the guard waits for the body, and reports that it is late.
 
     def _refuse(self, status: int, phrase: str, message: str, after: float = 0.0) -> None:
-        """Answer with an error, unless another answer has begun, and close the connection ``after`` some seconds."""
+        """Answer with an error, unless an answer has begun, and close the connection ``after`` some seconds."""
         if self.transport.is_closing():
             return
         if not self.pipeline and not any(each.response_started for each in self._cycles if not each.response_complete):
@@ -293,15 +293,15 @@ class Connection(HttpToolsProtocol):
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         else:
             after = 0.0
-        self._tell()
+        self._notify_application()
         if after:
             self.transport.write_eof()
             self.loop.call_later(after, self.transport.close)
         else:
             self.transport.close()
 
-    def _tell(self) -> None:
-        """The application hears that nobody waits any more."""
+    def _notify_application(self) -> None:
+        """Tell the application that its client is gone."""
         for cycle in self._cycles:
             cycle.disconnected = True
             cycle.message_event.set()

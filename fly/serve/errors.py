@@ -1,4 +1,4 @@
-"""Errors of requests, and how they are reported to clients. Knows nothing of engines."""
+"""Errors of requests and their form for clients. Knows nothing of engines."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from typing import Any
 
 from fastapi.responses import JSONResponse
 
-__all__ = ["ApiError", "Left", "Plain", "error_body"]
+__all__ = ["ApiError", "ClientLeft", "Plain", "error_body"]
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """OpenAI's form of an error."""
+    """Build an error in OpenAI's form."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ApiError(Exception):
-    """Becomes an answer in OpenAI's form."""
+    """An error that is answered in OpenAI's form."""
 
     def __init__(
         self,
@@ -45,12 +45,12 @@ class ApiError(Exception):
         return Plain(self.body(), self.status, headers)
 
 
-class Left(Exception):
+class ClientLeft(Exception):
     """The client has closed its connection and no longer waits for the answer."""
 
 
 class Plain(JSONResponse):
-    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot."""
+    """JSON in ASCII: an error may quote half a surrogate pair, which UTF-8 cannot encode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode()

@@ -1,4 +1,4 @@
-"""What every request passes before the application sees it: a name, a key, and limits of size and time."""
+"""The checks that every request passes before the application sees it: host, key, limits of size and time."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ log = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/ready", "/metrics", "/version", "/openapi.json")
 
 
-_LINGER, _UNWANTED = 2.0, 2**24  # seconds, and bytes, that a body which nobody wants is still read
-# All bodies together may be as large as so many of the largest; those of a few bytes are taken even so.
+_LINGER, _UNWANTED = 2.0, 2**24  # seconds and bytes for which the body of a refused request is still read
+# All bodies together may take as much memory as this many of the largest; tiny bodies are accepted even beyond that.
 _BODIES = 64
 _SMALL = 2**14
 
 
 class _Stalled(Exception):
-    """A reader does not read."""
+    """The client does not take the data that it is sent."""
 
 
 class Guard:
-    """Middleware.
+    """Middleware that checks requests.
 
-    Every request gets an id. Its headers must leave nothing open. It must use an allowed name and come from an allowed
-    page (``Origins``), and bear one of the API keys, if there are any, except on the open paths (``Authorization:
-    Bearer ...``). Only then its body is read, which must not be too long, or too slow. Whose it is (``Client``) goes
-    along with it, as ``client`` of its state. HEAD is answered as GET is, without the body.
+    Every request gets an id. Its headers must be unambiguous. It must use an allowed host name and come from an allowed
+    page (``Origins``). If there are API keys, it must have one (``Authorization: Bearer ...``), except on open paths.
+    Only then is the body read, which must be neither too long nor too slow. The application finds the client
+    (``Client``) as ``client`` in the request's state. HEAD is answered like GET, without the body.
 
     Args:
-        app: what it guards.
-        settings: those of the server.
-        clients: tells whose a request is.
-        requests: counts those that were let in, by client, until they have all of their answer (open paths aside).
-        refused: is given the status of every error.
+        app: the application.
+        settings: the settings of the server.
+        clients: identifies the client of a request.
+        requests: counts admitted requests by client until their answers are sent (except open paths).
+        refused: called with the status of every error.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Guard:
         self.app, self.clients, self.requests, self.refused = app, clients, requests, refused
         self.max_body, self.access_log = settings.max_body, settings.access_log
         self.read_timeout, self.write_timeout = settings.read_timeout, settings.write_timeout
-        self.bodies = Shares(_BODIES * settings.max_body)  # bytes that came in, of requests that are not answered yet
+        self.bodies = Shares(_BODIES * settings.max_body)  # bytes in memory
         self._origins = Origins(settings.host, settings.allowed_hosts, settings.cors_origins, keys=clients.keyed)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -95,7 +95,7 @@ class Guard:
         except Exception:
             if not whole:
                 raise
-            # It has its answer. uvicorn would close the connection, which the client keeps for its next request.
+            # The answer has been sent. uvicorn would close the connection, which the client keeps for its next request.
             log.exception("a request was answered with status %d", status)
         finally:
             if self.access_log:
@@ -103,7 +103,7 @@ class Guard:
                 log.info('%s key %s "%s id %s', client.address or "-", (client.key or "-")[:12], line, name)
 
     def _client(self, scope: Scope, address: str) -> Client:
-        """The client of a request that may be answered. Raises ``ApiError``."""
+        """Check the headers and return the client. Raises ``ApiError``."""
         if wrong := wrong_with_headers(scope["method"], scope["http_version"], scope["headers"]):
             raise ApiError(400, wrong, code="invalid_headers")
         headers = dict(scope["headers"])
@@ -118,7 +118,7 @@ class Guard:
         return client
 
     async def _serve(self, scope: Scope, client: Client, receive: Receive, answer: Send) -> None:
-        """Have the application answer. Raises ``ApiError`` before it does."""
+        """Read the body and call the application. Raises ``ApiError`` only before that."""
         state = scope.setdefault("state", {})
         state["client"] = client
         counted, held = int(scope["path"] not in OPEN), [0]
@@ -143,7 +143,7 @@ class Guard:
             self.bodies.take(client.name, -held[0])
 
     async def _body(self, scope: Scope, client: Client, held: list[int], receive: Receive) -> Message:
-        """The whole body as one message; a client that left has none. ``held`` takes its bytes. Raises ``ApiError``."""
+        """Return the whole body as one message, or a disconnect. ``held`` counts its bytes. Raises ``ApiError``."""
         too_long = ApiError(413, f"the body has more than {self.max_body} bytes", code="too_large")
         if _length(scope) > self.max_body:
             raise too_long
@@ -168,13 +168,13 @@ class Guard:
             raise ApiError(408, late, code="timeout") from None
 
     async def _refuse(self, error: ApiError, scope: Scope, coming: Receive, send: Send) -> None:
-        """Answer with an error. What is still ``coming`` of a body is read for a moment and thrown away: a connection
-        that is closed before is reset, and with it the answer may be lost."""
+        """Answer with an error. The rest of the body is read for a moment and thrown away: closing the connection with
+        unread data resets it, and the client might lose the answer."""
         response = error.response()
         unread = error.status != 408 and (_length(scope) > 0 or _chunked(scope))
         if unread and _chunked(scope):
             await asyncio.sleep(HOLD)
-        if unread or error.status in (400, 408):  # where the next request begins may be a question of taste
+        if unread or error.status in (400, 408):  # it may be unclear where the next request begins
             response.headers["connection"] = "close"
         await send({"type": "http.response.start", "status": error.status, "headers": response.raw_headers})
         await send({"type": "http.response.body", "body": response.body, "more_body": unread})
@@ -194,7 +194,7 @@ def _full() -> ApiError:
 
 
 def _length(scope: Scope) -> int:
-    """Of the body, as its headers have it."""
+    """The length of the body, from the headers."""
     given = next((value.strip() for name, value in scope["headers"] if name == b"content-length"), b"0")
     return int(given[:20]) if given.isdigit() else 0
 

@@ -1,6 +1,6 @@
-"""JSON of strangers, read within limits, and large JSON, written in pieces. Knows nothing of bodies or answers.
+"""Reads untrusted JSON within limits, and writes large JSON in pieces. Knows nothing of bodies or answers.
 
-Reading JSON holds up all other threads. So it is counted before it is read, and written a little at a time.
+Parsing JSON blocks all other threads. So its entries are counted before, and large JSON is written a little at a time.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from typing import Any
 
 __all__ = ["TooMuch", "Twice", "loads", "written"]
 
-ENTRIES, MEMBERS = 2**18, 2**16  # of all lists and of all objects: they are read in some 50 ms
-DEEPEST = 100  # lists and objects in one another
+ENTRIES, MEMBERS = 2**18, 2**16  # of all lists, of all objects: about 50 ms to parse
+DEEPEST = 100  # nesting of lists and objects
 _TEXT = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?', re.DOTALL)
-_TOGETHER, _LONG = 64, 2**16  # entries of a long list, and characters of a text, that are written at once
+_TOGETHER, _LONG = 64, 2**16  # entries of a long list, characters of a text, per piece
 
 
 class TooMuch(ValueError):
-    """More than is read, or nested deeper."""
+    """The JSON has too many entries or is nested too deep."""
 
 
 class Twice(ValueError):
-    """A name that an object has twice: its argument."""
+    """An object has two members of the same name, which is the argument."""
 
 
 def loads(text: bytes | str, once: bool = True) -> Any:
-    """What JSON says. Raises ``ValueError``: ``TooMuch`` above the limits, ``Twice`` if names must be there ``once``,
-    since it would be unclear which of two values is meant."""
+    """Parse JSON. Raises ``ValueError``: ``TooMuch`` beyond the limits; ``Twice`` with ``once``, if an object repeats a
+    name, because it would be unclear which value is meant."""
     if isinstance(text, bytes):
-        text = text.decode()  # and no other coding: in some of those, what is counted is not what is read
+        text = text.decode()  # UTF-8 only: in other encodings the count below would be wrong
     entries, members = _counted(text)
     if entries > ENTRIES or members > MEMBERS:
         raise TooMuch(f"more than {ENTRIES} entries of lists, or {MEMBERS} members of objects")
@@ -50,8 +50,8 @@ def loads(text: bytes | str, once: bool = True) -> Any:
 
 
 def written(value: Any) -> Iterator[bytes]:
-    """``value`` as JSON, in pieces of little time each. Iterators in its objects are long lists, whose entries are made
-    only now."""
+    """Write ``value`` as JSON in pieces, each of which takes little time. An iterator in an object is written as a
+    list; its entries are built when they are written."""
     if isinstance(value, dict):
         before = b"{"
         for name, each in value.items():
@@ -80,7 +80,7 @@ def written(value: Any) -> Iterator[bytes]:
 
 
 def _json(value: Any) -> bytes:
-    """In ASCII: a text may have half a surrogate pair, which UTF-8 cannot."""
+    """Write in ASCII: a text may have half a surrogate pair, which UTF-8 cannot encode."""
     return json.dumps(value, separators=(",", ":")).encode()
 
 
@@ -92,8 +92,8 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _counted(data: str) -> tuple[int, int]:
-    """How many entries and members JSON has at most; exactly so many where punctuation in its texts would be too
-    much."""
+    """Upper bounds of the numbers of entries and members. They are exact if punctuation inside texts would exceed the
+    limits."""
 
     def punctuation(start: int = 0, end: int | None = None) -> tuple[int, int]:
         return sum(data.count(each, start, end) for each in ",[{"), data.count(":", start, end)

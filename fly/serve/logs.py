@@ -1,4 +1,4 @@
-"""Log lines of what clients say and cause: no line of theirs looks like another, and they cannot fill the log."""
+"""Log lines about clients. Clients can neither forge lines nor fill the log."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ __all__ = ["Lines", "Sparing", "escaped"]
 
 
 def escaped(text: str) -> str:
-    """The same with everything that does not print (ends of lines, codes for terminals) written as in Python."""
+    """Write everything that does not print (line ends, terminal codes) as Python escapes."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 class Lines(DefaultFormatter):
-    """uvicorn's lines, escaped. Those of a traceback are indented, whatever the error says."""
+    """uvicorn's log format, escaped. The lines of a traceback are indented, so that none looks like a log line."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = escaped(record.message)
@@ -30,12 +30,12 @@ class Lines(DefaultFormatter):
 
 
 class Sparing(logging.Filter):
-    """Lets a few warnings of each kind through in a while, and says how many there would have been."""
+    """Lets only a few warnings of each kind through per period, and says how many were dropped."""
 
     def __init__(self, most: int = 5, seconds: float = 10.0) -> None:
         super().__init__()
         self.most, self.seconds = most, seconds
-        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # since when, and how many
+        self._counts: dict[tuple[str, str], tuple[float, int]] = {}  # start of the period, and count
 
     def filter(self, record: logging.LogRecord) -> bool:
         if record.levelno < logging.WARNING:
@@ -46,7 +46,7 @@ class Sparing(logging.Filter):
             if count > self.most:
                 record.msg = f"{record.msg} ({count - self.most} more like this in the last {now - since:.0f} s)"
             since, count = now, 0
-        if len(self._counts) > 1000:  # kinds that never come again
+        if len(self._counts) > 1000:  # drop kinds that do not recur
             self._counts.clear()
         self._counts[kind] = since, count + 1
         return count < self.most

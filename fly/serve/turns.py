@@ -1,7 +1,7 @@
-"""Slow work of many clients in a few threads, by turns. Knows nothing of HTTP or engines.
+"""Runs slow work of many clients in a few threads, by turns. Knows nothing of HTTP or engines.
 
-What takes more than a moment (reading a large body, encoding a text, compiling a form, writing a large answer) would
-hold the event loop, and with it every other client. Here it waits for its turn, client by client.
+Work that takes more than a moment (reading a large body, encoding a text, compiling a grammar, writing a large answer)
+would block the event loop and with it every client. Here such work waits for its client's turn.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 __all__ = ["Busy", "Turns"]
 
 T = TypeVar("T")
-_SLICE = 0.03  # seconds of one turn, for work that comes in pieces
+_SLICE = 0.03  # seconds per turn of work that can be divided
 
 
 class Busy(Exception):
@@ -26,15 +26,15 @@ class Busy(Exception):
 
 
 class Turns:
-    """Threads that work for clients. The next piece of work belongs to the client with the fewest pieces at work; among
-    equals, to the client that has used the least time so far. No client takes the last thread.
+    """Threads that work for clients. The next piece of work is taken from the client with the fewest running pieces
+    and, among equals, from the client that has used the least time. No client gets the last free thread.
 
-    All of it is called on one event loop.
+    Call all methods on the same event loop.
 
     Args:
-        name: of the threads.
-        threads: how many, 2 or more.
-        most: pieces of work that one client may have waiting.
+        name: prefix of the threads' names.
+        threads: number of threads, at least 2.
+        most: pieces of work that one client may have in the queue.
     """
 
     def __init__(self, name: str, threads: int, most: int) -> None:
@@ -43,15 +43,15 @@ class Turns:
         self._free, self._each = threads, threads - 1
         self._waiting: dict[str, deque[tuple[Callable[[], Any], asyncio.Future[Any]]]] = {}
         self._working: Counter[str] = Counter()
-        self._used: dict[str, float] = {}  # seconds; of clients that wait or have something at work
+        self._used: dict[str, float] = {}  # seconds used by clients with work in the queue or running
 
     async def run(self, client: str, work: Callable[[], T], limited: bool = True) -> T:
-        """What ``work`` gives, in a thread, when its turn has come. Cancelled before that, it never begins. Raises
-        ``Busy`` if the client has too much waiting (and this is ``limited``)."""
+        """Run ``work`` in a thread when it is the client's turn, and return its result. If cancelled before that, it
+        never begins. Raises ``Busy`` if ``limited`` and the client has too much in the queue."""
         queue = self._waiting.setdefault(client, deque())
         if limited and len(queue) >= self.most:
             raise Busy
-        self._used.setdefault(client, min(self._used.values(), default=0.0))  # who was not here has nothing saved up
+        self._used.setdefault(client, min(self._used.values(), default=0.0))  # new clients start even
         entry = work, asyncio.get_running_loop().create_future()
         queue.append(entry)
         self._begin()
@@ -63,7 +63,7 @@ class Turns:
             self._forget(client)
 
     async def pieces(self, client: str, made: Iterator[bytes], left: Callable[[], bool]) -> list[bytes]:
-        """All that an iterator makes, a slice of time a turn; until the client has ``left``."""
+        """Collect what an iterator yields, working one slice of time per turn, until ``left()`` is true."""
         parts: list[bytes] = []
 
         def some() -> bool:
@@ -80,7 +80,7 @@ class Turns:
         return parts
 
     def close(self) -> None:
-        """Begin nothing more."""
+        """Begin no more work."""
         self.pool.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self) -> None:
@@ -90,14 +90,14 @@ class Turns:
                 return
             client = min(ready, key=lambda each: (self._working[each], self._used[each]))
             work, future = self._waiting[client].popleft()
-            self._waiting[client] = self._waiting.pop(client)  # it is the last now, of several that are alike
+            self._waiting[client] = self._waiting.pop(client)  # last among equals next time
             self._free -= 1
             self._working[client] += 1
             loop = asyncio.get_running_loop()
             self.pool.submit(self._work, work, partial(self._over, client, future), loop)
 
     def _work(self, work: Callable[[], Any], over: Callable[..., None], loop: asyncio.AbstractEventLoop) -> None:
-        """In a thread."""
+        """Run one piece of work; called in a thread."""
         start, result, error = time.perf_counter(), None, None
         try:
             result = work()
@@ -121,7 +121,7 @@ class Turns:
         self._begin()
 
     def _forget(self, client: str) -> None:
-        """A client that has nothing here."""
+        """Drop the record of a client that has no work left."""
         if not self._waiting.get(client):
             self._waiting.pop(client, None)
             if not self._working[client]:
