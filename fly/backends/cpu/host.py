@@ -224,10 +224,10 @@ def _decide(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
     """``Executor.decide`` by compiled code. None where tensors have to say: compiled code has not this rule or this
-    kind of draft, or a NaN stands in the way."""
+    kind of draft, only Python knows whether a mismatch is excused, or a NaN stands in the way."""
     logits_BJV, processed, probs_BKV, trees = target.logits_BKV, target.lazy_distribution, draft.probs_BKV, draft.trees
     (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
-    if not is_compiled(policy, target.all_greedy) or _clauses(policy.relaxation) is None or not _plain(logits_BJV):
+    if not is_compiled(policy, target.all_greedy) or not _plain(logits_BJV):
         return None
     if not target.all_greedy and not isinstance(processed, HostDistribution):
         return None
