@@ -121,13 +121,11 @@ class Condition(Bindable, ABC):
     @property
     def compiled(self) -> list[Clause] | None:
         """The clauses that must all hold, one for each of ``clauses``, for compiled code to evaluate it. None: only
-        Python can. A class has compiled code if it has a ``_clause`` of its own: one that it inherits does not count,
-        since a subclass may decide something else."""
-        if "_clause" not in vars(type(self)) or (clause := self._clause()) is None:
-            return None
-        return [clause]
+        Python can. They come from a ``_compile`` of the class's own: one that it inherits does not count, since a
+        subclass may decide something else."""
+        return self._compile() if "_compile" in vars(type(self)) else None
 
-    def _clause(self) -> Clause | None:
+    def _compile(self) -> list[Clause] | None:
         return None
 
     def decide(self, held: Mapping[str, bool]) -> bool:
@@ -221,8 +219,7 @@ class All(_Chain):
     def possible(self) -> bool:
         return all(part.possible for part in self.parts)
 
-    @property
-    def compiled(self) -> list[Clause] | None:
+    def _compile(self) -> list[Clause] | None:
         found: list[Clause] = []
         for part in self.parts:
             if (clauses := part.compiled) is None:
@@ -274,8 +271,7 @@ class Not(Condition):
     def decide(self, held: Mapping[str, bool]) -> bool:
         return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
 
-    @property
-    def compiled(self) -> list[Clause] | None:
+    def _compile(self) -> list[Clause] | None:
         if isinstance(self.part, (Not, _Composite)) or (clauses := self.part.compiled) is None:
             return None
         return [clause._replace(negated=True) for clause in clauses]
@@ -334,8 +330,8 @@ class EntropyGate(Condition):
         # Three probabilities of 1/e each give the largest top-3 sum; a full entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
-    def _clause(self) -> Clause | None:
-        return Clause("entropy", theta=self.theta, processed=self.processed) if self.entropy == "top3" else None
+    def _compile(self) -> list[Clause] | None:
+        return [Clause("entropy", theta=self.theta, processed=self.processed)] if self.entropy == "top3" else None
 
     def evaluate(self, block: Block) -> Tensor:
         target = block.target
@@ -383,8 +379,8 @@ class AgreeingWindow(Condition):
     def __post_init__(self) -> None:
         check_count("window", self.window)
 
-    def _clause(self) -> Clause:
-        return Clause("window", self.window)
+    def _compile(self) -> list[Clause]:
+        return [Clause("window", self.window)]
 
     def evaluate(self, block: Block) -> Tensor:
         agree_BK = block.agree_BK
@@ -406,8 +402,8 @@ class Room(Condition):
     def __post_init__(self) -> None:
         check_count("hold", self.hold)
 
-    def _clause(self) -> Clause:
-        return Clause("room", self.hold)
+    def _compile(self) -> list[Clause]:
+        return [Clause("room", self.hold)]
 
     def evaluate(self, block: Block) -> Tensor:
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
@@ -420,8 +416,8 @@ class ControlToken(Condition):
 
     name: ClassVar[str] = "control"
 
-    def _clause(self) -> Clause:
-        return Clause("control")
+    def _compile(self) -> list[Clause]:
+        return [Clause("control")]
 
     def evaluate(self, block: Block) -> Tensor:
         control_V, tokens_BK = block.target.control_V, block.draft.tokens_BK
