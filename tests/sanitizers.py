@@ -45,7 +45,8 @@ OPTIONS = {
     },
 }
 TESTS = {
-    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_rounds", "test_tree_rounds", "test_spans"],
+    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_decide", "test_rounds", "test_tree_rounds"]
+    + ["test_spans"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (
