@@ -93,7 +93,7 @@ class _Watched(Wrapper):
 
     def continuation(self, rows: abc.Sequence[Sequence]) -> Continuation | None:
         found = self.members[0].continuation(rows)
-        return None if found is None else found._replace(spent=self.spent)
+        return None if found is None else found._replace(report=self.spent.extend)
 
 
 def random_executor(config: LlamaConfig, dtype: torch.dtype, device: torch.device) -> Executor:

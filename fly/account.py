@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import abc
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +14,7 @@ from torch import Tensor
 from fly.request import Sequence, Token
 from fly.types import Decision, Why
 
-__all__ = ["OnToken", "Watched", "apply", "logprobs", "note"]
+__all__ = ["OnToken", "apply", "logprobs", "note"]
 
 OnToken = Callable[[Sequence, int], bool]  # is given each emitted token in order; whether it ends the row there
 
@@ -128,38 +127,46 @@ def _entry(token: int, own: list[float], likeliest: list[float], most: int | Non
     return entry
 
 
-class Watched(NamedTuple):
-    """A row that asked for log-probabilities or explanations, with the tokens that it just emitted."""
+def note(
+    raw_BJV: Tensor,
+    rows: abc.Sequence[Sequence],
+    decisions: abc.Sequence[Decision],
+    before: abc.Sequence[int],
+    index: Callable[[list[int]], Tensor],
+) -> None:
+    """Note the log-probabilities and explanations that rows asked for, of the tokens they just emitted: those after the
+    first ``before[b]``.
 
-    row: Sequence
-    tokens: list[Token]
-    number: int  # of the row in the batch
-    places: list[int]  # the place of each token among the target's positions
-
-
-def note(raw_BJV: Tensor, watched: abc.Sequence[Watched], index: Callable[[list[int]], Tensor]) -> None:
-    """Note what rows asked for, by the raw logits their tokens follow on; ``index`` puts numbers on the logits' device,
-    which is asked for all rows at once."""
-    tokens = [token for each in watched for token in each.tokens]
-    rows = [each.number for each in watched for _ in each.tokens]
+    Args:
+        raw_BJV: the logits, as the target gave them.
+        index: puts numbers on the logits' device, which is asked for all rows at once.
+    """
+    watched = [b for b, row in enumerate(rows) if row.params.logprobs is not None or row.params.explain]
+    if not watched:
+        return
+    numbers, at, tokens = list[int](), list[int](), list[Token]()
+    for b in watched:
+        new = rows[b].provenance[before[b] :]
+        numbers += [b] * len(new)
+        at += [0, *(node + 1 for node in decisions[b].path)][: len(new)]  # the place that each token follows
+        tokens += new
     ids = [token.id for token in tokens]
     choices = [token.id if token.target_choice is None else token.target_choice for token in tokens]
-    places = [place for each in watched for place in each.places]
-    b_N, at_N, id_N, choice_N = index([*rows, *places, *ids, *choices]).view(4, -1)
+    b_N, at_N, id_N, choice_N = index([*numbers, *at, *ids, *choices]).view(4, -1)
     log_NV = raw_BJV[b_N, at_N].log_softmax(-1)
     probs_NV = log_NV.exp()
     entropy_N = -(probs_NV * log_NV.clamp_min(torch.finfo(log_NV.dtype).min)).sum(-1)  # 0 * -inf is 0 here
     both_N2 = torch.stack([id_N, choice_N], 1)
     own_N4 = torch.cat([log_NV.gather(1, id_N[:, None]), probs_NV.gather(1, both_N2), entropy_N[:, None]], 1)
-    most = max(each.row.params.logprobs or 0 for each in watched)
+    most = max(rows[b].params.logprobs or 0 for b in watched)
     found = iter(_listed(log_NV, own_N4, most))
-    for row, tokens, _, _ in watched:
-        entries, explained = [], []
-        for token in tokens:
+    for b in watched:
+        row, entries, explained = rows[b], [], []
+        for token in row.provenance[before[b] :]:
             own, likeliest = next(found)
             entries.append(_entry(token.id, own, likeliest, row.params.logprobs or 0))
             explained.append(token._replace(prob=own[1], choice_prob=own[2], entropy=own[3]))
         if row.params.logprobs is not None:
             row.logprobs += entries
         if row.params.explain:
-            tokens[:] = row.provenance[-len(tokens) :] = explained
+            row.provenance[before[b] :] = explained

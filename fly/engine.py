@@ -10,20 +10,20 @@ then its draft. Prefill is an empty draft over many new tokens, autoregression a
 from __future__ import annotations
 
 import sys
+import time
 from array import array
 from collections import abc
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from fly.account import OnToken, Watched, apply, logprobs, note
-from fly.drafts.base import DraftStrategy, pad_trees
+from fly.account import OnToken, apply, logprobs, note
+from fly.drafts.base import DraftStrategy
 from fly.drafts.limits import check_draft
-from fly.executor import Answer, DraftSpec, Question, RoundPlan
+from fly.executor import OpenBlocks, Spent
 from fly.request import Sequence, Token
 from fly.runner import Runner
-from fly.types import Decision, Draft
+from fly.types import Draft
 
 __all__ = ["Engine"]
 
@@ -72,39 +72,38 @@ class Engine:
                 holds after any error of a strategy or a policy.
             ValueError: a draft that is none, or a NaN of the target, the strategy or a policy on which a row depends.
         """
-        if prefill and self.strategy is not None:
-            self.strategy.prefill([(row, len(self.runner.begin(row)) + n) for row, n in prefill])
-        prompts = [self.runner.pending(row) > 1 or not row.generated for row in rows]
+        runner, strategy = self.runner, self.strategy
+        before = [len(row.provenance) for row in rows]
+        prompts = [runner.pending(row) > 1 or not row.generated for row in rows]
+        if prefill and strategy is not None:
+            strategy.prefill([(row, len(runner.begin(row)) + n) for row, n in prefill])
         try:
-            if rows and not prefill and (emitted := self._rounds(rows, prompts, stopped, seconds)) is not None:
-                self._commit(rows)
-                return emitted
-            draft = self._propose(rows, prompts)
-            target, raw_BJV = self.runner.score(rows, draft, prefill, _score_prompt)
-            decisions = self.runner.judge(rows, target, draft, self.strategy)
-            for row, decision in zip(rows, decisions):
-                if row.matcher is not None:
-                    row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
-            if self.strategy is not None and rows:
-                self.strategy.observe(rows, draft, target)
-        except BaseException:
-            self._commit(rows)  # forget what was speculated
-            raise
-        self.runner.commit(row for row, _ in prefill)
-        for row, _ in prefill:
-            if not row.params.max_tokens and not row.scores:
-                row.finish_reason = "length"  # only its prompt was to be scored
-        emitted, watched = [], []
-        for b, (row, decision, prompt) in enumerate(zip(rows, decisions, prompts)):
-            tokens = apply(row, [decision], self.left(row), stopped, prompt)
-            if row.params.logprobs is not None or row.params.explain:
-                places = [0, *(node + 1 for node in decision.path)][: len(tokens)]
-                watched.append(Watched(row, tokens, b, places))
-            emitted.append(tokens)
-        if watched:
-            note(raw_BJV, watched, self.runner.executor.numbers)
-        self._commit(rows)
-        return emitted
+            # Several rounds in one call, where nothing has to be done between two of them.
+            if prefill or any(prompts) or not self._take_rounds(rows, stopped, seconds):
+                # Propose: a cheap draft guesses up to K tokens for each row.
+                draft = self._propose(rows, prompts)
+                # Verify: one forward of the target over the last tokens and the drafts scores K + 1 places of each row.
+                target, raw_BJV = runner.score(rows, draft, prefill, _score_prompt)
+                # Decide: each row's rule keeps a path of its draft, and one token of the target's own follows it.
+                decisions = runner.judge(rows, target, draft, strategy)
+                for row, decision in zip(rows, decisions):
+                    if row.matcher is not None:
+                        row.matcher.check(decision.path[-1] + 1 if len(decision.path) else 0)
+                if strategy is not None and rows:
+                    strategy.observe(rows, draft, target)
+                # Emit: the rows grow by these tokens, up to where they end.
+                for row, decision, prompt in zip(rows, decisions, prompts):
+                    apply(row, [decision], self.left(row), stopped, prompt)
+                note(raw_BJV, rows, decisions, before, runner.executor.numbers)
+                for row, _ in prefill:
+                    if not row.params.max_tokens and not row.scores:
+                        row.finish_reason = "length"  # only its prompt was to be scored
+        finally:
+            # Commit: what was emitted is the truth. All caches roll back to it, also after an error.
+            runner.commit([*rows, *(row for row, _ in prefill)])
+            if strategy is not None and rows:
+                strategy.commit(rows)
+        return [row.provenance[start:] for row, start in zip(rows, before)]
 
     def left(self, row: Sequence) -> int:
         """How many tokens ``row`` may still emit, by its ``max_tokens`` and the target's context."""
@@ -127,11 +126,6 @@ class Engine:
         if self.strategy is not None:
             self.strategy.release(row)
 
-    def _commit(self, rows: abc.Sequence[Sequence]) -> None:
-        self.runner.commit(rows)
-        if self.strategy is not None and rows:
-            self.strategy.commit(rows)
-
     def _propose(self, rows: abc.Sequence[Sequence], prompts: list[bool]) -> Draft:
         # A prompt's forward drafts nothing, so that its first token comes as soon as it can. A round emits one
         # token beyond its draft, hence one less than what is left.
@@ -145,66 +139,44 @@ class Engine:
         check_draft(draft, max_len, self.runner.executor.config.vocab_size, name)
         return draft
 
-    def _rounds(
-        self, rows: abc.Sequence[Sequence], prompts: list[bool], stopped: OnToken | None, seconds: float
-    ) -> list[list[Token]] | None:
-        """Take rows through several rounds in one call of the executor, and return what each emitted. None if the
-        executor does not take these rows, or if more than a decision is needed between two rounds."""
-        watched = (row.params.logprobs is not None or row.params.explain for row in rows)
-        if any(prompts) or not self.stretch or any(watched) or not all(map(self.runner.executor.may_round, rows)):
-            return None
-        before = [len(row.provenance) for row in rows]
-        executor, drafting, drafter = self.runner.executor, None, None
-
-        def plan() -> RoundPlan | None:
-            nonlocal drafting, drafter
-            left, most = [self.left(row) for row in rows], [0] * len(rows)
-            if self.strategy is not None:
-                if (drafting := self.strategy.continuation(rows)) is None:
-                    return None
-                most = drafting.most
-            k = [min(row.k, n) for row, n in zip(rows, most)]
-            drafts = any(min(n, more - 1) for n, more in zip(k, left))
-            drafter = drafting.runner if drafting is not None and drafts else None
-            spec = DraftSpec() if drafting is None else drafting.spec
-            if drafter is not None and not executor.joins(drafter.executor, spec):
-                return None
-            if (made := self.runner.plan(rows, left, k, drafter, spec.tree)) is None:
-                return None
-            made.seconds, made.hurry = min(self.stretch, seconds), self._hurry
-            if made.drafter is None:
-                drafter = None
-            if drafting is not None:
-                if made.drafter is not None or drafting.runner is None:
-                    made.spec = spec
-                made.rounds = drafting.rounds
-            return made
-
-        def ask(decided: list[Decision], question: Question) -> Answer | None:
-            (row,) = rows
-            apply(row, decided, self.left(row), stopped)
-            if row.finish_reason:
-                return None
-            draft = Draft.of([question.drafted])
-            if question.probs_1KV is not None:
-                draft = replace(draft, probs_BKV=question.probs_1KV)
-            if question.parents is not None:
-                draft = pad_trees([(question.drafted, question.parents)])
-            target = self.runner.view(rows, question.logits_1JV, [question.choices])
-            (decision,) = self.runner.judge(rows, target, draft, self.strategy)
-            apply(row, [decision], self.left(row), stopped)
-            return None if row.finish_reason else Answer(decision.path, decision.next_token)
-
-        if (ran := executor.rounds([(row.policy, row.greedy) for row in rows], plan, ask)) is None:
-            return None
-        self.runner.took(rows, ran, drafter)
-        if drafting is not None and drafting.spent is not None:
-            drafting.spent[:] = ran.spent
-        if ran.error is not None:
-            raise ran.error
+    def _take_rounds(self, rows: abc.Sequence[Sequence], stopped: OnToken | None, seconds: float) -> bool:
+        """Take rows through several rounds in one call of the executor. False if it does not take them, or if their
+        strategy has to be asked before each round; nothing has changed then."""
+        runner, drafting = self.runner, None
+        if not rows or not self.stretch or not runner.executor.takes(rows):
+            return False
+        if self.strategy is not None and (drafting := self.strategy.continuation(rows)) is None:
+            return False
+        left = [self.left(row) for row in rows]
+        # The plan is plain values, and room in the caches. The executor proposes, verifies and decides, again and
+        # again, as long as it can decide by itself. Then the rows grow by what it decided.
+        plan = runner.plan(rows, left, drafting, min(self.stretch, seconds), self._hurry)
+        if plan is None or (ran := runner.executor.rounds(plan)) is None:
+            return False
+        runner.note_rounds(rows, drafting, plan, ran)
         for row, decisions in zip(rows, ran.decisions):
             apply(row, decisions, self.left(row), stopped)
-        return [row.provenance[start:] for row, start in zip(rows, before)]
+        report = None if drafting is None else drafting.report
+        if report is not None:
+            report(ran.spent)
+        # Blocks of the last round may be left for the rule itself to decide.
+        if ran.open is not None:
+            begin = time.perf_counter()
+            self._decide_open(rows, ran.open, stopped)
+            if report is not None:
+                report([Spent(0, time.perf_counter() - begin, 0.0, 0.0)])
+        return True
+
+    def _decide_open(self, rows: abc.Sequence[Sequence], blocks: OpenBlocks, stopped: OnToken | None) -> None:
+        """Decide what the executor has left open, as in a round of its own; not of rows that have ended meanwhile."""
+        going = [i for i, b in enumerate(blocks.rows) if not rows[b].finish_reason]
+        if not going:
+            return
+        blocks = blocks if len(going) == len(blocks.rows) else blocks.only(going)
+        own = [rows[b] for b in blocks.rows]
+        target = self.runner.view(own, blocks.logits_BJV, blocks.choices)
+        for row, decision in zip(own, self.runner.judge(own, target, blocks.draft, self.strategy)):
+            apply(row, [decision], self.left(row), stopped)
 
 
 def _score_prompt(row: Sequence, scored: range, logits_PV: Tensor) -> None:

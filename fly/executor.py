@@ -1,8 +1,8 @@
 """The seam: what a loaded model does on one kind of device. Knows of no backend.
 
 An executor must ``score``. Everything else (drafting several tokens, taking whole rounds, deciding) it may do in its
-own way. If it cannot do what a row asks for, it returns None, and the engine takes the plain way: one round, ``score``,
-``verify``.
+own way. The engine takes several rounds in one call (``rounds``) where the executor ``takes`` the rows. Else it goes
+the plain way: one round, by ``score`` and ``judge``.
 
 Shape legend: T packed tokens, N places, B rows, J positions of a row, K longest draft, V vocabulary.
 """
@@ -13,7 +13,7 @@ import sys
 from abc import ABC, abstractmethod
 from array import array
 from collections import abc
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -32,7 +32,6 @@ from fly.sampling import BatchSampling, ProcessedDistribution
 from fly.types import Decision, Draft, Noise, Target
 
 __all__ = [
-    "Answer",
     "Batch",
     "DraftSpec",
     "Drafted",
@@ -41,7 +40,7 @@ __all__ = [
     "Growth",
     "Head",
     "Lookup",
-    "Question",
+    "OpenBlocks",
     "RoundPlan",
     "RoundRow",
     "Rounds",
@@ -49,7 +48,14 @@ __all__ = [
     "Spent",
     "TokenByToken",
     "Wrapped",
+    "asks_between",
 ]
+
+
+def asks_between(row: Sequence) -> bool:
+    """Whether something has to be done for ``row`` between two rounds: penalties, bans, a form, log-probabilities,
+    explanations."""
+    return constrains(row) or row.params.logprobs is not None or row.params.explain
 
 
 @dataclass(frozen=True)
@@ -158,23 +164,6 @@ class Spent(NamedTuple):
     draft: float
 
 
-class Question(NamedTuple):
-    """A drafted block of a batch of one row that its policy has to decide on. The next question reuses the tensors."""
-
-    drafted: list[int]
-    choices: list[int]  # the target's most likely token at each place
-    logits_1JV: Tensor
-    probs_1KV: Tensor | None  # the distributions that the draft was drawn from, if it was drawn
-    parents: list[int] | None = None  # of a tree
-
-
-class Answer(NamedTuple):
-    """What is kept of a ``Question``'s block."""
-
-    path: abc.Sequence[int]  # numbers of the drafted tokens that stand
-    next_token: int
-
-
 @dataclass(frozen=True)
 class RoundRow:
     """A row that goes through several rounds."""
@@ -223,16 +212,34 @@ class RoundPlan:
 
 
 @dataclass(frozen=True)
+class OpenBlocks:
+    """Blocks that were drafted and scored, and that ``Executor.judge`` has to decide: a rule that only Python knows has
+    to say what it keeps, or a NaN stands where the decision looked."""
+
+    rows: list[int]  # numbers of the rows, in the batch
+    draft: Draft
+    logits_BJV: Tensor
+    choices: list[list[int]] | None  # the target's most likely token at each place; None where a NaN is among them
+
+    def only(self, index: list[int]) -> OpenBlocks:
+        """Some of the blocks, by their place in ``rows``."""
+        index_B = torch.tensor(index, dtype=torch.int64, device=self.logits_BJV.device)
+        choices = None if self.choices is None else [self.choices[i] for i in index]
+        rows, draft = [self.rows[i] for i in index], self.draft.rows(index_B, index)
+        return OpenBlocks(rows, draft, self.logits_BJV[index_B], choices)
+
+
+@dataclass(frozen=True)
 class Rounds:
     """The result of a ``RoundPlan``."""
 
-    decisions: list[list[Decision]]  # of each row, for the rounds that ``ask`` has not been given yet
+    decisions: list[list[Decision]]  # of each row, one for each round; the last round is missing where it is open
     texts: list[list[int]]  # the cached tokens of each row, and the last draft
     draft_cached: list[int]  # how many of these tokens the drafter has cached
     spent: tuple[Spent, Spent]  # by the first round, and by the others
     # If they were wanted: the number of the first token that each row was fed, and hidden states from it on.
     states: list[tuple[int, Tensor]] = field(default_factory=list)
-    error: BaseException | None = None  # raised by ``ask``; that round is discarded
+    open: OpenBlocks | None = None  # blocks of the last round that are not decided yet
 
 
 class Executor(ABC):
@@ -301,25 +308,15 @@ class Executor(ABC):
         that ask for nothing."""
         return not constrains(row)
 
-    def may_round(self, row: Sequence) -> bool:
-        """The same of ``rounds``."""
-        return not constrains(row)
+    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+        """Whether ``rounds`` takes these rows, whatever drafts for them. The default takes none."""
+        return False
 
-    def rounds(
-        self,
-        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
-        plan: Callable[[], RoundPlan | None],
-        ask: Callable[[list[Decision], Question], Answer | None],
-    ) -> Rounds | None:
-        """Take rows through several rounds in one call.
+    def rounds(self, plan: RoundPlan) -> Rounds | None:
+        """Take rows through several rounds in one call, if it ``takes`` them and ``joins`` their drafter. The rows stay
+        as they are. Rounds end before a decision that has to be made elsewhere: its block comes back as ``open``.
 
-        Args:
-            rules: the policy of each row, and whether it is at temperature 0.
-            plan: what to do, or None if there is no room for it; called if rows with these rules can be taken.
-            ask: for a row alone whose policy has to be asked itself: is given the decisions since it was last asked,
-                and the block; None ends the rounds there. Only it may change the row meanwhile.
-
-        They end before a round that is ``UNDECIDED``. None: take rounds one by one; nothing has changed.
+        None: take this round by ``score`` and ``judge``; nothing has changed. The default does nothing else.
         """
         return None
 

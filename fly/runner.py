@@ -7,22 +7,23 @@ Shape legend: B rows, K longest draft, J positions of a row (K+1), P prompt toke
 from __future__ import annotations
 
 import sys
+from array import array
 from collections import abc
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fly.cache import HiddenStates, OutOfBlocks, PagedBatch, PagedKVCache
 from fly.constraints import constrain
-from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, Growth, RoundPlan, RoundRow, Rounds
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Given, RoundPlan, RoundRow, Rounds, Spent
 from fly.ops import depths, sent, tree_mask, upload
 from fly.request import Sequence, common_prefix
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, Target
 
-__all__ = ["Drafter", "OnPrompt", "Runner"]
+__all__ = ["Continuation", "Drafter", "OnPrompt", "Runner"]
 
 OnPrompt = Callable[[Sequence, range, Tensor], None]  # numbers of prompt tokens, and the logits [P, V] they follow on
 
@@ -53,6 +54,18 @@ class Drafter(Protocol):
 
     def drafted(self, row: Sequence, text: list[int]) -> None:
         """This is cached of a row after the rounds."""
+
+
+class Continuation(NamedTuple):
+    """The proposal of a strategy that just continues each row with one model: token after token, most likely or drawn
+    as ``SingleDraft`` draws, up to the first that it is not sure of. Without a model, what ``spec.lookup`` copies."""
+
+    runner: Drafter | None
+    most: list[int]  # tokens a round, of each row
+    spec: DraftSpec = DraftSpec()
+    rounds: int = sys.maxsize  # after which the strategy is to be asked again
+    # Is told what the first round took, what the others did, and then what deciding an open block did.
+    report: Callable[[abc.Sequence[Spent]], None] | None = None
 
 
 class Runner:
@@ -302,29 +315,39 @@ class Runner:
         self,
         rows: abc.Sequence[Sequence],
         left: abc.Sequence[int],
-        k: abc.Sequence[int],
-        drafter: Drafter | None,
-        tree: Growth | None = None,
+        drafting: Continuation | None,
+        seconds: float = 0.0,
+        hurry: array[int] | None = None,
     ) -> RoundPlan | None:
-        """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``). Each
-        row may emit ``left[b]`` tokens; up to ``k[b]`` a round are drafted by ``drafter``, where there is one, as a
-        chain or as a ``tree`` of so many levels. A text too long for the drafter goes on without a draft.
+        """Rounds of ``rows``, cached but for their last tokens, with room for as many as there is (``_AT_ONCE``).
 
-        None where there is no room, the drafter has another vocabulary, or others ask for other hidden states than it;
-        nothing was changed then.
+        Args:
+            left: tokens that each row may still emit.
+            drafting: who drafts, and how many tokens a round; None: nobody. A text too long for the drafter goes on
+                without a draft.
+            seconds, hurry: as of ``RoundPlan``.
+
+        None where there is no room, or where executor and drafter do not go together (``Executor.joins``, vocabulary,
+        hidden states); nothing was changed then.
         """
-        if drafter is not None and drafter.states is not None and drafter.states.layers != self._states:
-            return None
-        context, spare = sys.maxsize, 0 if tree is None else tree.spare
+        drafting = drafting or Continuation(None, [0] * len(rows))
+        k = [min(row.k, most) for row, most in zip(rows, drafting.most)]
+        drafts = any(min(n, more - 1) > 0 for n, more in zip(k, left))
+        drafter, spec = drafting.runner if drafts else None, drafting.spec
         if drafter is not None:
             config = drafter.executor.config
-            context = config.max_position_embeddings
-            if config.vocab_size != self.executor.config.vocab_size:
+            if not self.executor.joins(drafter.executor, spec) or config.vocab_size != self.executor.config.vocab_size:
                 return None
-            if any(len(row.tokens) >= context for row in rows):
+            if drafter.states is not None and drafter.states.layers != self._states:
+                return None
+            if any(len(row.tokens) >= config.max_position_embeddings for row in rows):
                 if len(rows) > 1:
                     return None
-                drafter, k, context, spare = None, [0], sys.maxsize, 0
+                drafter, k = None, [0]
+        if drafter is None and drafting.runner is not None:
+            spec = DraftSpec()
+        context = sys.maxsize if drafter is None else drafter.executor.config.max_position_embeddings
+        spare = 0 if spec.tree is None else spec.tree.spare
         # Content that others may share is given up for it, but only once: what rounds do not use is free for the next.
         for ahead in (min(most, 1 + _IN_ALL // len(rows)) for most in _AT_ONCE):
             ends = [len(row.tokens) + min(more, n + ahead) for row, more, n in zip(rows, left, k)]
@@ -347,21 +370,31 @@ class Runner:
             kv,
             self.control_V,
             None if greedy else BatchSampling.of([row.params for row in rows]),
+            spec,
             drafter=None if drafter is None else drafter.executor,
             draft_kv=draft_kv,
             draft_context=context,
+            rounds=drafting.rounds,
+            seconds=seconds,
+            hurry=hurry,
             given=given,
             states=self._states,
         )
 
-    def took(self, rows: abc.Sequence[Sequence], rounds: Rounds, drafter: Drafter | None) -> None:
-        """Note what is cached after rounds that were taken in one call, by the drafter that took part."""
-        for row, text, drafted in zip(rows, rounds.texts, rounds.draft_cached):
+    def note_rounds(
+        self, rows: abc.Sequence[Sequence], drafting: Continuation | None, plan: RoundPlan, ran: Rounds
+    ) -> None:
+        """Note what is cached after rounds that were taken in one call: all of each row's text, and the last draft. Of
+        an open tree all tokens are, until ``commit`` knows which are kept."""
+        for row, text, drafted in zip(rows, ran.texts, ran.draft_cached):
             self._cached[row.id] = text
-            if drafter is not None:
-                drafter.drafted(row, text[:drafted])
-        for row, (first, states_NF) in zip(rows, rounds.states):
+            if drafting is not None and drafting.runner is not None and plan.drafter is not None:
+                drafting.runner.drafted(row, text[:drafted])
+        for row, (first, states_NF) in zip(rows, ran.states):
             self._note([row], [first], [len(states_NF)], states_NF)
+        if ran.open is not None and ran.open.draft.trees is not None:
+            for b, parents in zip(ran.open.rows, ran.open.draft.trees):
+                self._trees[rows[b].id] = (len(ran.texts[b]) - len(parents), parents)
 
     def given(self, rows: abc.Sequence[Sequence], kv: PagedBatch) -> Given | None:
         """Nothing: a model drafts by itself."""

@@ -45,7 +45,7 @@ OPTIONS = {
     },
 }
 TESTS = {
-    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_rounds", "test_tree_rounds"],
+    "address": ["test_sanitizers", "test_any_load", "test_kernels", "test_decide", "test_rounds", "test_tree_rounds"],
     "thread": ["test_sanitizers", "test_threads"],
 }
 NOT_HERE = (

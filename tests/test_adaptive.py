@@ -169,9 +169,10 @@ class Machine:
                 over = len(rounds) >= told.rounds or self.now - begin >= stretch
                 if over or len(row.tokens) >= length:
                     break
-            if told.spent is not None:
+            if told.report is not None:
                 parts = rounds[:1], rounds[1:]
-                told.spent[:] = [Spent(len(p), sum(t for t, _ in p), 0.0, sum(d for _, d in p)) for p in parts]
+                first, others = (Spent(len(p), sum(t for t, _ in p), 0.0, sum(d for _, d in p)) for p in parts)
+                told.report((first, others))
             strategy.commit([row])
         strategy.release(row)
         return self.now - start

@@ -113,14 +113,14 @@ class AdaptiveDraft(Wrapper):
         this, rounds = self._begin(rows)
         this.before = [(row.stats.rounds, len(row.drafts)) for row in rows]
         if this.way == _PLAIN:
-            return Continuation(None, none, rounds=rounds, spent=this.spent)
+            return Continuation(None, none, rounds=rounds, report=this.spent.extend)
         lengths = self._lengths(this.load, rows, [row.k for row in rows])
         if (inner := self.strategy.continuation(rows)) is None:
             return None
         if not any(lengths):
-            return Continuation(None, none, rounds=1, spent=this.spent)
+            return Continuation(None, none, rounds=1, report=this.spent.extend)
         this.most, rounds = list(map(min, lengths, inner.most)), min(rounds, inner.rounds)
-        return inner._replace(most=this.most, rounds=rounds, spent=this.spent)
+        return inner._replace(most=this.most, rounds=rounds, report=this.spent.extend)
 
     def prefill(self, parts: abc.Sequence[tuple[Sequence, int]]) -> None:
         if self._last == _DRAFTING:  # else these rows may never be drafted for

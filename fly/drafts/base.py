@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import abc
@@ -12,12 +11,12 @@ from typing import NamedTuple
 import torch
 
 from fly.cache import BlockAllocator
-from fly.executor import Drafted, DraftSpec, Executor, Spent
+from fly.executor import Drafted, Executor
 from fly.models.config import LlamaConfig
 from fly.models.tokenizer import Tokenizer
 from fly.ops import upload
 from fly.request import Sequence
-from fly.runner import Drafter, Runner
+from fly.runner import Continuation, Runner
 from fly.types import Draft, Target
 from fly.vocabulary import Vocabulary
 
@@ -47,17 +46,6 @@ class Loaded(NamedTuple):
 
 # Loads a model by its path or name (``dtype``, ``device``, ``kernels`` as options), or takes a loaded one as it is.
 Load = Callable[..., Loaded]
-
-
-class Continuation(NamedTuple):
-    """The proposal of a strategy that just continues each row with one model: token after token, most likely or drawn
-    as ``SingleDraft`` draws, up to the first that it is not sure of. Without a model, what ``spec.lookup`` copies."""
-
-    runner: Drafter | None
-    most: list[int]  # tokens a round, of each row
-    spec: DraftSpec = DraftSpec()
-    rounds: int = sys.maxsize  # after which the strategy is to be asked again
-    spent: list[Spent] | None = None  # takes what the first round took, and what the others did
 
 
 class DraftStrategy(ABC):

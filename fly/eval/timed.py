@@ -6,14 +6,14 @@ import time
 from collections import abc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from fly.drafts import CascadeDraft, DraftStrategy, Eagle3Draft, SingleDraft
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Head, Question, RoundPlan, Rounds, Scores, Wrapped
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Head, RoundPlan, Rounds, Scores, Wrapped
 from fly.job import Job, Request
 from fly.llm import LLM
 from fly.output import Output
@@ -68,8 +68,8 @@ class Clock(Wrapped):
     def may_extend(self, row: Sequence) -> bool:
         return self.inner.may_extend(row)
 
-    def may_round(self, row: Sequence) -> bool:
-        return self.inner.may_round(row)
+    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+        return self.inner.takes(rows)
 
     def extend(self, *arguments: Any, **options: Any) -> Drafted | None:
         return self._clocked(self.inner.extend, *arguments, **options)
@@ -77,23 +77,11 @@ class Clock(Wrapped):
     def embedding(self) -> Tensor:
         return self.inner.embedding()
 
-    def rounds(
-        self,
-        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
-        plan: Callable[[], RoundPlan | None],
-        ask: Callable[[list[Decision], Question], Answer | None],
-    ) -> Rounds | None:
+    def rounds(self, plan: RoundPlan) -> Rounds | None:
         """Several rounds in one call, whose result states how long target and drafter took."""
-        drafter: Clock | None = None
-
-        def plain() -> RoundPlan | None:
-            nonlocal drafter
-            made = plan()
-            if made is not None and isinstance(made.drafter, Clock):
-                drafter, made.drafter = made.drafter, made.drafter.inner
-            return made
-
-        if (ran := self.inner.rounds(rules, plain, ask)) is not None:
+        drafter = plan.drafter if isinstance(plan.drafter, Clock) else None
+        ran = self.inner.rounds(plan if drafter is None else replace(plan, drafter=drafter.inner))
+        if ran is not None:
             self.seconds += sum(spent.target for spent in ran.spent)
             if drafter is not None:
                 drafter.seconds += sum(spent.draft for spent in ran.spent)

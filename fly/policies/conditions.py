@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
         name: ClassVar[str]
 
 
-__all__ = ["AgreeingWindow", "Block", "Condition", "ControlToken", "EntropyGate", "Room"]
+__all__ = ["AgreeingWindow", "Block", "Clause", "Condition", "ControlToken", "EntropyGate", "Room"]
 
 Entropy = Literal["top3", "normalized"]
 
@@ -63,6 +63,16 @@ class Block:
             return torch.from_numpy(found[0]), torch.from_numpy(found[1])
         rows_N = torch.arange(count, device=device).repeat_interleave(longest)
         return rows_N, torch.arange(longest, device=device).repeat(count)
+
+
+class Clause(NamedTuple):
+    """A condition as compiled code takes it (``fly/backends/cpu/src/decide.cpp`` evaluates each kind)."""
+
+    kind: Literal["entropy", "window", "room", "control"]
+    tokens: int = 0  # of a window or a room
+    theta: float = 0.0  # of an entropy gate
+    processed: bool = False  # whether the entropy is that of the processed distribution
+    negated: bool = False
 
 
 class Condition(Bindable, ABC):
@@ -107,6 +117,16 @@ class Condition(Bindable, ABC):
     def clauses(self) -> tuple[Condition, ...]:
         """The conditions whose answers it notes under their labels."""
         return (self,)
+
+    @property
+    def compiled(self) -> list[Clause] | None:
+        """The clauses that must all hold, one for each of ``clauses``, for compiled code to evaluate it. None: only
+        Python can. They come from a ``_compile`` of the class's own: one that it inherits does not count, since a
+        subclass may decide something else."""
+        return self._compile() if "_compile" in vars(type(self)) else None
+
+    def _compile(self) -> list[Clause] | None:
+        return None
 
     def decide(self, held: Mapping[str, bool]) -> bool:
         """Its answer at one position, from the answers of its clauses there."""
@@ -199,6 +219,14 @@ class All(_Chain):
     def possible(self) -> bool:
         return all(part.possible for part in self.parts)
 
+    def _compile(self) -> list[Clause] | None:
+        found: list[Clause] = []
+        for part in self.parts:
+            if (clauses := part.compiled) is None:
+                return None
+            found += clauses
+        return found
+
     def __str__(self) -> str:
         return " & ".join(f"({p})" if isinstance(p, AnyOf) else str(p) for p in self.parts)
 
@@ -242,6 +270,11 @@ class Not(Condition):
 
     def decide(self, held: Mapping[str, bool]) -> bool:
         return not self.part.decide(held) if isinstance(self.part, _Composite) else super().decide(held)
+
+    def _compile(self) -> list[Clause] | None:
+        if isinstance(self.part, (Not, _Composite)) or (clauses := self.part.compiled) is None:
+            return None
+        return [clause._replace(negated=True) for clause in clauses]
 
     def __str__(self) -> str:
         return f"~({self.part})" if isinstance(self.part, _Composite) else f"~{self.part}"
@@ -297,6 +330,9 @@ class EntropyGate(Condition):
         # Three probabilities of 1/e each give the largest top-3 sum; a full entropy is at most ln V.
         return self.theta <= (3 / math.e if self.entropy == "top3" else 1.0) + 1e-5
 
+    def _compile(self) -> list[Clause] | None:
+        return [Clause("entropy", theta=self.theta, processed=self.processed)] if self.entropy == "top3" else None
+
     def evaluate(self, block: Block) -> Tensor:
         target = block.target
         raw = not self.processed or target.all_greedy
@@ -343,6 +379,9 @@ class AgreeingWindow(Condition):
     def __post_init__(self) -> None:
         check_count("window", self.window)
 
+    def _compile(self) -> list[Clause]:
+        return [Clause("window", self.window)]
+
     def evaluate(self, block: Block) -> Tensor:
         agree_BK = block.agree_BK
         if self.window == 0:
@@ -363,6 +402,9 @@ class Room(Condition):
     def __post_init__(self) -> None:
         check_count("hold", self.hold)
 
+    def _compile(self) -> list[Clause]:
+        return [Clause("room", self.hold)]
+
     def evaluate(self, block: Block) -> Tensor:
         position_K = torch.arange(1, block.agree_BK.shape[1] + 1, device=block.agree_BK.device)
         return position_K + self.hold <= block.draft.lengths_B.unsqueeze(1)
@@ -373,6 +415,9 @@ class ControlToken(Condition):
     """The drafted token is a control token: end-of-sequence, end-of-turn or another special of the tokenizer."""
 
     name: ClassVar[str] = "control"
+
+    def _compile(self) -> list[Clause]:
+        return [Clause("control")]
 
     def evaluate(self, block: Block) -> Tensor:
         control_V, tokens_BK = block.target.control_V, block.draft.tokens_BK

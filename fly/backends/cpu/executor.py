@@ -1,4 +1,4 @@
-"""The executor on compiled kernels: forwards, drafts and whole rounds in one call each, decisions on the host.
+"""The executor on compiled kernels: forwards, drafts and whole rounds in one call each, decisions by compiled code.
 
 Shape legend: N places, B rows, K longest draft, V vocabulary.
 """
@@ -8,23 +8,19 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import abc
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.clauses import Clause, clauses_of
 from fly.backends.cpu.drafting import draft_in_one_call
 from fly.backends.cpu.head import CpuHead
-from fly.backends.cpu.host import HostDecisions
+from fly.backends.cpu.host import HostDecisions, is_compiled
 from fly.backends.cpu.library import CLookup
 from fly.backends.cpu.packed import PackedLlama, keep_threads
 from fly.backends.cpu.rounds import take_rounds
-from fly.executor import Answer, Batch, Drafted, DraftSpec, Executor, Lookup, Question, RoundPlan, Rounds, Scores
-from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
+from fly.executor import Batch, Drafted, DraftSpec, Executor, Lookup, RoundPlan, Rounds, Scores, asks_between
 from fly.request import Sequence
 from fly.sampling import BatchSampling
-from fly.types import Decision
 
 __all__ = ["CpuExecutor"]
 
@@ -91,33 +87,17 @@ class CpuExecutor(HostDecisions):
             return drafter.dtype == self.dtype
         return isinstance(drafter, CpuExecutor)
 
-    def rounds(
-        self,
-        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
-        plan: Callable[[], RoundPlan | None],
-        ask: Callable[[list[Decision], Question], Answer | None],
-    ) -> Rounds | None:
-        """In one call, for policies that keep and draw what the exact rule does. Whether they excuse a mismatch is
-        decided by compiled code (``clauses_of``, at temperature 0) or, for a row alone, by the policy itself."""
-        clauses: list[list[Clause]] | None = []
-        for policy, greedy in rules:
-            if not accepts_exactly(policy) or not (greedy or draws_exactly(policy)):
-                return None
-            known: list[Clause] | None = []
-            if policy.relaxation is not None:
-                known = clauses_of(policy.relaxation) if greedy else None
-            if clauses is not None and known is not None:
-                clauses.append(known)
-            else:
-                clauses = None
-        if (clauses is None and len(rules) > 1) or (made := plan()) is None:
-            return None
-        drafter = made.drafter
+    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+        """Rules that keep and draw what the exact rule does. Where only Python knows what one excuses, the block of a
+        mismatch comes back as an open one."""
+        return not any(map(asks_between, rows)) and all(is_compiled(row.policy, row.greedy) for row in rows)
+
+    def rounds(self, plan: RoundPlan) -> Rounds | None:
+        drafter, lookup = plan.drafter, None
         assert drafter is None or isinstance(drafter, (CpuExecutor, CpuHead))  # see ``joins``
-        lookup = None
-        if made.spec.lookup is not None:
-            lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(made.spec.lookup)
-        return take_rounds(self.packed, None if drafter is None else drafter.packed, made, lookup, clauses, ask)
+        if plan.spec.lookup is not None:
+            lookup = (drafter if isinstance(drafter, CpuExecutor) else self)._c_lookup(plan.spec.lookup)
+        return take_rounds(self.packed, None if drafter is None else drafter.packed, plan, lookup)
 
     def _c_lookup(self, lookup: Lookup) -> CLookup:
         if (made := self._lookups.get(lookup)) is None:

@@ -1,33 +1,43 @@
-"""Decisions on the host, in lists and short calls of compiled code: the same as ``fly.policies.verification.decide``
-does in tensors.
+"""Decisions by compiled code (src/decide.cpp): what it is given, the call, and what it says.
 
-Between two forwards of a small model, lists take a fifth of the time of tensors, whose code is no longer in any cache.
+Where logits lie on the CPU, ``Executor.decide`` comes here first. Rounds that are taken in one call (rounds.py) lay out
+and read the same blocks.
 
 Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
 """
 
 from __future__ import annotations
 
+import ctypes
 import math
 from array import array
 from collections import abc
-from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fly.backends.cpu.library import Sampling, short
+from fly.backends.cpu.library import ASK, Ask, CBlocks, CClause, CRule, CRules, Sampling, number, short, usual
 from fly.executor import Executor
-from fly.ops import Stream
 from fly.policies.base import AcceptancePolicy, accepts_exactly, draws_exactly
-from fly.policies.conditions import AgreeingWindow, Block, Condition, ControlToken, EntropyGate, Not, Room
+from fly.policies.conditions import Clause, Condition
 from fly.sampling import BatchSampling, ProcessedDistribution
-from fly.types import UNDECIDED, Decision, Draft, Mismatch, Target
+from fly.types import Decision, Draft, Mismatch, Target
 
-__all__ = ["HostDecisions", "HostDistribution", "c_sampling", "decide_on_host", "top_at", "uniforms"]
+__all__ = [
+    "Blocks",
+    "HostDecisions",
+    "HostDistribution",
+    "c_sampling",
+    "is_compiled",
+    "lay_rules",
+    "top_at",
+    "uniforms",
+]
 
+_FAR = 2**30  # tokens, more than any draft has
+_MOST_CLAUSES = 31  # a bit each
 _SOON = 1 << 18  # logits that are gone through sooner than another thread would give the interpreter back
 _SMALL = 8192  # vocabularies up to this are gone through in one go
 
@@ -74,45 +84,10 @@ class HostDistribution(ProcessedDistribution):
         sampling = self.sampling
         return peak_BJ, least_BJ if sampling.most_k or sampling.top_p or sampling.min_p else None, total_BJ
 
-    def keeps(self, draft: Draft, coins: array[float], all_: bool) -> list[list[bool]] | None:
-        """Which drafted tokens of each row the exact rule keeps (``coin < target / draft``): those up to the first that
-        it does not keep, or ``all_`` of them. ``coins`` are K a row. None where a draft's distribution is of no kind
-        that compiled code reads, or NaN."""
-        rows, places, width = self.logits_BJV.shape
-        probs_BKV = draft.probs_BKV
-        if probs_BKV is not None and not (
-            probs_BKV.dtype == torch.float32 and probs_BKV.shape == (rows, places - 1, width)
-        ):
-            return None
-        if not all(0 <= token < width for chain in draft.chains for token in chain):
-            return None
-        accepts = short("fly_accepts", self.logits_BJV.numel() > _SOON)
-        logits_BJV, how = self.logits_BJV.contiguous(), c_sampling(self.sampling)
-        probs_BKV = None if probs_BKV is None else probs_BKV.contiguous()
-        found, longest = [], places - 1
-        for b, chain in enumerate(draft.chains):
-            kept, own_KV = array("b", bytes(len(chain))), None if probs_BKV is None else probs_BKV[b]
-            own_coins = coins[b * longest : (b + 1) * longest]
-            if accepts(logits_BJV[b], width, how[b], array("q", chain), own_KV, own_coins, all_, kept) < 0:
-                return None
-            found.append([keep != 0 for keep in kept])
-        return found
-
-    def follow(self, b: int, j: int, rejected: int | None, draft: Draft, uniform: float) -> int:
-        """The token drawn at position ``j`` of row ``b``: from its distribution or, where the exact rule ``rejected`` a
-        drafted token, from what the draft's leaves of it (``max(target - draft, 0)``): less than 0 if that holds a
-        NaN."""
-        logits_V, probs_V = self.logits_BJV[b, j].contiguous(), None
-        if rejected is not None and draft.probs_BKV is not None:
-            probs_V = draft.probs_BKV[b, j].contiguous()
-        number, how = -1 if rejected is None else rejected, c_sampling(self.sampling)
-        token: int = short("fly_follow")(logits_V, how[b], number, probs_V, uniform)
-        return token
-
 
 class HostDecisions(Executor):
-    """An executor whose logits are on the CPU, where the compiled library is there: what it can, it decides on the
-    host. Logits of another kind, such as those that ranks share, go to tensors."""
+    """An executor whose logits are on the CPU, where the compiled library is there. Logits of another kind, such as
+    those that ranks share, and rules that only Python knows are decided in tensors."""
 
     def process(self, sampling: BatchSampling, logits_BJV: Tensor) -> ProcessedDistribution:
         return HostDistribution(sampling, logits_BJV) if _plain(logits_BJV) else super().process(sampling, logits_BJV)
@@ -125,151 +100,164 @@ class HostDecisions(Executor):
         seeds: abc.Sequence[int],
         starts: abc.Sequence[int],
     ) -> list[Decision]:
-        if (found := decide_on_host(policy, target, draft, seeds, starts)) is not None:
-            return found
-        return super().decide(policy, target, draft, seeds, starts)
+        found = _decide(policy, target, draft, seeds, starts)
+        return super().decide(policy, target, draft, seeds, starts) if found is None else found
 
 
 def _plain(logits: Tensor) -> bool:
     return type(logits) is Tensor and logits.device.type == "cpu" and logits.dtype == torch.float32
 
 
-def decide_on_host(
+def is_compiled(policy: AcceptancePolicy, greedy: bool) -> bool:
+    """Whether compiled code has the rule, apart from what its relaxation excuses: it keeps what the exact rule keeps
+    and, above temperature 0, draws corrections as that does."""
+    return accepts_exactly(policy) and (greedy or draws_exactly(policy))
+
+
+def _clauses(relaxation: Condition | None) -> list[Clause] | None:
+    """What excuses a mismatch, as compiled code takes it; None: only Python knows."""
+    clauses = [] if relaxation is None else relaxation.compiled
+    return None if clauses is None or len(clauses) > _MOST_CLAUSES else clauses
+
+
+def lay_rules(
+    rows: abc.Sequence[tuple[AcceptancePolicy, int]],
+    sampling: BatchSampling | None,
+    control_V: Tensor | None,
+    vocab: int,
+) -> CRules:
+    """The rules of rows, given by policy (``is_compiled``) and seed. ``sampling`` is None at temperature 0."""
+    rule, listed = (CRule * len(rows))(), list[CClause]()
+    for one, (policy, seed) in zip(rule, rows):
+        clauses = _clauses(policy.relaxation)
+        one.seed, one.clause_at, one.asks = seed, len(listed), clauses is None
+        for kind, tokens, theta, processed, negated in clauses or ():
+            listed.append(CClause(CClause.KINDS.index(kind), negated, processed, min(tokens, _FAR), theta))
+        one.clauses = len(listed) - one.clause_at
+    rules = CRules(number(usual()), vocab)
+    if listed and control_V is None:
+        control_V = torch.zeros(vocab, dtype=torch.bool)
+    rules.hand(
+        rule=rule,
+        sampling=None if sampling is None else c_sampling(sampling),
+        clause=(CClause * len(listed))(*listed) if listed else None,
+        control=control_V,
+    )
+    return rules
+
+
+class Blocks:
+    """Drafted blocks of some rows, round after round, in memory that the library reads and writes.
+
+    Args:
+        k, most: the most tokens of a block, and rounds.
+        asks: mismatches that there is room for, if there are clauses.
+    """
+
+    def __init__(self, rows: int, k: int, most: int, trees: bool, asks: int) -> None:
+        size = rows * most
+        self.k, self.most, self.trees = k, most, trees
+        self.drafted, self.following = array("q", bytes(8 * size * k)), array("q", bytes(8 * size))
+        self.count, self.accepted = (array("i", bytes(4 * size)) for _ in range(2))
+        self.choice = array("i", bytes(4 * size * (k + 1)))
+        self.parent, self.path = (array("i", bytes(4 * size * k * trees)) for _ in range(2))
+        self._ask = array("B", bytes(ASK.size * asks))
+        self.c = CBlocks(k, most)
+        self.c.hand(drafted=self.drafted, drafted_count=self.count, choice=self.choice)
+        self.c.hand(accepted=self.accepted, following=self.following, ask=self._ask)
+        if trees:
+            self.c.hand(parent=self.parent, path=self.path)
+        else:
+            self.c.hand(parent=None, path=None)
+
+    def is_open(self, b: int, round_: int) -> bool:
+        """Whether the block of row ``b`` was left for somebody else to decide."""
+        return self.following[b * self.most + round_] < 0
+
+    def chain(self, b: int, round_: int) -> list[int]:
+        """What was drafted."""
+        at = b * self.most + round_
+        return self.drafted[at * self.k : at * self.k + self.count[at]].tolist()
+
+    def tree(self, b: int, round_: int) -> list[int]:
+        """The parents of what was drafted."""
+        at = b * self.most + round_
+        return self.parent[at * self.k : at * self.k + self.count[at]].tolist()
+
+    def decisions(self, rounds: abc.Sequence[int], relaxations: abc.Sequence[Condition | None]) -> list[list[Decision]]:
+        """What was decided about each row in the first ``rounds[b]`` rounds."""
+        found = [self._decisions(b, end) for b, end in enumerate(rounds)]
+        if self.c.asks:
+            self._add_mismatches(found, relaxations)
+        return found
+
+    def _decisions(self, b: int, end: int) -> list[Decision]:
+        at, to, k, wide = b * self.most, b * self.most + end, self.k, self.k + 1
+        chains, said = self.drafted[at * k : to * k].tolist(), self.choice[at * wide : to * wide].tolist()
+        found = []
+        for i, (n, m, token) in enumerate(zip(self.count[at:to], self.accepted[at:to], self.following[at:to])):
+            chain, own = chains[i * k : i * k + n], said[i * wide : i * wide + n + 1]
+            path: abc.Sequence[int] = range(m)
+            bonus = m == n
+            if self.trees:
+                first = (at + i) * k
+                path = self.path[first : first + m].tolist()
+                bonus = (path[-1] if path else -1) not in self.parent[first : first + n]
+            found.append(Decision(chain, path, token, bonus, own))
+        return found
+
+    def _add_mismatches(self, found: list[list[Decision]], relaxations: abc.Sequence[Condition | None]) -> None:
+        """Note what the clauses said about each mismatch."""
+        labels = [[] if each is None else [clause.label for clause in each.clauses] for each in relaxations]
+        said: dict[tuple[int, int], dict[str, bool]] = {}
+        made: dict[tuple[int, int], list[Mismatch]] = {}
+        asks = map(Ask._make, ASK.iter_unpack(self._ask[: self.c.asks * ASK.size]))
+        for row, this, node, bits, excused, nats in asks:
+            if (held := said.get((row, bits))) is None:
+                held = said[row, bits] = {label: bool(bits >> bit & 1) for bit, label in enumerate(labels[row])}
+            made.setdefault((row, this), []).append(Mismatch(node, bool(excused), held, nats))
+        for (row, this), mismatches in made.items():
+            found[row][this] = found[row][this]._replace(mismatches=mismatches)
+
+
+def _decide(
     policy: AcceptancePolicy, target: Target, draft: Draft, seeds: abc.Sequence[int], starts: abc.Sequence[int]
 ) -> list[Decision] | None:
-    """``Executor.decide``, for a policy that keeps what the exact rule keeps; None where it is another, or
-    where only tensors can say. A relaxation is asked of one mismatch after the other, up to the first that it does not
-    excuse."""
-    logits_BKV, processed, relaxation = target.logits_BKV, target.lazy_distribution, policy.relaxation
-    if not accepts_exactly(policy):
+    """``Executor.decide`` by compiled code. None where tensors have to say: compiled code has not this rule or this
+    kind of draft, only Python knows whether a mismatch is excused, or a NaN stands in the way."""
+    logits_BJV, processed, probs_BKV, trees = target.logits_BKV, target.lazy_distribution, draft.probs_BKV, draft.trees
+    (count, longest), vocab = draft.shape, logits_BJV.shape[-1]
+    if not is_compiled(policy, target.all_greedy) or not _plain(logits_BJV):
         return None
-    if draft.trees is not None:
-        plain = target.all_greedy and relaxation is None and type(policy).verdict is AcceptancePolicy.verdict
-        return _checked([*map(_descend, draft.chains, draft.trees, target.choices)], target) if plain else None
-    if not _plain(logits_BKV) or logits_BKV.stride(-1) != 1:
+    if not target.all_greedy and not isinstance(processed, HostDistribution):
+        return None
+    if logits_BJV.shape[:2] != (count, longest + 1):
+        return None
+    if not all(0 <= token < vocab for chain in draft.chains for token in chain):
         return None
     if target.all_greedy:
-        rows = zip(draft.chains, target.choices)
-        agree = [[token == choice for token, choice in zip(chain, choices)] for chain, choices in rows]
-    elif isinstance(processed, HostDistribution) and draws_exactly(policy):
-        coins = uniforms(seeds, starts, Stream.ACCEPT, draft.shape[1])
-        if (kept := processed.keeps(draft, coins, relaxation is not None)) is None:
-            return None
-        agree = kept
-    else:
+        probs_BKV = None
+    elif probs_BKV is not None and not (
+        trees is None and probs_BKV.dtype == torch.float32 and probs_BKV.shape == (count, longest, vocab)
+    ):
         return None
-    block: _HostBlock | None = None
-    found = []
-    for b, (chain, same) in enumerate(zip(draft.chains, agree)):
-        n, end = 0, len(chain)
-        mismatches = []
-        while True:
-            while n < end and same[n]:
-                n += 1
-            if n == end:
-                break
-            held: dict[str, bool] = {}
-            excused, nats = False, 0.0
-            if relaxation is not None:
-                block = block or _HostBlock(target, draft, agree)
-                held = {clause.label: _holds(clause, block, b, n) for clause in relaxation.clauses}
-                logit = logits_BKV[b, n, chain[n]].item()
-                excused = relaxation.decide(held) and logit != -math.inf  # as ``Target.allowed``
-                if excused:
-                    nats = top_at(logits_BKV, b, n, 1)[1] - logit
-                mismatches.append(Mismatch(n, excused, held, nats))
-            if not excused:
-                break
-            n += 1
-        if target.all_greedy:
-            following = target.choices[b][n]
-        else:
-            assert isinstance(processed, HostDistribution)
-            uniform = uniforms(seeds[b : b + 1], starts[b : b + 1], Stream.SAMPLE, 1)[0]
-            following = processed.follow(b, n, chain[n] if n < end else None, draft, uniform)
-        found.append(Decision(chain, range(n), following, n == end, target.choices[b], mismatches))
-    return _checked(found, target)
-
-
-def _checked(found: list[Decision], target: Target) -> list[Decision]:
-    """The decisions, ``UNDECIDED`` where logits are NaN (their largest is NaN then), if nobody has looked."""
-    if target.checked:
-        return found
-    ends = [one.path[-1] + 1 if len(one.path) else 0 for one in found]
-    largest = (target.logits_BKV[b, end, one.choices[end]].item() for b, (end, one) in enumerate(zip(ends, found)))
-    return [one._replace(next_token=UNDECIDED) if math.isnan(x) else one for x, one in zip(largest, found)]
-
-
-def _descend(tokens: list[int], parents: list[int], choices: list[int]) -> Decision:
-    """The nodes of a tree that are kept at temperature 0: the branch of the target's own choices."""
-    path: list[int] = []
-    at = -1
-    for node, parent in enumerate(
-        parents
-    ):  # no token comes before its parent, nor before a sibling that is tried first
-        if parent == at and tokens[node] == choices[at + 1]:
-            path.append(node)
-            at = node
-    return Decision(tokens, path, choices[at + 1], at not in parents, choices)
-
-
-class _HostBlock:
-    """A block whose agreement is known as lists; as tensors if a condition needs them."""
-
-    def __init__(self, target: Target, draft: Draft, agree: list[list[bool]]) -> None:
-        self.target, self.draft, self.agree = target, draft, agree
-        self._tensors: Block | None = None
-
-    @property
-    def tensors(self) -> Block:
-        if self._tensors is None:
-            longest = self.draft.shape[1]
-            agree_BK = torch.tensor([[*same, *[False] * (longest - len(same))] for same in self.agree])
-            self._tensors = Block(self.target, self.draft, agree_BK)
-        return self._tensors
-
-
-def _holds(condition: Condition, block: _HostBlock, b: int, j: int) -> bool:
-    """Whether a condition excuses the mismatch at position ``j`` of row ``b``: computed on the host for known kinds,
-    else by its tensors."""
-    if type(condition) is Not and type(condition.part) in _ON_HOST:
-        said = _ON_HOST[type(condition.part)](condition.part, block, b, j)
-        return bool(condition.holds(block.tensors)[b, j]) if said is None else not said
-    if (ask := _ON_HOST.get(type(condition))) is not None and (said := ask(condition, block, b, j)) is not None:
-        return said
-    return bool(condition.holds(block.tensors)[b, j])
-
-
-def _entropy(gate: EntropyGate, block: _HostBlock, b: int, j: int) -> bool | None:
-    target = block.target
-    if gate.entropy != "top3" or not (target.all_greedy or not gate.processed):
+    sampling = processed.sampling if isinstance(processed, HostDistribution) else None
+    rules = lay_rules([(policy, seed) for seed in seeds], sampling, target.control_V, vocab)
+    blocks = Blocks(count, longest, 1, trees is not None, count * (longest + 1))
+    for b, chain in enumerate(draft.chains):
+        at, n = b * longest, len(chain)
+        blocks.count[b], blocks.drafted[at : at + n] = n, array("q", chain)
+        if trees is not None:
+            blocks.parent[at : at + n] = array("i", trees[b])
+        blocks.choice[b * (longest + 1) : (b + 1) * (longest + 1)] = array("i", target.choices[b])
+    decide = short("fly_decide", logits_BJV.numel() > _SOON)
+    decide(
+        ctypes.byref(rules),
+        ctypes.byref(blocks.c),
+        array("q", starts),
+        logits_BJV.contiguous(),
+        None if probs_BKV is None else probs_BKV.contiguous(),
+    )
+    if any(blocks.is_open(b, 0) for b in range(count)):
         return None
-    likeliest, log_total = top_at(target.logits_BKV, b, j, 3)
-    entropy = 0.0  # one after the other, as compiled code does
-    for z in likeliest:
-        if z > -math.inf:
-            entropy -= math.exp(z - log_total) * (z - log_total)
-    return entropy >= gate.theta
-
-
-def _window(condition: AgreeingWindow, block: _HostBlock, b: int, j: int) -> bool:
-    following = block.agree[b][j + 1 : j + 1 + condition.window]
-    return len(following) == condition.window and all(following)
-
-
-def _room(condition: Room, block: _HostBlock, b: int, j: int) -> bool:
-    return j + 1 + condition.hold <= len(block.draft.chains[b])
-
-
-def _control(condition: ControlToken, block: _HostBlock, b: int, j: int) -> bool:
-    control_V = block.target.control_V
-    return control_V is not None and bool(control_V.numpy()[block.draft.chains[b][j]])
-
-
-# Exact kinds only: a subclass may say something else.
-_ON_HOST: dict[type[Condition], Callable[[Any, _HostBlock, int, int], bool | None]] = {
-    EntropyGate: _entropy,
-    AgreeingWindow: _window,
-    Room: _room,
-    ControlToken: _control,
-}
+    return [one for (one,) in blocks.decisions([1] * count, [policy.relaxation] * count)]

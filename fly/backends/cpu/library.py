@@ -18,11 +18,16 @@ from typing import Any, NamedTuple
 from fly.executor import DraftSpec
 
 __all__ = [
+    "ASK",
+    "Ask",
     "CBatch",
+    "CBlocks",
+    "CClause",
     "CGrowth",
     "CLookup",
     "CRounds",
-    "Clause",
+    "CRule",
+    "CRules",
     "Going",
     "Sampling",
     "Shape",
@@ -35,7 +40,7 @@ __all__ = [
     "why_not",
 ]
 
-_ABI = 31  # as in src/library.cpp: a library built from other sources is not used
+_ABI = 32  # as in src/library.cpp: a library built from other sources is not used
 _VARIABLE = "FLY_KERNELS"
 TORCH = "torch"
 NARROW = "int8", "w8a8"
@@ -155,12 +160,12 @@ class CLookup(ctypes.Structure):
         super().__init__(longest, shortest, most, 0, (c_float * 16)(*[0.8] * 16))
 
 
-class Clause(ctypes.Structure):
+class CClause(ctypes.Structure):
     """src/interface.h: Clause."""
 
     KINDS = ("entropy", "window", "room", "control")
 
-    _fields_ = [*((name, c_int32) for name in ("kind", "negated", "count")), ("theta", c_double)]
+    _fields_ = [*((name, c_int32) for name in ("kind", "negated", "processed", "count")), ("theta", c_double)]
 
 
 class Ask(NamedTuple):
@@ -168,7 +173,7 @@ class Ask(NamedTuple):
 
     row: int
     round: int
-    position: int
+    node: int
     held: int
     excused: int
     nats: float
@@ -177,16 +182,36 @@ class Ask(NamedTuple):
 ASK = struct.Struct("3iIid")  # as the compiler lays it out
 
 
+class CRule(ctypes.Structure):
+    """src/interface.h: Rule."""
+
+    _fields_ = [("seed", c_int64), *((name, c_int32) for name in ("clause_at", "clauses", "asks"))]
+
+
+class CRules(_Handed):
+    """src/interface.h: Rules."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("variant", "vocab")),
+        *_span("rule", "sampling", "clause", "control"),
+    ]
+
+
+class CBlocks(_Handed):
+    """src/interface.h: Blocks."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("k", "most")),
+        *_span("drafted", "drafted_count", "parent", "choice", "accepted", "path", "following", "ask"),
+        ("asks", c_int32),
+    ]
+
+
 class Going(_Handed):
     """src/interface.h: Going."""
 
     _fields_ = [
-        *(
-            (name, c_int32)
-            for name in ("length", "room", "left", "k", "context", "draft_start", "clause_at", "clauses")
-        ),
-        ("seed", c_int64),
-        ("first", c_int32),
+        *((name, c_int32) for name in ("length", "room", "left", "k", "context", "draft_start", "first")),
         *_span("text", "copied", "stop"),
     ]
 
@@ -194,27 +219,19 @@ class Going(_Handed):
 class CRounds(_Handed):
     """src/interface.h: Rounds."""
 
-    Decide = ctypes.CFUNCTYPE(None, c_int32)
-    UNANSWERED = -2
-
     _fields_ = [
         *_span("going"),
-        *((name, c_int32) for name in ("k", "most")),
+        ("rules", POINTER(CRules)),
+        ("blocks", POINTER(CBlocks)),
         *_span("hurry"),
         ("nanoseconds", c_int64),
-        *_span("logits", "drafted", "drafted_count", "choice", "accepted", "following", "sampling", "distributions"),
-        ("variant", c_int32),
-        *_span("clause", "control", "ask"),
-        ("asks", c_int32),
-        ("decide", Decide),
-        *_span("stands"),
-        ("rounds", c_int32),
+        *_span("logits", "distributions"),
+        *((name, c_int32) for name in ("longest", "rounds")),
         *((name, c_int64 * 2) for name in ("elapsed", "scoring", "drafting")),
         *_span("sure", "state"),
         ("read_before", c_int32),
         *_span("given", "read"),
         ("growth", POINTER(CGrowth)),
-        *_span("parent", "path"),
     ]
 
 
@@ -240,8 +257,7 @@ _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
 _SHORT: dict[str, tuple[Any, list[Any]]] = {
     "fly_top": (c_int, [c_int, Span, c_int, Span]),
     "fly_kept": (c_int, [c_int, Span, c_int, c_int, Span, Span]),
-    "fly_accepts": (c_int, [c_int, Span, c_int, Span, Span, Span, Span, c_int, Span]),
-    "fly_follow": (c_int64, [c_int, Span, Span, c_int64, Span, c_float]),
+    "fly_decide": (c_int, [c_void_p, c_void_p, Span, Span, Span]),
     "fly_uniforms": (c_int, [Span, Span, c_int, c_int, Span]),
 }
 _NO_MEMORY, _OUTSIDE, _REFUSED = -11, -12, -13  # src/library.h: Error

@@ -12,7 +12,6 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import abc
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any, cast
@@ -28,12 +27,11 @@ from fly.backends.cuda.rounds import take_rounds
 from fly.backends.cuda.table import PADDING, Column, Shape, count_pages, make_line, round_up
 from fly.backends.torch import TorchExecutor, TorchHead
 from fly.cache import PagedKVCache
-from fly.executor import Answer, Batch, DraftSpec, Executor, Question, RoundPlan, Rounds, Scores, TokenByToken
+from fly.executor import Batch, DraftSpec, Executor, RoundPlan, Rounds, Scores, TokenByToken, asks_between
 from fly.models.compiled import CompiledLayers
 from fly.models.llama import Llama, noting
 from fly.ops import upload
-from fly.policies import AcceptancePolicy
-from fly.types import Decision
+from fly.request import Sequence
 
 __all__ = ["CudaExecutor"]
 
@@ -68,18 +66,12 @@ class CudaExecutor(TorchExecutor):
         known = isinstance(drafter, (CudaExecutor, TorchHead))
         return known and drafter.device == self.device and spec.tree is None
 
-    def rounds(
-        self,
-        rules: abc.Sequence[tuple[AcceptancePolicy, bool]],
-        plan: Callable[[], RoundPlan | None],
-        ask: Callable[[list[Decision], Question], Answer | None],
-    ) -> Rounds | None:
-        """Graphs are found by their rules: those without a hash take the plain way."""
-        try:
-            hash(tuple(rules))
-        except TypeError:
-            return None
-        return None if (made := plan()) is None else take_rounds(self, made, self._find_rounds(made.kv.cache))
+    def takes(self, rows: abc.Sequence[Sequence]) -> bool:
+        """Graphs are found by their rules: one without a hash takes the plain way."""
+        return not any(map(asks_between, rows)) and all(_has_hash(row.policy) for row in rows)
+
+    def rounds(self, plan: RoundPlan) -> Rounds | None:
+        return take_rounds(self, plan, self._find_rounds(plan.kv.cache))
 
     def hidden(
         self,
@@ -165,3 +157,12 @@ class CudaExecutor(TorchExecutor):
 
     def _find_rounds(self, cache: PagedKVCache) -> DeviceRounds:
         return self._rounds.setdefault(cache, DeviceRounds(self.pool))
+
+
+def _has_hash(policy: object) -> bool:
+    """Whether it can be told from others: a rule with a list among its parameters cannot."""
+    try:
+        hash(policy)
+    except TypeError:
+        return False
+    return True

@@ -9,7 +9,7 @@
 4. All decisions go back as plain values, with what is cached of each row now.
 
 Rounds end after one in which a row ended, when pages or time run out, or when someone asks the engine to hurry. An
-error of a rule that runs between graphs voids its round; so does a NaN. The rounds before it count.
+error of a rule that runs between graphs makes its round void; so does a NaN. The rounds before it count.
 
 Shape legend: R rows with padding, J places of a round, F hidden states side by side.
 """
@@ -161,7 +161,7 @@ class _Call:
             self.rows.append(_Row(row, *place, text, row.left, len(text) - 1, [], in_drafter))
         self.unread: list[list[int]] = []  # the lines of the last round, until they are unpacked
         self.states: list[Tensor] = []  # of each round, [R, J, F]
-        self.error: BaseException | None = None
+        self.failed = False
         self.timer = Timer()
         self.spent = [Spent(0, 0.0, 0.0, 0.0)] * 2  # by the first round, and by the others
         self.begin = self.last = time.perf_counter()
@@ -207,14 +207,17 @@ class _Call:
         return [self.rows[b].text if b >= 0 else [0, 0] for b in self.order]
 
     def launch(self) -> None:
-        """Launch a round. A rule that no graph holds may raise here: its ``error`` goes back with the rounds before."""
+        """Launch a round. A rule that no graph holds may raise here. In a later round that only makes the round void,
+        so that the rounds before it count: the next call asks the rule again."""
         try:
             if self.stage.needs_texts:
                 self.stage.texts = self.texts()
             self.round.launch(self.stage, max(row.wanted() for row in self.rows), self.timer)
-        except Exception as raised:
+        except Exception:
             self.timer.done.record()
-            self.error = raised
+            if not self.rows[0].emitted:
+                raise
+            self.failed = True
         else:
             if (states_RJF := self.round.scored.states_RJF) is not None:
                 self.states.append(states_RJF.clone())  # the next round overwrites them
@@ -234,7 +237,7 @@ class _Call:
     def read(self) -> bool:
         """Read what each row got. False for a round that an error or a NaN made void."""
         lines = [] if self.stage.download is None else self.stage.download.host.tolist()
-        if self.error is not None or any(lines[row.line][2] < 0 for row in self.rows):  # the next token is UNDECIDED
+        if self.failed or any(lines[row.line][2] < 0 for row in self.rows):  # the next token is UNDECIDED
             return False
         for row in self.rows:
             drafts, length = row.wanted() > 0, len(row.text)
@@ -263,12 +266,12 @@ class _Call:
 
     def result(self) -> Rounds | None:
         """All rounds as plain values; None where a NaN made the first one void."""
-        if not self.rows[0].emitted and self.error is None:
+        if not self.rows[0].emitted:
             return None
         self.unpack()
         self.round.table.note_texts(self.texts())
         states = list[tuple[int, Tensor]]()  # of each row's tokens, from the one that was its last
-        for row in self.rows if self.states and self.rows[0].emitted else ():
+        for row in self.rows if self.states else ():
             parts = [states_RJF[row.line, :count] for states_RJF, count in zip(self.states, row.emitted)]
             states.append((len(row.plan.tokens) - 1, torch.cat(parts)))
         return Rounds(
@@ -277,5 +280,4 @@ class _Call:
             draft_cached=[row.in_drafter for row in self.rows],
             spent=(self.spent[0], self.spent[1]),
             states=states,
-            error=self.error,
         )

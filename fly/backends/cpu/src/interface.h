@@ -93,73 +93,88 @@ struct Growth {
     Span<const int32_t> width;  // [levels]
 };
 
-// A condition of those that together excuse a mismatch at temperature 0.
+// A condition of those that together excuse a token that the exact rule does not keep (fly/policies/conditions.py: Clause).
 struct Clause {
-    int32_t kind, negated, count;
+    int32_t kind, negated, processed, count;
     double theta;
 };
 
 enum ClauseKind : int32_t { ENTROPY = 0, WINDOW = 1, ROOM_LEFT = 2, CONTROL = 3 };
 
-// What they said of one: a bit each in ``held``; and -ln of the target's probability of the drafted token.
+// What the clauses said of one token: a bit each in ``held``; and -ln of the target's probability of an excused one.
 struct Ask {
-    int32_t row, round, position;
+    int32_t row, round, node;
     uint32_t held;
     int32_t excused;
     double nats;
 };
 
+// The rule of a row: the exact rule, by coins of the row's own, and the clauses that must all hold to excuse a token that it
+// does not keep.
+struct Rule {
+    int64_t seed;
+    int32_t clause_at, clauses;  // of all that there are
+    int32_t asks;                // such a token leaves the block open: only Python knows whether the rule excuses it
+};
+
+// The rules of some rows.
+struct Rules {
+    int32_t variant, vocab;
+    Span<const Rule> rule;          // [B]
+    Span<const Sampling> sampling;  // [B] how rows draw; none where all take the most likely
+    Span<const Clause> clause;
+    Span<const uint8_t> control;    // [V] which tokens are control tokens; needed where there are clauses
+};
+
+// Drafted blocks of some rows, round after round, and what is decided about them.
+struct Blocks {
+    int32_t k, most;              // the most tokens of a block; rounds
+    Span<int64_t> drafted;        // [B, most, k]
+    Span<int32_t> drafted_count;  // [B, most]
+    Span<int32_t> parent;         // [B, most, k] the number of the node that each follows, -1 for the row's last token; none
+                                  // where drafts are chains
+    Span<int32_t> choice;         // [B, most, k + 1] the target's most likely tokens, NO_NUMBER where logits are NaN
+    Span<int32_t> accepted;       // [B, most] out: drafted tokens that stand; 0 of an open block
+    Span<int32_t> path;           // [B, most, k] out: their numbers; none where drafts are chains
+    Span<int64_t> following;      // [B, most] out: the token after them; NO_NUMBER of an open block
+    Span<Ask> ask;                // [at least B · (k + 1)] out; needed where there are clauses
+    int32_t asks;                 // out
+};
+
 // A row of several rounds.
 struct Going {
-    int32_t length, room;        // tokens of the row; how many its pages hold
-    int32_t left;                // tokens it may still emit
-    int32_t k, context;          // tokens drafted a round (levels of a tree), and the longest text drafted for
-    int32_t draft_start;         // tokens that the drafter has stored, in and out
-    int32_t clause_at, clauses;  // of all: what excuses what the exact rule does not keep, where all hold
-    int64_t seed;
-    int32_t first;               // of a draft head: number of the first token that it holds
-    Span<int64_t> text;          // [room + 1] the row's tokens, in and out
-    Span<int32_t> copied;        // [room + 1] the tokens for a lookup, or none
-    Span<const int64_t> stop;    // ids that end it
+    int32_t length, room;      // tokens of the row; how many its pages hold
+    int32_t left;              // tokens it may still emit
+    int32_t k, context;        // tokens drafted a round (levels of a tree), and the longest text drafted for
+    int32_t draft_start;       // tokens that the drafter has stored, in and out
+    int32_t first;             // of a draft head: number of the first token that it holds
+    Span<int64_t> text;        // [room + 1] the row's tokens, in and out
+    Span<int32_t> copied;      // [room + 1] the tokens for a lookup, or none
+    Span<const int64_t> stop;  // ids that end it
 };
 
 // Rounds of some rows: what goes in, and where it comes to.
 struct Rounds {
-    Span<Going> going;              // [B]; ``length`` and ``left`` are out as before the last round
-    int32_t k, most;                // the most tokens that any row drafts a round, or nodes of its tree; rounds
-    Span<const int32_t> hurry;      // no further round begins while this is not 0; or none
-    int64_t nanoseconds;            // nor after these
-    Span<float> logits;             // [B · (k + 1), V] out, of the last round, one row's after another's
-    Span<int64_t> drafted;          // [B, most, k] out
-    Span<int32_t> drafted_count;    // [B, most] out
-    Span<int32_t> choice;           // [B, most, k + 1] out: the target's most likely tokens
-    Span<int32_t> accepted;         // [B, most] out: drafted tokens that stand
-    Span<int64_t> following;        // [B, most] out: the token after them, NO_NUMBER where a NaN leaves it open
-    Span<const Sampling> sampling;  // [B] how rows draw; none where all take the most likely
-    Span<float> distributions;      // [B, k, V] out: what the last round's drafts were drawn from; none where they were not
-    int32_t variant;                // which of them judges what is drawn, and what a clause asks
-    Span<const Clause> clause;
-    Span<const uint8_t> control;    // [V] which tokens are control tokens
-    Span<Ask> ask;                  // [at least B · (k + 1)] out
-    int32_t asks;
-    void (*decide)(int32_t);        // of a row alone, asked of a round by its number, if the exact rule keeps not all of its
-                                    // draft; null is the exact rule. It sets what follows, and
-    Span<int32_t> stands;           // how many stand; -1 is the end of the row, and UNANSWERED that it did not answer
-    int32_t rounds;                 // out
+    Span<Going> going;          // [B]; ``length`` and ``left`` are out as before the last round
+    const Rules* rules;
+    Blocks* blocks;             // out; as many columns as any row drafts tokens a round, or a tree has nodes
+    Span<const int32_t> hurry;  // no further round begins while this is not 0; or none
+    int64_t nanoseconds;        // nor after these
+    Span<float> logits;         // [B · (k + 1), V] out, of the last round, one row's after another's
+    Span<float> distributions;  // [B, k, V] out: what the last round's drafts were drawn from, those of the rows that drafted,
+                                // ``longest`` each; none where they were not drawn
+    int32_t longest, rounds;    // out
     int64_t elapsed[2], scoring[2], drafting[2];  // out: nanoseconds in all, in the target and in the drafter, of the
                                                   // first round and of the others
-    Span<const Sure> sure;          // [B] where the drafter stops
-    Span<const int32_t> state;      // hidden states after so many layers each are asked for, for draft heads
-    int32_t read_before;            // out: tokens of the rounds before the last
-    Span<const char> given;         // [late tokens, F] those before the tokens that a head has not stored, row by row
-    Span<char> read;                // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's; of a
-                                    // tree, first those that stand
-    const Growth* growth;           // drafts are trees, which the drafter grows; null: chains
-    Span<int32_t> parent;           // [B, most, k] out: the number of the node that each follows, -1 for the row's last token
-    Span<int32_t> path;             // [B, most, k] out: numbers of those that stand
+    Span<const Sure> sure;      // [B] where the drafter stops
+    Span<const int32_t> state;  // hidden states after so many layers each are asked for, for draft heads
+    int32_t read_before;        // out: tokens of the rounds before the last
+    Span<const char> given;     // [late tokens, F] those before the tokens that a head has not stored, row by row
+    Span<char> read;            // [most · B · (k + 1), F] out: of every round's tokens, each row's after another's; of a
+                                // decided tree, first those that stand
+    const Growth* growth;       // drafts are trees, which the drafter grows; null: chains
 };
 
-constexpr int32_t UNANSWERED = -2;
 constexpr int32_t NO_NUMBER = -2;  // in place of a token or of how many are kept; -1 has other meanings there
 
 }  // namespace fly

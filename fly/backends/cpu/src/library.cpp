@@ -70,7 +70,7 @@ int fly::refuse(Error error, const char* what, int64_t has, int64_t least, int64
 
 int fly::known(int variant) { return within("variant", variant, 0, sizeof(variants) / sizeof(*variants) - 1); }
 
-EXPORT int fly_abi() { return 31; }
+EXPORT int fly_abi() { return 32; }
 
 // What the last call of this thread that gave an error was about: what it ``has`` [3], and the least and most that it may.
 EXPORT const char* fly_refusal(int64_t* has) {
@@ -105,37 +105,6 @@ EXPORT int fly_kept(int variant, Span<const float> logits, int each, int vocab, 
     if (const int error = spread_of(&arena, vocab, &spread)) return error;
     variants[variant]->kept(logits, (int)rows, each, vocab, how, spread, found, found + places, found + 2 * places);
     return OK;
-}
-
-// Which of the ``drafted`` tokens [K] the exact rule keeps (sampling.h: accepts), by logits [K, V], its ``coins`` [K] and
-// the ``distributions`` [K, V] they were drawn from (or none); ``keeps`` [K] is out.
-EXPORT int fly_accepts(int variant, Span<const float> logits, int vocab, Span<const Sampling> how, Span<const int64_t> drafted,
-                       Span<const float> distributions, Span<const float> coins, int all, Span<uint8_t> keeps) {
-    const int count = (int)drafted.count();
-    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: holds("logits", logits, count, vocab) ?:
-                          holds("how", how, 1) ?: holds("coins", coins, count) ?: holds("keeps", keeps, count) ?:
-                          holds_or_none("distributions", distributions, count, vocab))
-        return error;
-    for (const int64_t token : drafted)
-        if (const int error = within("a drafted token", token, 0, vocab - 1, OUTSIDE)) return error;
-    Arena arena;
-    Span<float> spread;
-    if (const int error = spread_of(&arena, vocab, &spread)) return error;
-    return variants[variant]->accepts(logits, vocab, how, drafted, count, distributions, coins, all, spread, keeps);
-}
-
-// The token after those that stand (sampling.h: follow), by logits [V] and the ``distribution`` [V] (or none) that the
-// ``rejected`` one was drawn from.
-EXPORT int64_t fly_follow(int variant, Span<const float> logits, Span<const Sampling> how, int64_t rejected,
-                          Span<const float> distribution, float uniform) {
-    const int vocab = (int)logits.count();
-    if (const int error = known(variant) ?: within("vocab", vocab, 1, MOST) ?: holds("how", how, 1) ?:
-                          holds_or_none("distribution", distribution, vocab))
-        return error;
-    Arena arena;
-    Span<float> spread;
-    if (const int error = spread_of(&arena, vocab, &spread)) return error;
-    return variants[variant]->follow(logits, vocab, how, rejected, distribution, uniform, spread);
 }
 
 // Uniforms in [0, 1), [B, n], float32 (fly/sampling.py: uniforms), of as many rows as there are seeds.

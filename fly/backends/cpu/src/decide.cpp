@@ -1,0 +1,268 @@
+// The decision on a drafted block of one row, as fly/policies/verification.py makes it in tensors. Knows nothing of models,
+// caches or rounds.
+//
+// First the exact rule says which drafted tokens it keeps: at temperature 0 those that are the target's choice, above it by
+// the row's coins. Then come the clauses of the row's relaxation: a token that is not kept stands all the same where all of
+// them hold. What stands is the longest prefix of a chain, or one path of a tree. Last comes the token that follows.
+#include "decide.h"
+
+#include <math.h>
+
+using namespace fly;
+
+namespace {
+
+constexpr int LEFT_OPEN = -1;  // in place of how many tokens stand
+
+}  // namespace
+
+// A row's block in a round.
+struct Decider::Block {
+    int row, round, count;         // ``count`` drafted tokens
+    const int64_t* drafted;
+    const int32_t *parents, *own;  // null: a chain; the target's choices
+    int32_t* path;
+    const float *logits, *distributions;
+    const Rule& rule;
+    const Sampling* how;  // null at temperature 0
+    int64_t length;
+    int64_t following;    // out
+};
+
+// What the target says after one token: the likeliest logits, and ln of the sum of exp over all.
+struct Decider::Place {
+    const float* logits;
+    float likeliest[3 + 1];
+    int count;
+
+    double total() const { return likeliest[count]; }
+};
+
+int Decider::begin(int rows) {
+    const int64_t k = blocks.k, places = (int64_t)rows * blocks.most;
+    const bool trees = blocks.parent.there();
+    if (const int bad = known(rules.variant) ?: within("rows", rows, 0, MOST) ?: within("k", k, 0, MOST) ?:
+                        within("most", blocks.most, 1, MOST) ?: within("vocab", rules.vocab, 1, MOST) ?:
+                        within("places", places * (k + 1), 0, MOST) ?: holds("rule", rules.rule, rows) ?:
+                        holds_or_none("sampling", rules.sampling, rows) ?: holds("drafted", blocks.drafted, places, k) ?:
+                        holds("drafted_count", blocks.drafted_count, places) ?:
+                        holds("choice", blocks.choice, places, k + 1) ?: holds("accepted", blocks.accepted, places) ?:
+                        holds("following", blocks.following, places) ?: holds_or_none("parent", blocks.parent, places, k) ?:
+                        (trees ? holds("path", blocks.path, places, k) : OK) ?:
+                        (rules.clause.there() ? holds("control", rules.control, rules.vocab) ?:
+                                                    holds("ask", blocks.ask, rows, k + 1) : OK))
+        return bad;
+    for (int b = 0; b < rows; b++) {
+        const Rule& rule = rules.rule[b];
+        if (const int bad = within("clauses", rule.clauses, 0, 31) ?:
+                            within("clause_at", rule.clause_at, 0, rules.clause.count() - rule.clauses))
+            return bad;
+    }
+    judge = variants[rules.variant];
+    blocks.asks = 0;
+    return lay_out(&arena, "a decision", false, [&](Dealer& from) {
+        coins = from.take<float>(k + 1), agrees = from.take<uint8_t>(k + 1);
+        spread = from.take<float>(2, padded(rules.vocab));
+        tokens = from.take<int64_t>(trees ? k : 0), nodes = from.take<int32_t>(trees ? k : 0);
+    });
+}
+
+void Decider::decide(int b, int round, int64_t length, const float* logits, const float* distributions) {
+    const long at = place(b, round), columns = at * blocks.k;
+    const bool draws = rules.sampling.there() && rules.sampling[b].temperature > 0, trees = blocks.parent.there();
+    Block block = {b, round, blocks.drafted_count[at], blocks.drafted + columns, trees ? blocks.parent + columns : nullptr,
+                   blocks.choice + at * (blocks.k + 1), trees ? blocks.path + columns : nullptr, logits, distributions,
+                   rules.rule[b], draws ? rules.sampling + b : nullptr, length, NO_NUMBER};
+    const int asked = blocks.asks;
+    const int stands = trees ? keep_path(block) : keep_prefix(block);
+    const bool open = stands < 0 || block.following < 0;
+    if (open) blocks.asks = asked;  // who decides will ask again
+    blocks.accepted[at] = open ? 0 : stands;
+    blocks.following[at] = open ? NO_NUMBER : block.following;
+}
+
+// Whether the target's logits at a place are numbers: a NaN is the largest of all.
+bool Decider::is_number(const Block& block, int place) const {
+    const int32_t own = block.own[place];
+    return own >= 0 && !isnan(block.logits[(long)place * rules.vocab + own]);
+}
+
+// How many tokens of a chain stand.
+int Decider::keep_prefix(Block& block) {
+    const int vocab = rules.vocab, count = block.count;
+    const int64_t* drafted = block.drafted;
+    // The exact rule keeps tokens up to the first mismatch (Leviathan et al. 2023, alg. 1). Clauses look beyond it.
+    int n = 0;
+    if (block.how) {
+        uniforms(block.rule.seed, block.length, ACCEPT, count, coins);
+        const auto exact = [&](int from, bool all) {
+            const long at = (long)from * vocab;
+            const float* drawn_from = block.distributions ? block.distributions + at : nullptr;
+            return judge->accepts(block.logits + at, vocab, block.how, drafted + from, count - from, drawn_from, coins + from, all,
+                                  spread, agrees + from);
+        };
+        n = exact(0, false);
+        if (n < 0) return LEFT_OPEN;
+        if (n < count && block.rule.clauses && exact(n + 1, true) < 0) return LEFT_OPEN;
+    } else {
+        for (int i = 0; i < count; i++) agrees[i] = drafted[i] == block.own[i];
+        while (n < count && agrees[n]) n++;
+    }
+    // The clauses excuse one mismatch after another, up to the first that they do not.
+    while (n < count) {
+        if (block.rule.asks || !is_number(block, n)) return LEFT_OPEN;
+        if (!block.rule.clauses) break;
+        int same = 0;  // tokens after it that agree without a gap
+        while (n + 1 + same < count && agrees[n + 1 + same]) same++;
+        const Place at = look(block, n);
+        const uint32_t held = ask(block, at, n, count - 1 - n, same);
+        if (!note(block, at, n, held, held == (1u << block.rule.clauses) - 1)) break;
+        n += 1 + same;
+    }
+    // A token of the target's own follows: the correction or, if all of the draft stands, the bonus.
+    if (!is_number(block, n)) return LEFT_OPEN;
+    if (!block.how) {
+        block.following = block.own[n];
+        return n;
+    }
+    float uniform;
+    uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
+    const long at = (long)n * vocab;
+    block.following = judge->follow(block.logits + at, vocab, block.how, n < count ? drafted[n] : -1,
+                                    block.distributions ? block.distributions + at : nullptr, uniform, spread);
+    return n;
+}
+
+// How many tokens of a tree stand: from each place on to the first to follow that the exact rule keeps (SpecInfer,
+// arXiv 2305.09781, alg. 2), or else to the first that is excused.
+int Decider::keep_path(Block& block) {
+    float uniform = 0;
+    if (block.how) uniforms(block.rule.seed, block.length, SAMPLE, 1, &uniform);
+    for (int n = 0, at = -1;; n++) {
+        if (!is_number(block, at + 1)) return LEFT_OPEN;
+        const float* here = block.logits + (long)(at + 1) * rules.vocab;
+        block.following = block.own[at + 1];
+        int next = -1, count = 0;
+        for (int t = at + 1; t < block.count; t++) {
+            if (block.parents[t] != at) continue;
+            nodes[count] = t, tokens[count++] = block.drafted[t];
+            if (next < 0 && block.drafted[t] == block.following) next = t;
+        }
+        if (block.how) {
+            uniforms(block.rule.seed, block.length, ACCEPT, block.count, coins);
+            for (int i = 0; i < count; i++) coins[i] = coins[nodes[i]];  // none lies before its own number
+            const int kept = judge->siblings(here, rules.vocab, block.how, tokens, coins, count, uniform, spread, &block.following);
+            next = kept < 0 ? -1 : nodes[kept];
+        }
+        if (next < 0 && count) {
+            // Above temperature 0 only tensors say which tokens after a mismatch agree.
+            if (block.rule.asks || (block.rule.clauses && block.how)) return LEFT_OPEN;
+            const Place place = look(block, at + 1);
+            const int asked = blocks.asks;
+            for (int i = 0; block.rule.clauses && i < count && next < 0; i++)
+                if (excuse_node(block, place, nodes[i])) next = nodes[i];
+            // If one is excused, the others are as if nobody had tried them.
+            if (next >= 0) blocks.ask[asked] = blocks.ask[blocks.asks - 1], blocks.asks = asked + 1;
+        }
+        if (next < 0) return n;
+        block.path[n] = at = next;
+    }
+}
+
+// Whether the clauses excuse a node of a tree that does not match: along some path through it to a token that none follows,
+// as if that were a chain. What they say is noted: of each, whether it holds along any path.
+bool Decider::excuse_node(const Block& block, const Place& at, int node) {
+    uint32_t anywhere = 0;
+    bool excused = false;
+    for (int leaf = block.count - 1; leaf >= node; leaf--) {
+        bool last = true;
+        for (int t = leaf + 1; last && t < block.count; t++) last = block.parents[t] != leaf;
+        int after = 0, t = leaf;  // tokens of the path after this node
+        for (; last && t > node; after++) t = block.parents[t];
+        if (!last || t != node) continue;
+        int same = after;         // those right after it that agree
+        for (int to = leaf, n = after; to > node; n--, to = block.parents[to])
+            if (block.drafted[to] != block.own[block.parents[to] + 1]) same = n - 1;
+        const uint32_t held = ask(block, at, node, after, same);
+        anywhere |= held;
+        excused |= held == (1u << block.rule.clauses) - 1;
+    }
+    return note(block, at, node, anywhere, excused);
+}
+
+Decider::Place Decider::look(const Block& block, int place) const {
+    Place found = {block.logits + (long)place * rules.vocab, {}, least_of(rules.vocab, 3)};
+    judge->top(found.logits, rules.vocab, found.count, found.likeliest);
+    return found;
+}
+
+// The entropy of the three likeliest tokens, not renormalised (fly/policies/conditions.py: EntropyGate), of the distribution
+// that the row draws from if it is ``processed``.
+double Decider::entropy(const Block& block, const Place& at, bool processed) {
+    double entropy = 0, peak = 0, temperature = 1, total = at.total();
+    float least = -__builtin_inff();
+    if (processed && block.how) {
+        float found[2];
+        judge->kept(at.logits, 1, 1, rules.vocab, block.how, spread, found, &least, found + 1);
+        peak = found[0], total = found[1], temperature = block.how->temperature;
+    }
+    for (int i = 0; i < at.count; i++) {
+        const float logit = at.likeliest[i];
+        const double log = (logit - peak) / temperature - total;
+        if (logit > -__builtin_inff() && logit >= least) entropy -= exp(log) * log;
+    }
+    return entropy;
+}
+
+// Whether a clause, as it is, holds for a mismatch at ``node``, with so many tokens ``after`` it, of which the ``same`` first
+// ones agree.
+bool Decider::holds_at(const Clause& clause, const Block& block, const Place& at, int node, int after, int same) {
+    if (clause.kind == ENTROPY) return entropy(block, at, clause.processed) >= clause.theta;
+    if (clause.kind == WINDOW) return same >= clause.count;
+    if (clause.kind == ROOM_LEFT) return after >= clause.count;
+    return rules.control[block.drafted[node]];
+}
+
+// A bit for each of the row's clauses: whether it holds.
+uint32_t Decider::ask(const Block& block, const Place& at, int node, int after, int same) {
+    uint32_t held = 0;
+    for (int c = 0; c < block.rule.clauses; c++) {
+        const Clause& clause = rules.clause[block.rule.clause_at + c];
+        held |= (uint32_t)(holds_at(clause, block, at, node, after, same) != (bool)clause.negated) << c;
+    }
+    return held;
+}
+
+// Notes what the clauses said about a mismatch, and returns whether it stands: nothing excuses a banned token.
+bool Decider::note(const Block& block, const Place& at, int node, uint32_t held, bool excused) {
+    const double logit = at.logits[block.drafted[node]];
+    excused &= logit != -__builtin_inf();
+    blocks.ask[blocks.asks++] = {block.row, block.round, node, held, excused, excused ? at.total() - logit : 0};
+    return excused;
+}
+
+// Decides about a block of each row, by logits [B, k + 1, V] after ``length`` [B] tokens of the row and after each drafted
+// token; ``distributions`` [B, k, V] as above, or none.
+EXPORT int fly_decide(const Rules* rules, Blocks* blocks, Span<const int64_t> length, Span<const float> logits,
+                      Span<const float> distributions) {
+    const int rows = (int)length.count(), vocab = rules->vocab, k = blocks->k;
+    Decider decider(rules, blocks);
+    if (const int error = decider.begin(rows) ?: within("rounds", blocks->most, 1, 1) ?:
+                          holds("logits", logits, rows, k + 1L, vocab) ?:
+                          holds_or_none("distributions", distributions, rows, k, vocab))
+        return error;
+    for (int b = 0; b < rows; b++) {
+        const int count = blocks->drafted_count[b];
+        if (const int error = within("drafted tokens", count, 0, k)) return error;
+        for (int n = 0; n <= count; n++)
+            if (const int error = within("a choice", blocks->choice[b * (k + 1L) + n], NO_NUMBER, vocab - 1)) return error;
+        for (int n = 0; n < count; n++)
+            if (const int error = within("a drafted token", blocks->drafted[(long)b * k + n], 0, vocab - 1, OUTSIDE) ?:
+                                  (blocks->parent.there() ? within("a parent", blocks->parent[(long)b * k + n], -1, n - 1) : OK))
+                return error;
+    }
+    for (int b = 0; b < rows; b++)
+        decider.decide(b, 0, length[b], logits + b * (k + 1L) * vocab,
+                       distributions.there() ? distributions + (long)b * k * vocab : nullptr);
+    return OK;
+}

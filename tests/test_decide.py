@@ -1,0 +1,184 @@
+"""Decisions by compiled code against the tensor rule: the same about chains and trees, at any temperature, for rules
+whose conditions it knows. Skipped as a whole where the library was not built.
+
+Shape legend: B rows, K longest draft, J positions of a row, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections import abc
+
+import pytest
+import torch
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fly.backends.cpu import available, why_not
+from fly.backends.cpu.host import Blocks, HostDecisions, lay_rules
+from fly.backends.cpu.host import _decide as decide_compiled
+from fly.backends.cpu.library import short
+from fly.executor import Batch, Executor, Scores
+from fly.policies import Exact, parse_policy
+from fly.sampling import BatchSampling
+from fly.types import Decision, Draft, SamplingParams, Target
+
+pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
+
+VARIANTS = [name for name in available() if name != "torch"]
+VOCAB = 11
+RULES = [
+    "exact",
+    "fly(theta=0.5, window=1)",
+    "exact | entropy(0.9)",
+    "exact | entropy(0.9, processed=False) & ~control",
+    "exact | ~entropy(1.0) & window(1) & room(1)",
+    "exact | ~room(2)",
+    "exact | window(0) & control",
+    "exact | entropy(0.9) & budget(0.5)",
+    "exact | window(1) | room(2)",
+]
+
+
+class OnHost(HostDecisions):
+    def score(self, batch: Batch, places: abc.Sequence[int] | None = None, states: abc.Sequence[int] = ()) -> Scores:
+        raise NotImplementedError
+
+
+@st.composite
+def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
+    count, longest, vocab = draw(st.integers(1, 3)), draw(st.integers(0, 6)), draw(st.sampled_from([VOCAB, 40, 97]))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
+    logits_BJV = 2 * torch.randn(count, longest + 1, vocab, generator=generator)
+    if draw(st.booleans()):  # bans
+        logits_BJV[torch.rand(logits_BJV.shape, generator=generator) < 0.2] = -torch.inf
+        logits_BJV[..., 0] = 0.0
+    if draw(st.integers(0, 3)) == 0:
+        logits_BJV[torch.rand(logits_BJV.shape[:2], generator=generator) < 0.1] = torch.nan
+    likely_BJ = logits_BJV.nan_to_num(0).argmax(-1)
+    chance_BJ = torch.randint(0, vocab, likely_BJ.shape, generator=generator)
+    tokens_BJ = torch.where(torch.rand(likely_BJ.shape, generator=generator) < 0.6, likely_BJ, chance_BJ)
+    chains = [row[: draw(st.integers(0, longest))] for row in tokens_BJ.tolist()]
+    longest = max(map(len, chains))
+    logits_BJV = logits_BJV[:, : longest + 1]
+    kind = draw(st.sampled_from(["chain", "chain", "drawn", "tree"]))
+    trees = None
+    if kind == "tree":
+        trees = [[draw(st.integers(-1, n - 1)) for n in range(len(chain))] for chain in chains]
+        for chain, tree in zip(chains, trees):  # siblings differ
+            for n, parent in enumerate(tree):
+                taken = [chain[m] for m in range(n) if tree[m] == parent]
+                chain[n] = next(token % vocab for token in range(chain[n], 2 * vocab) if token % vocab not in taken)
+    draft = Draft.of(chains, trees=trees)
+    temperatures = draw(st.lists(st.sampled_from([0.0, 0.7, 1.3]), min_size=count, max_size=count))
+    probs, greedy_B = None, None
+    if any(temperatures):
+        top_k, min_p = draw(st.sampled_from([0, 4])), draw(st.sampled_from([0.0, 0.05]))
+        asked = [SamplingParams(temperature=t, top_k=top_k, min_p=min_p) for t in temperatures]
+        sampling = BatchSampling.of(asked)
+        probs, greedy_B = OnHost().process(sampling, logits_BJV), sampling.greedy_B
+        if kind == "drawn":
+            probs_BKV = torch.randn(count, longest, vocab, generator=generator).softmax(-1)
+            draft = Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
+    control_V = torch.arange(vocab) % 3 == 0
+    target = Target(logits_BJV, probs, greedy_B=greedy_B if 0.0 in temperatures else None, control_V=control_V)
+    seeds = [draw(st.integers(-(2**63), 2**63 - 1)) for _ in chains]
+    return target, draft, seeds, [draw(st.integers(1, 1000)) for _ in chains]
+
+
+def told(decision: Decision) -> tuple[object, ...]:
+    """What must be the same: of the choices, those that somebody reads; of an open decision, that it is open."""
+    if decision.next_token < 0:
+        return ("undecided",)
+    path = [*decision.path]
+    choices = [decision.choices[place] for place in (0, *(node + 1 for node in path))]
+    asked = [(one.node, one.relaxed, dict(one.held)) for one in decision.mismatches]
+    return decision.drafted, path, decision.next_token, decision.bonus, choices, asked
+
+
+@settings(max_examples=400)
+@given(case=blocks(), rule=st.sampled_from(RULES), variant=st.sampled_from(VARIANTS or ["none"]))
+def test_compiled_decisions_are_those_of_the_tensor_rule(
+    case: tuple[Target, Draft, list[int], list[int]], rule: str, variant: str
+) -> None:
+    target, draft, seeds, starts = case
+    policy = parse_policy(rule)
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.backends.cpu.host.usual", lambda: variant)
+        wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
+        found = decide_compiled(policy, target, draft, seeds, starts)
+        event(f"compiled {found is not None}, tree {draft.trees is not None}, greedy {target.all_greedy}")
+        if found is None:  # a NaN, or what only tensors know
+            found = OnHost().decide(policy, target, draft, seeds, starts)
+    for one, other in zip(found, wanted, strict=True):
+        assert told(one) == told(other)
+        for mine, theirs in zip(one.mismatches, other.mismatches):
+            assert mine.nats == pytest.approx(theirs.nats, rel=1e-4, abs=1e-5)
+
+
+@pytest.mark.parametrize("rule", ["exact", "fly"])
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_known_rules_are_compiled(rule: str, temperature: float) -> None:
+    logits_BJV, draft = torch.randn(2, 4, VOCAB), Draft.of([[1, 2, 3], [4]])
+    params = [SamplingParams(temperature=temperature)] * 2
+    probs = OnHost().process(BatchSampling.of(params), logits_BJV) if temperature else None
+    found = decide_compiled(parse_policy(rule), Target(logits_BJV, probs), draft, [1, 2], [5, 6])
+    assert found is not None and [one.drafted for one in found] == draft.chains
+
+
+def call(blocks: Blocks, logits_BJV: Tensor, rule: str = "exact", rows: int = 1) -> None:
+    rules = lay_rules([(parse_policy(rule), 0)] * rows, None, None, VOCAB)
+    short("fly_decide")(ctypes.byref(rules), ctypes.byref(blocks.c), array("q", [9] * rows), logits_BJV, None)
+
+
+def test_sizes_and_numbers_are_checked_by_the_call() -> None:
+    def made(tokens: list[int], parents: list[int] | None = None, choice: int = 0, asks: int = 4) -> Blocks:
+        found = Blocks(1, 3, 1, parents is not None, asks)
+        found.count[0] = len(tokens)
+        for n, token in enumerate(tokens[:3]):
+            found.drafted[n] = token
+            if parents is not None:
+                found.parent[n] = parents[n]
+        found.choice[0] = choice
+        return found
+
+    whole = torch.zeros(1, 4, VOCAB)
+    call(made([1, 2]), whole)
+    with pytest.raises(ValueError, match="bytes of 'logits'"):
+        call(made([1, 2]), whole[:, :3].contiguous())
+    with pytest.raises(ValueError, match="bytes of 'drafted'"):
+        call(made([1, 2]), whole.expand(2, -1, -1).contiguous(), rows=2)
+    with pytest.raises(ValueError, match="drafted tokens is 4, not 0 to 3"):
+        call(made([1, 2, 3, 4]), whole)
+    with pytest.raises(IndexError, match="a drafted token is 11, not 0 to 10"):
+        call(made([VOCAB]), whole)
+    with pytest.raises(ValueError, match="a choice is 11"):
+        call(made([1], choice=VOCAB), whole)
+    with pytest.raises(ValueError, match="a parent is 1, not -1 to 0"):
+        call(made([1, 2], [-1, 1]), whole)
+    with pytest.raises(ValueError, match="bytes of 'ask'"):
+        call(made([1], asks=2), whole, "fly")
+
+
+def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
+    """Distributions of another width or type, ids that are none; strides are no matter."""
+    logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
+    sampling = BatchSampling.of([SamplingParams()])
+
+    def decide(draft: Draft, logits_BJV: Tensor = logits_BJV) -> list[Decision] | None:
+        target = Target(logits_BJV, OnHost().process(sampling, logits_BJV))
+        return decide_compiled(Exact(), target, draft, [1], [9])
+
+    tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
+    plain = Draft(tokens_BK, lengths_B)
+    for draft in (
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
+        Draft(torch.tensor([[3, 40]]), lengths_B),
+        Draft(torch.tensor([[3, -1]]), lengths_B),
+    ):
+        assert decide(draft) is None
+    across_BJV = logits_BJV.transpose(1, 2).contiguous().transpose(1, 2)
+    assert decide(plain, across_BJV) == decide(plain) is not None
