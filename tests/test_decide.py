@@ -21,12 +21,13 @@ from fly.backends.cpu.host import Blocks, HostDecisions, lay_rules
 from fly.backends.cpu.host import _decide as decide_compiled
 from fly.backends.cpu.library import short
 from fly.executor import Batch, Executor, Scores
-from fly.policies import parse_policy
+from fly.policies import Exact, parse_policy
 from fly.sampling import BatchSampling
 from fly.types import Decision, Draft, SamplingParams, Target
 
 pytestmark = pytest.mark.skipif(available() == ["torch"], reason=why_not() or "compiled kernels are here")
 
+VARIANTS = [name for name in available() if name != "torch"]
 VOCAB = 11
 RULES = [
     "exact",
@@ -48,16 +49,16 @@ class OnHost(HostDecisions):
 
 @st.composite
 def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
-    count, longest = draw(st.integers(1, 3)), draw(st.integers(0, 6))
+    count, longest, vocab = draw(st.integers(1, 3)), draw(st.integers(0, 6)), draw(st.sampled_from([VOCAB, 40, 97]))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
-    logits_BJV = 2 * torch.randn(count, longest + 1, VOCAB, generator=generator)
+    logits_BJV = 2 * torch.randn(count, longest + 1, vocab, generator=generator)
     if draw(st.booleans()):  # bans
         logits_BJV[torch.rand(logits_BJV.shape, generator=generator) < 0.2] = -torch.inf
         logits_BJV[..., 0] = 0.0
     if draw(st.integers(0, 3)) == 0:
         logits_BJV[torch.rand(logits_BJV.shape[:2], generator=generator) < 0.1] = torch.nan
     likely_BJ = logits_BJV.nan_to_num(0).argmax(-1)
-    chance_BJ = torch.randint(0, VOCAB, likely_BJ.shape, generator=generator)
+    chance_BJ = torch.randint(0, vocab, likely_BJ.shape, generator=generator)
     tokens_BJ = torch.where(torch.rand(likely_BJ.shape, generator=generator) < 0.6, likely_BJ, chance_BJ)
     chains = [row[: draw(st.integers(0, longest))] for row in tokens_BJ.tolist()]
     longest = max(map(len, chains))
@@ -69,7 +70,7 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
         for chain, tree in zip(chains, trees):  # siblings differ
             for n, parent in enumerate(tree):
                 taken = [chain[m] for m in range(n) if tree[m] == parent]
-                chain[n] = next(token % VOCAB for token in range(chain[n], 2 * VOCAB) if token % VOCAB not in taken)
+                chain[n] = next(token % vocab for token in range(chain[n], 2 * vocab) if token % vocab not in taken)
     draft = Draft.of(chains, trees=trees)
     temperatures = draw(st.lists(st.sampled_from([0.0, 0.7, 1.3]), min_size=count, max_size=count))
     probs, greedy_B = None, None
@@ -79,9 +80,9 @@ def blocks(draw: st.DrawFn) -> tuple[Target, Draft, list[int], list[int]]:
         sampling = BatchSampling.of(asked)
         probs, greedy_B = OnHost().process(sampling, logits_BJV), sampling.greedy_B
         if kind == "drawn":
-            probs_BKV = torch.randn(count, longest, VOCAB, generator=generator).softmax(-1)
+            probs_BKV = torch.randn(count, longest, vocab, generator=generator).softmax(-1)
             draft = Draft(draft.tokens_BK, draft.lengths_B, probs_BKV)
-    control_V = torch.arange(VOCAB) % 3 == 0
+    control_V = torch.arange(vocab) % 3 == 0
     target = Target(logits_BJV, probs, greedy_B=greedy_B if 0.0 in temperatures else None, control_V=control_V)
     seeds = [draw(st.integers(-(2**63), 2**63 - 1)) for _ in chains]
     return target, draft, seeds, [draw(st.integers(1, 1000)) for _ in chains]
@@ -97,14 +98,15 @@ def told(decision: Decision) -> tuple[object, ...]:
     return decision.drafted, path, decision.next_token, decision.bonus, choices, asked
 
 
-@settings(max_examples=300)
-@given(case=blocks(), rule=st.sampled_from(RULES))
+@settings(max_examples=400)
+@given(case=blocks(), rule=st.sampled_from(RULES), variant=st.sampled_from(VARIANTS or ["none"]))
 def test_compiled_decisions_are_those_of_the_tensor_rule(
-    case: tuple[Target, Draft, list[int], list[int]], rule: str
+    case: tuple[Target, Draft, list[int], list[int]], rule: str, variant: str
 ) -> None:
     target, draft, seeds, starts = case
     policy = parse_policy(rule)
-    with torch.inference_mode():
+    with torch.inference_mode(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr("fly.backends.cpu.host.usual", lambda: variant)
         wanted = Executor.decide(OnHost(), policy, target, draft, seeds, starts)
         found = decide_compiled(policy, target, draft, seeds, starts)
         event(f"compiled {found is not None}, tree {draft.trees is not None}, greedy {target.all_greedy}")
@@ -158,3 +160,25 @@ def test_sizes_and_numbers_are_checked_by_the_call() -> None:
         call(made([1, 2], [-1, 1]), whole)
     with pytest.raises(ValueError, match="bytes of 'ask'"):
         call(made([1], asks=2), whole, "fly")
+
+
+def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
+    """Distributions of another width or type, ids that are none; strides are no matter."""
+    logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
+    sampling = BatchSampling.of([SamplingParams()])
+
+    def decide(draft: Draft, logits_BJV: Tensor = logits_BJV) -> list[Decision] | None:
+        target = Target(logits_BJV, OnHost().process(sampling, logits_BJV))
+        return decide_compiled(Exact(), target, draft, [1], [9])
+
+    tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
+    plain = Draft(tokens_BK, lengths_B)
+    for draft in (
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
+        Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
+        Draft(torch.tensor([[3, 40]]), lengths_B),
+        Draft(torch.tensor([[3, -1]]), lengths_B),
+    ):
+        assert decide(draft) is None
+    across_BJV = logits_BJV.transpose(1, 2).contiguous().transpose(1, 2)
+    assert decide(plain, across_BJV) == decide(plain) is not None

@@ -5,16 +5,13 @@ Skipped as a whole where the library was not built, save what must hold then.
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import subprocess
 import sys
 import threading
-from array import array
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -41,7 +38,6 @@ from fly.ops import Stream, argmax, draw, tree_mask, uniforms
 from fly.policies import Exact, FLy
 from fly.request import Sequence
 from fly.sampling import BatchSampling
-from fly.types import Draft
 from tests.test_ops import values
 from tests.toys import PLAIN, build_llama, dense_logits, llama_configs, random_llama
 
@@ -544,88 +540,6 @@ def test_a_distribution_drawn_from_is_the_processed_distribution(variant: str, d
     assert probs_BKV is not None
     torch.testing.assert_close(probs_BKV, wanted_BKV, rtol=2e-5, atol=1e-7)
     assert drafted == draw(probs_BKV[:, 0], uniform_BK[:, 0]).unsqueeze(0).tolist()
-
-
-@built
-@given(data=st.data())
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_coins_are_flipped_and_corrections_drawn_as_by_tensors(variant: str, data: st.DataObject) -> None:
-    """Keeping and drawing by compiled code against the distributions themselves, but for uniforms that lie on a
-    border."""
-    vocab = data.draw(st.sampled_from([2, 11, 33, 64, 100]))
-    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31)))
-    rows_n, longest = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 4))
-    logits_BJV = torch.randn(rows_n, longest + 1, vocab, generator=generator) * data.draw(st.sampled_from([0.5, 3, 20]))
-    if data.draw(st.booleans()):
-        logits_BJV[torch.rand(logits_BJV.shape, generator=generator) < 0.2] = -torch.inf
-        logits_BJV[..., 0] = 0.0  # something is left
-    every_params = [data.draw(st.one_of(st.just(GREEDY), sampled)) for _ in range(rows_n)]
-    distribution = BatchSampling.of(every_params).on(logits_BJV)
-    host = HostDistribution(BatchSampling.of(every_params), logits_BJV)
-    drafted_BK = torch.randint(0, vocab, (rows_n, longest), generator=generator)
-    probs_BKV = None
-    if data.draw(st.booleans()):
-        near = data.draw(st.sampled_from([0.0, 0.3, 3.0]))
-        noise_BKV = near * torch.randn(rows_n, longest, vocab, generator=generator)
-        probs_BKV = BatchSampling.of(every_params).probs(logits_BJV[:, :-1] + noise_BKV)
-        if longest:
-            drafted_BK = torch.multinomial(probs_BKV.flatten(0, 1), 1, generator=generator).view(rows_n, longest)
-    lengths_B = torch.tensor([data.draw(st.integers(0, longest)) for _ in range(rows_n)])
-    draft = Draft(drafted_BK, lengths_B, probs_BKV)
-    coins_BK = torch.rand(rows_n, longest, generator=generator)
-    uniform = data.draw(st.floats(0, 1, exclude_max=True, width=32))
-
-    def short(name: str, lets_go: bool = False) -> object:
-        function = getattr(ctypes.PyDLL(None, handle=library.load()._handle), name)
-        return partial(library._declare(function, library._SHORT[name]), library.number(variant))
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("fly.backends.cpu.host.short", short)
-        coins = array("f", coins_BK.flatten().tolist())
-        all_, first = host.keeps(draft, coins, True), host.keeps(draft, coins, False)
-        assert all_ is not None and first is not None
-        ratio_BK = distribution.of(drafted_BK) / draft.own_probs_BK()
-        dense_BJV = distribution.dense()
-        for b, n in enumerate(lengths_B.tolist()):
-            for j in range(n):
-                if abs(float(ratio_BK[b, j] - coins_BK[b, j])) > 1e-4:
-                    assert all_[b][j] == bool(coins_BK[b, j] < ratio_BK[b, j])
-            end = next((j for j in range(n) if not all_[b][j]), n)
-            assert first[b][:end] == [True] * end and (end == n or not first[b][end])
-            for rejected in {None, None if end == n else int(drafted_BK[b, end])}:
-                token = host.follow(b, end, rejected, draft, uniform)
-                left_V = dense_BJV[b, end].double()
-                if rejected is not None:
-                    one_hot_V = torch.eye(vocab)[rejected]
-                    taken_V = one_hot_V if probs_BKV is None else probs_BKV[b, end]
-                    rest_V = (left_V - taken_V).clamp_min(0)
-                    left_V = rest_V if float(rest_V.sum()) > 1e-5 else left_V
-                cumulative_V = left_V.cumsum(0) / left_V.sum()
-                low = float(cumulative_V[token - 1]) if token else 0.0
-                assert low - 1e-4 <= uniform <= float(cumulative_V[token]) + 1e-4
-                assert float(left_V[token]) > 0 or float(left_V.sum()) < 1e-4
-
-
-@built
-def test_what_compiled_code_would_misread_is_left_to_tensors() -> None:
-    """Distributions of another width or type, ids that are none; strides are no matter."""
-    logits_BJV = torch.randn(1, 3, 40, generator=torch.Generator().manual_seed(0))
-    sampling, coins = BatchSampling.of([SamplingParams()]), array("f", [0.1, 0.9])
-    distribution = HostDistribution(sampling, logits_BJV)
-    tokens_BK, lengths_B = torch.tensor([[3, 5]]), torch.tensor([2])
-    assert distribution.keeps(Draft(tokens_BK, lengths_B), coins, True) is not None
-    for draft in (
-        Draft(tokens_BK, lengths_B, torch.full((1, 2, 30), 1 / 30)),
-        Draft(tokens_BK, lengths_B, torch.full((1, 2, 40), 1 / 40, dtype=torch.float64)),
-        Draft(torch.tensor([[3, 40]]), lengths_B),
-        Draft(torch.tensor([[3, -1]]), lengths_B),
-    ):
-        assert distribution.keeps(draft, coins, True) is None
-    across = HostDistribution(sampling, logits_BJV.transpose(1, 2).contiguous().transpose(1, 2))
-    draft = Draft(tokens_BK, lengths_B)
-    for uniform in (0.05, 0.5, 0.95):
-        assert across.follow(0, 1, None, draft, uniform) == distribution.follow(0, 1, None, draft, uniform)
-    assert across.keeps(draft, coins, True) == distribution.keeps(draft, coins, True)
 
 
 def fresh_cache(model: PackedLlama, prompts: list[list[int]], starts: list[int], room: int) -> PagedKVCache:

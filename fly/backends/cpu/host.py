@@ -233,6 +233,8 @@ def _decide(
         return None
     if logits_BJV.shape[:2] != (count, longest + 1):
         return None
+    if not all(0 <= token < vocab for chain in draft.chains for token in chain):
+        return None
     if target.all_greedy:
         probs_BKV = None
     elif probs_BKV is not None and not (
